@@ -1,0 +1,1 @@
+"""Data at a site: reading, checking, caching, sampling."""

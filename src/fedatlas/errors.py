@@ -1,0 +1,29 @@
+"""The errors that FedAtlas raises on purpose; the command line prints them without a traceback."""
+
+
+class FedAtlasError(Exception):
+    """Something the user can mend. Its text says what was asked, what was got and what is allowed."""
+
+
+class FederationError(FedAtlasError):
+    """The federation file, or what it points to, is not usable."""
+
+
+class DataError(FedAtlasError):
+    """A case, a label or a data set on disk is not usable. Names the site, the file and the remedy."""
+
+
+class NameMismatch(FedAtlasError):
+    """Two models differ in the names, shapes or dtypes of their tensors."""
+
+
+class WireError(FedAtlasError):
+    """A message is truncated, damaged or of another format."""
+
+
+class SiteLost(FedAtlasError):
+    """A site did not answer, or its answer was refused, and the federation's rule is to stop."""
+
+
+class RunFolderError(FedAtlasError):
+    """A run folder cannot be used: it belongs to another configuration, or is incomplete."""

@@ -1,0 +1,168 @@
+"""The label space of a federation, and what a site annotates of it.
+
+Shapes: C classes, *S spatial.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedatlas.errors import DataError, FederationError
+
+BACKGROUND = "background"
+
+
+@dataclass(frozen=True)
+class LabelSpace:
+    """Every class of the federation, by name; the index of a name is its class everywhere.
+
+    names: when `exclusive`, names[0] is "background" and a voxel has one class (softmax); otherwise each
+        class is a yes or no of its own (sigmoid) and there is no background.
+    groups: classes that belong together, as an organ and its lesion. A class in no group stands alone.
+
+    Raises FederationError for a name given twice, a missing background, or a group that holds the
+    background, an unknown index or a class of another group.
+    """
+
+    names: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...] = ()
+    exclusive: bool = True
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) != len(self.names):
+            twice = sorted({name for name in self.names if self.names.count(name) > 1})
+            raise FederationError(f"label space: {', '.join(twice)} is given twice; each name is allowed once")
+        if self.exclusive and (not self.names or self.names[0] != BACKGROUND):
+            raise FederationError(
+                f"label space: exclusive classes begin with {BACKGROUND!r}, got {list(self.names[:1])}"
+            )
+        if not self.foreground:
+            raise FederationError("label space: no class besides the background; at least one is needed")
+        seen: set[int] = set()
+        for group in self.groups:
+            for index in group:
+                if index not in self.foreground:
+                    allowed = f"{self.foreground.start} to {self.foreground.stop - 1}"
+                    raise FederationError(f"label space: group {group} holds class {index}; allowed: {allowed}")
+                if index in seen:
+                    raise FederationError(f"label space: class {self.names[index]!r} is in two groups")
+                seen.add(index)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def foreground(self) -> range:
+        """The indices of all classes but the background."""
+        return range(1 if self.exclusive else 0, len(self.names))
+
+    @property
+    def organs(self) -> tuple[tuple[int, ...], ...]:
+        """All foreground classes as groups, in the order of their first class; lone classes are groups of one."""
+        group_of = {index: tuple(sorted(group)) for group in self.groups for index in group}
+        return tuple(dict.fromkeys(group_of.get(index, (index,)) for index in self.foreground))
+
+    def index(self, name: str) -> int:
+        """The class of a name; FederationError if there is none."""
+        if name not in self.names:
+            raise FederationError(f"label space: no class {name!r}; known: {', '.join(self.names)}")
+        return self.names.index(name)
+
+
+@dataclass(frozen=True)
+class SiteLabels:
+    """What one site annotates: the union over its cases, background not counted.
+
+    Losses and groups look at `Batch.known`, per sample, and never at this union.
+    """
+
+    space: LabelSpace
+    annotated: frozenset[int]
+
+    def __post_init__(self) -> None:
+        unknown = self.annotated - set(self.space.foreground)
+        if unknown:
+            raise FederationError(f"site labels: {sorted(unknown)} are not foreground classes of {self.space.names}")
+
+    @property
+    def known(self) -> tuple[bool, ...]:
+        """[C] is class c annotated. The background of an exclusive space is known where any class is."""
+        return known_row(self.space, self.annotated)
+
+
+def known_row(space: LabelSpace, annotated: Iterable[int]) -> tuple[bool, ...]:
+    """[C] which classes are known, given the annotated foreground classes.
+
+    In an exclusive space channel 0 is always True: it stands for "none of the known classes", that is the
+    true background together with everything that is not annotated.
+    """
+    known = set(annotated) | ({0} if space.exclusive else set())
+    return tuple(index in known for index in range(len(space)))
+
+
+def map_labels(
+    raw: np.ndarray,
+    table: Mapping[int, str],
+    space: LabelSpace,
+    *,
+    annotated: Iterable[int] | None = None,
+    source: str = "label map",
+) -> np.ndarray:
+    """Maps the integers of a site [*S] to classes of the space: the class index [*S] (uint8, int16 from 256
+    classes on) when exclusive, else one mask per class [C, *S] (uint8).
+
+    table: integer -> class name of the space, or "background"; only integers in it may occur.
+    annotated: classes to keep; a voxel of any other class becomes "none of the known classes".
+    source: named in errors, as a file.
+
+    Raises DataError for a value that is not whole, or not in the table.
+    """
+    values, inverse = np.unique(np.asarray(raw), return_inverse=True)
+    whole = np.rint(values.astype(np.float64))
+    if not np.all(np.abs(values - whole) < 1e-3):
+        raise DataError(f"{source}: holds {float(values[values != whole][0])}; label maps hold whole numbers only")
+    keep = None if annotated is None else set(annotated)
+    classes = np.zeros(len(values), dtype=np.uint8 if len(space) < 256 else np.int16)
+    onehot = np.zeros((len(space), len(values)), dtype=np.uint8)
+    for position, value in enumerate(whole.astype(np.int64).tolist()):
+        if value not in table:
+            known = ", ".join(f"{number}={name}" for number, name in sorted(table.items()))
+            raise DataError(f"{source}: holds the label integer {value}, which is not in the table; known: {known}")
+        if table[value] == BACKGROUND:
+            continue
+        index = space.index(table[value])
+        if keep is None or index in keep:
+            classes[position] = index
+            onehot[index, position] = 1
+    if space.exclusive:
+        return classes[inverse].reshape(np.shape(raw))
+    return onehot[:, inverse.reshape(-1)].reshape(len(space), *np.shape(raw))
+
+
+def resolve_names(
+    names: Sequence[str], aliases: Mapping[str, str], space: LabelSpace, *, site: str
+) -> dict[str, str]:
+    """A site's label names -> names of the space, through the site's aliases.
+
+    Raises FederationError for a name that is neither in the space nor an alias of one, and for an alias
+    that matches none of the site's names or points outside the space.
+    """
+    for alias, target in aliases.items():
+        if alias not in names:
+            raise FederationError(
+                f"site {site}: alias {alias!r} matches none of the site's labels; it has: {', '.join(names)}"
+            )
+        if target not in space.names:
+            raise FederationError(
+                f"site {site}: alias {alias!r} points to {target!r}, which is not in the label space; "
+                f"known: {', '.join(space.names)}"
+            )
+    resolved = {name: aliases.get(name, name) for name in names}
+    for name, target in resolved.items():
+        if target not in space.names and target != BACKGROUND:
+            raise FederationError(
+                f"site {site}: label {name!r} is not in the label space ({', '.join(space.names)}); "
+                "add it there, give it an alias, or leave it out with `annotated`"
+            )
+    return resolved

@@ -1,0 +1,150 @@
+"""The whole contract between a method, the server and the sites.
+
+A method is two server functions, `start` and `round`, over a `State`. It reaches the hospitals only through
+`clients.call(self.local_update, …)`; the function that runs there belongs to the same class and is marked
+`@at_site`. A method is a frozen dataclass of its hyper-parameters: nothing on it changes while it runs.
+
+Shapes: C classes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas.data.batch import Batch
+from fedatlas.labels import SiteLabels
+from fedatlas.tensors import Tensors, Tree
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server knows after `round` complete rounds out of `rounds`. A method may subclass it with
+    fields of its own; they are tensors and plain values, so that a state can always be kept and resumed."""
+
+    model: Tensors
+    round: int = 0
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
+class NetSpec:
+    """A net by its registered name, with its options."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One model offered for evaluation. `classes`: the foreground classes it may speak for (None: all);
+    the probability of any other is given to the background. Several members are merged (A8): per voxel the
+    foreground class of highest probability among the members that predict foreground there."""
+
+    model: Tensors
+    classes: tuple[int, ...] | None = None
+
+
+class Site(Protocol):
+    """All that a method's code at a hospital may touch."""
+
+    name: str
+    labels: SiteLabels
+    n_train: int
+    """Training cases."""
+    n_labelled: Tensor
+    """[C] int64: training cases in which class c is annotated."""
+    memory: dict[str, Tree]
+    """Private; kept between calls, never sent."""
+    rng: torch.Generator
+    """Seeded from the experiment's seed, the site's name, the round and the number of the call in the round."""
+    device: torch.device
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        """A new net of the federation ("main"), or one that the method declares in `nets`, in training mode;
+        with the values of `model` if given."""
+        ...
+
+    def batches(self, *, steps: int | None = None, epochs: float | None = None) -> Iterator[Batch]:
+        """So many training batches, on the site's device. Exactly one of the two is given."""
+        ...
+
+    def log(self, **numbers: float) -> None:
+        """Numbers for people: they appear in the run's log beside the site's name, and steer nothing."""
+        ...
+
+
+class Replies(Protocol):
+    """What the sites answered to one call. Can be read again and again; always sorted by site name."""
+
+    sites: list[str]
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(site, reply), decoded one at a time; a reply is freed when the next is asked for."""
+        ...
+
+    def plain(self, key: str) -> list[Any]:
+        """One plain value of every reply, in the order of `sites`; no tensor is loaded."""
+        ...
+
+
+class Clients(Protocol):
+    """The hospitals, as the server's half of a method sees them."""
+
+    sites: list[str]
+    """Sorted names of all sites of the federation."""
+    lost: dict[str, str]
+    """Who did not answer the last call, and why."""
+
+    def call(self, function: Callable[..., Any], *, each: Mapping[str, dict[str, Any]] | None = None, **payload: Any) -> Replies:
+        """Runs a function marked `@at_site` at every site, with `payload` and what `each` adds for that site.
+
+        With `each`, only the sites named in it are called. Raises SiteLost where the federation's rule for a
+        lost site is to stop, or too few are left.
+        """
+        ...
+
+
+@runtime_checkable
+class Method(Protocol):
+    """Two functions over a state. Optional declarations, with their defaults, are the functions below."""
+
+    def start(self, net: nn.Module, clients: Clients) -> State: ...
+    def round(self, state: Any, clients: Clients) -> State: ...
+
+
+class Defaults:
+    """What a method may declare; a method that differs says so under the same name."""
+
+    state: ClassVar[type[State]] = State
+    nets: ClassVar[Mapping[str, NetSpec]] = {}
+    pooled: ClassVar[bool] = False
+    """True: the federation's sites are merged into one that holds the union of their cases."""
+
+
+def at_site(function: F) -> F:
+    """Marks a function that the server may ask a site to run: `function(self, site, **payload) -> dict`."""
+    function.at_site = True  # type: ignore[attr-defined]
+    return function
+
+
+def functions_of(method: Method) -> dict[str, Callable[..., Any]]:
+    """What may be called at a site for this method: name -> bound function. Nothing else is ever run there."""
+    names = [name for name in dir(type(method)) if getattr(getattr(type(method), name), "at_site", False)]
+    return {name: getattr(method, name) for name in names}
+
+
+def declared(method: Method, name: str) -> Any:
+    """An optional declaration of a method, or its default."""
+    return getattr(method, name, getattr(Defaults, name))
+
+
+def eval_members(method: Method, state: State, site: str) -> list[Member]:
+    """The models that are evaluated at a site as "the" model of the federation: the global one by default;
+    a method with personal, routed or several models declares `eval_members(state, site)`."""
+    own = getattr(method, "eval_members", None)
+    return own(state, site) if own else [Member(state.model)]

@@ -1,0 +1,244 @@
+"""The only code that touches weight names: a model as named tensors, loading, parts, averaging, trees.
+
+Shapes: K models.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, Union, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas.errors import NameMismatch
+
+Tensors = dict[str, Tensor]
+"""The only form in which a model is kept, sent or averaged: parameters and saved buffers, each once."""
+
+Tree = Union[Tensor, float, int, str, bool, None, list["Tree"], dict[str, "Tree"]]  # noqa: UP007  (recursive)
+"""What may cross a wire or be kept: tensors and plain values, in lists and in dicts with string keys."""
+
+Weights = Sequence[float] | Tensor
+"""One weight per model [K], or one per model and row of a tensor's first axis [K, rows]."""
+
+T = TypeVar("T")
+
+
+def _live(net: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a net by name, sharing its memory; of several names of one tensor, the first."""
+    saved = net.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    live = {}
+    for name, tensor in saved.items():
+        if not isinstance(tensor, Tensor):
+            raise NameMismatch(f"{type(net).__name__}: {name!r} is a {type(tensor).__name__}; only tensors travel")
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            live[name] = tensor
+    return live
+
+
+def tensors_of(net: nn.Module) -> Tensors:
+    """A copy, on the CPU, of every parameter and saved buffer of a net; aliases are left out."""
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in _live(net).items()}
+
+
+def load(net: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Copies `values` into a net, in place. Raises NameMismatch, before anything is changed, unless names,
+    shapes and dtypes are equal."""
+    live = _live(net)
+    require_same(live, values, asked=type(net).__name__)
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(values[name])
+
+
+def require_same(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], *, asked: str) -> None:
+    """Raises NameMismatch, listing the difference, unless both have the same names, shapes and dtypes."""
+    missing = [name for name in expected if name not in got]
+    extra = [name for name in got if name not in expected]
+    differ = [
+        f"{name} is {_form(got[name])}, expected {_form(tensor)}"
+        for name, tensor in expected.items()
+        if name in got and _form(got[name]) != _form(tensor)
+    ]
+    if missing or extra or differ:
+        parts = [("missing", missing), ("not known", extra), ("of another form", differ)]
+        listed = "; ".join(f"{what}: {_first(names)}" for what, names in parts if names)
+        raise NameMismatch(f"{asked}: the tensors do not fit, nothing was loaded. {listed}")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _first(names: Sequence[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def parts(net: nn.Module) -> dict[str, tuple[str, ...]]:
+    """The named parts of a net: part -> names of its tensors. A net names its parts by module identity, with
+    a method `parts() -> dict[str, nn.Module | list[nn.Module]]`; what it does not name is the part "rest".
+
+    Raises NameMismatch if two parts share a tensor.
+    """
+    declared: Mapping[str, Any] = net.parts() if callable(getattr(net, "parts", None)) else {}  # type: ignore
+    name_of = {id(tensor): name for name, tensor in _live(net).items()}
+    owner: dict[str, str] = {}
+    for part, modules in declared.items():
+        for module in [modules] if isinstance(modules, nn.Module) else modules:
+            for tensor in module.state_dict(keep_vars=True).values():
+                name = name_of[id(tensor)]
+                if owner.setdefault(name, part) != part:
+                    raise NameMismatch(f"{type(net).__name__}: {name} is in the parts {owner[name]!r} and {part!r}")
+    named: dict[str, list[str]] = {part: [] for part in declared}
+    for name in name_of.values():
+        named.setdefault(owner.get(name, "rest"), []).append(name)
+    return {part: tuple(names) for part, names in named.items() if names}
+
+
+def average(
+    models: Iterable[Mapping[str, Tensor]],
+    weights: Weights,
+    *,
+    each: Mapping[str, Weights] | None = None,
+) -> Tensors:
+    """The weighted mean of K models of equal names, in one pass over them and in their order (P7).
+
+    weights: [K], need not sum to one; the sum is divided by once, at the end.
+    each: tensor name -> weights of its own, [K], or [K, rows] for one weight per row of the first axis.
+        For a part of a net: `dict.fromkeys(parts(net)["decoder"], weights)`.
+
+    Floating tensors are summed in float64 and cast back once, so the mean of equal models is that model,
+    bit for bit. Integer tensors (counters) become the largest of the K; boolean ones must be equal.
+    Memory: the sum in float64 and one model, whatever K is; models are read one at a time.
+
+    Raises NameMismatch if the models differ in form, ValueError for weights that are negative, not
+    finite, of another number than the models, or that sum to zero (for a row: nobody may speak for it).
+    """
+    rule = {name: _checked(value, name) for name, value in (each or {}).items()}
+    common = _checked(weights, "the weights")
+    total: Tensors = {}
+    form: Mapping[str, Tensor] = {}
+    count = 0
+    for model in models:
+        if count == 0:
+            form = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.items()}
+            unknown = [name for name in rule if name not in model]
+            if unknown:
+                raise NameMismatch(f"average: weights are given for {_first(unknown)}, which the models do not have")
+        require_same(form, model, asked=f"average: model {count + 1}")
+        if count >= len(common):
+            raise ValueError(f"average: {len(common)} weights, but more models than that")
+        for name, tensor in model.items():
+            _add(total, name, tensor, rule.get(name, common)[count])
+        count += 1
+    if count == 0 or count != len(common):
+        raise ValueError(f"average: {len(common)} weights for {count} models; one each is needed, and at least one")
+    for name, kept in form.items():
+        if kept.is_floating_point():
+            divisor = rule.get(name, common).sum(0)
+            if bool((divisor <= 0).any()):
+                raise ValueError(f"average: the weights of {name} sum to zero; at least one must be positive")
+            total[name] = (total[name].div_(_as_rows(divisor, total[name]))).to(kept.dtype)
+    return total
+
+
+def _add(total: Tensors, name: str, tensor: Tensor, weight: Tensor) -> None:
+    if tensor.is_floating_point():
+        if name not in total:
+            total[name] = torch.zeros(tensor.shape, dtype=torch.float64)
+        if weight.dim() == 0:
+            total[name].add_(tensor, alpha=float(weight))
+        else:
+            total[name].addcmul_(tensor.double(), _as_rows(weight, tensor))
+    elif name not in total:
+        total[name] = tensor.clone()
+    elif tensor.dtype == torch.bool:
+        if not torch.equal(total[name], tensor):
+            raise NameMismatch(f"average: {name} is boolean and differs between models; masks are not averaged")
+    else:
+        total[name] = torch.maximum(total[name], tensor)
+
+
+def _checked(weights: Weights, what: str) -> Tensor:
+    values = torch.as_tensor(weights, dtype=torch.float64)
+    if values.dim() not in (1, 2):
+        raise ValueError(f"average: {what} have shape {list(values.shape)}; allowed: [K] and [K, rows]")
+    if not bool(torch.isfinite(values).all()) or bool((values < 0).any()):
+        raise ValueError(f"average: {what} must be finite and not negative, got {values.tolist()}")
+    return values
+
+
+def _as_rows(weight: Tensor, tensor: Tensor) -> Tensor:
+    if weight.dim() == 0:
+        return weight
+    if tensor.dim() == 0 or len(weight) != tensor.shape[0]:
+        raise ValueError(f"average: {len(weight)} row weights for a tensor of shape {list(tensor.shape)}")
+    return weight.reshape(-1, *[1] * (tensor.dim() - 1))
+
+
+def is_finite(tree: "Tree") -> bool:
+    """Is every number of a tree finite: floating tensors and plain floats alike."""
+    if isinstance(tree, Tensor):
+        return not tree.is_floating_point() or bool(torch.isfinite(tree).all())
+    if isinstance(tree, float):
+        return math.isfinite(tree)
+    if isinstance(tree, dict):
+        return all(is_finite(value) for value in tree.values())
+    return all(is_finite(value) for value in tree) if isinstance(tree, list) else True
+
+
+def to_tree(value: Any) -> "Tree":
+    """A dataclass of tensors and plain values as a tree; tuples become lists, keys stay strings.
+
+    Raises TypeError, naming the path, for anything else.
+    """
+    return _to_tree(value, "value")
+
+
+def _to_tree(value: Any, path: str) -> "Tree":
+    if value is None or isinstance(value, Tensor | bool | int | float | str):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _to_tree(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        bad = [key for key in value if not isinstance(key, str)]
+        if bad:
+            raise TypeError(f"{path}: the key {bad[0]!r} is a {type(bad[0]).__name__}; keys are strings")
+        return {key: _to_tree(item, f"{path}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_tree(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    raise TypeError(
+        f"{path} is a {type(value).__name__}; allowed: tensors, numbers, strings, None, lists, dicts, dataclasses"
+    )
+
+
+def from_tree(cls: type[T], tree: "Tree") -> T:
+    """The dataclass that `to_tree` made `tree` from: fields annotated as tuples become tuples again.
+
+    Raises TypeError if the fields differ.
+    """
+    if not isinstance(tree, Mapping):
+        raise TypeError(f"{cls.__name__}: expected a dict of its fields, got {type(tree).__name__}")
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    if sorted(names) != sorted(tree):
+        raise TypeError(f"{cls.__name__}: has the fields {sorted(names)}, got {sorted(tree)}")
+    hints = get_type_hints(cls)
+    return cls(**{name: _from_tree(hints[name], tree[name]) for name in names})
+
+
+def _from_tree(hint: Any, value: Any) -> Any:
+    if isinstance(value, dict) and dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return from_tree(hint, value)
+    if isinstance(value, list) and (hint is tuple or get_origin(hint) is tuple):
+        return tuple(_from_tree(tuple, item) if isinstance(item, list) else item for item in value)
+    return value
+
+
+def n_bytes(values: Mapping[str, Tensor] | Collection[Tensor]) -> int:
+    """The bytes of the tensors' values."""
+    tensors = values.values() if isinstance(values, Mapping) else values
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
