@@ -32,7 +32,9 @@ class LabelSpace:
     def __post_init__(self) -> None:
         if len(set(self.names)) != len(self.names):
             twice = sorted({name for name in self.names if self.names.count(name) > 1})
-            raise FederationError(f"label space: {', '.join(twice)} is given twice; each name is allowed once")
+            raise FederationError(
+                f"label space: {', '.join(twice)} is given twice; each name is allowed once"
+            )
         if self.exclusive and (not self.names or self.names[0] != BACKGROUND):
             raise FederationError(
                 f"label space: exclusive classes begin with {BACKGROUND!r}, got {list(self.names[:1])}"
@@ -44,7 +46,9 @@ class LabelSpace:
             for index in group:
                 if index not in self.foreground:
                     allowed = f"{self.foreground.start} to {self.foreground.stop - 1}"
-                    raise FederationError(f"label space: group {group} holds class {index}; allowed: {allowed}")
+                    raise FederationError(
+                        f"label space: group {group} holds class {index}; allowed: {allowed}"
+                    )
                 if index in seen:
                     raise FederationError(f"label space: class {self.names[index]!r} is in two groups")
                 seen.add(index)
@@ -83,7 +87,9 @@ class SiteLabels:
     def __post_init__(self) -> None:
         unknown = self.annotated - set(self.space.foreground)
         if unknown:
-            raise FederationError(f"site labels: {sorted(unknown)} are not foreground classes of {self.space.names}")
+            raise FederationError(
+                f"site labels: {sorted(unknown)} are not foreground classes of {self.space.names}"
+            )
 
     @property
     def known(self) -> tuple[bool, ...]:
@@ -121,14 +127,18 @@ def map_labels(
     values, inverse = np.unique(np.asarray(raw), return_inverse=True)
     whole = np.rint(values.astype(np.float64))
     if not np.all(np.abs(values - whole) < 1e-3):
-        raise DataError(f"{source}: holds {float(values[values != whole][0])}; label maps hold whole numbers only")
+        raise DataError(
+            f"{source}: holds {float(values[values != whole][0])}; label maps hold whole numbers only"
+        )
     keep = None if annotated is None else set(annotated)
     classes = np.zeros(len(values), dtype=np.uint8 if len(space) < 256 else np.int16)
     onehot = np.zeros((len(space), len(values)), dtype=np.uint8)
     for position, value in enumerate(whole.astype(np.int64).tolist()):
         if value not in table:
             known = ", ".join(f"{number}={name}" for number, name in sorted(table.items()))
-            raise DataError(f"{source}: holds the label integer {value}, which is not in the table; known: {known}")
+            raise DataError(
+                f"{source}: holds the label integer {value}, which is not in the table; known: {known}"
+            )
         if table[value] == BACKGROUND:
             continue
         index = space.index(table[value])

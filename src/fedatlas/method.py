@@ -69,13 +69,21 @@ class Site(Protocol):
         with the values of `model` if given."""
         ...
 
-    def batches(self, *, steps: int | None = None, epochs: float | None = None) -> Iterator[Batch]:
-        """So many training batches, on the site's device. Exactly one of the two is given."""
+    def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> "Batches":
+        """Training batches of `batch` samples, on the site's device; exactly one of steps and epochs is given.
+        Two calls within one call of the site give different batches."""
         ...
 
     def log(self, **numbers: float) -> None:
         """Numbers for people: they appear in the run's log beside the site's name, and steer nothing."""
         ...
+
+
+class Batches(Protocol):
+    """Batches to be read once, in an order and with augmentation that depend on the site's seed alone."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Batch]: ...
 
 
 class Replies(Protocol):
@@ -100,7 +108,13 @@ class Clients(Protocol):
     lost: dict[str, str]
     """Who did not answer the last call, and why."""
 
-    def call(self, function: Callable[..., Any], *, each: Mapping[str, dict[str, Any]] | None = None, **payload: Any) -> Replies:
+    def call(
+        self,
+        function: Callable[..., Any],
+        *,
+        each: Mapping[str, dict[str, Any]] | None = None,
+        **payload: Any,
+    ) -> Replies:
         """Runs a function marked `@at_site` at every site, with `payload` and what `each` adds for that site.
 
         With `each`, only the sites named in it are called. Raises SiteLost where the federation's rule for a

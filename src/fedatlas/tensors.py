@@ -32,7 +32,9 @@ def _live(net: nn.Module) -> dict[str, Tensor]:
     live = {}
     for name, tensor in saved.items():
         if not isinstance(tensor, Tensor):
-            raise NameMismatch(f"{type(net).__name__}: {name!r} is a {type(tensor).__name__}; only tensors travel")
+            raise NameMismatch(
+                f"{type(net).__name__}: {name!r} is a {type(tensor).__name__}; only tensors travel"
+            )
         if id(tensor) not in seen:
             seen.add(id(tensor))
             live[name] = tensor
@@ -92,7 +94,9 @@ def parts(net: nn.Module) -> dict[str, tuple[str, ...]]:
             for tensor in module.state_dict(keep_vars=True).values():
                 name = name_of[id(tensor)]
                 if owner.setdefault(name, part) != part:
-                    raise NameMismatch(f"{type(net).__name__}: {name} is in the parts {owner[name]!r} and {part!r}")
+                    raise NameMismatch(
+                        f"{type(net).__name__}: {name} is in the parts {owner[name]!r} and {part!r}"
+                    )
     named: dict[str, list[str]] = {part: [] for part in declared}
     for name in name_of.values():
         named.setdefault(owner.get(name, "rest"), []).append(name)
@@ -128,7 +132,9 @@ def average(
             form = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.items()}
             unknown = [name for name in rule if name not in model]
             if unknown:
-                raise NameMismatch(f"average: weights are given for {_first(unknown)}, which the models do not have")
+                raise NameMismatch(
+                    f"average: weights are given for {_first(unknown)}, which the models do not have"
+                )
         require_same(form, model, asked=f"average: model {count + 1}")
         if count >= len(common):
             raise ValueError(f"average: {len(common)} weights, but more models than that")
@@ -136,7 +142,9 @@ def average(
             _add(total, name, tensor, rule.get(name, common)[count])
         count += 1
     if count == 0 or count != len(common):
-        raise ValueError(f"average: {len(common)} weights for {count} models; one each is needed, and at least one")
+        raise ValueError(
+            f"average: {len(common)} weights for {count} models; one each is needed, and at least one"
+        )
     for name, kept in form.items():
         if kept.is_floating_point():
             divisor = rule.get(name, common).sum(0)
@@ -158,7 +166,9 @@ def _add(total: Tensors, name: str, tensor: Tensor, weight: Tensor) -> None:
         total[name] = tensor.clone()
     elif tensor.dtype == torch.bool:
         if not torch.equal(total[name], tensor):
-            raise NameMismatch(f"average: {name} is boolean and differs between models; masks are not averaged")
+            raise NameMismatch(
+                f"average: {name} is boolean and differs between models; masks are not averaged"
+            )
     else:
         total[name] = torch.maximum(total[name], tensor)
 
@@ -203,7 +213,9 @@ def _to_tree(value: Any, path: str) -> "Tree":
     if value is None or isinstance(value, Tensor | bool | int | float | str):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _to_tree(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)}
+        return {
+            f.name: _to_tree(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)
+        }
     if isinstance(value, Mapping):
         bad = [key for key in value if not isinstance(key, str)]
         if bad:

@@ -4,7 +4,9 @@ Shapes: B batch, C classes, I input channels, *S spatial.
 """
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,3 +29,30 @@ class Batch:
             target=self.target.to(device, non_blocking=True),
             known=self.known.to(device, non_blocking=True),
         )
+
+
+class Volume(Protocol):
+    """One case as evaluation and prediction see it. X, Y, Z are the axes of the federation's grid (canonical
+    orientation, the federation's spacing); the raw grid is that of the file."""
+
+    case: str
+    image: Tensor
+    """[I, *S] float32 on the federation's grid, normalised as for training."""
+    spacing: tuple[float, ...]
+    """Millimetres per voxel on the federation's grid."""
+    raw_spacing: tuple[float, ...]
+    """Millimetres per voxel on the raw grid."""
+    known: Tensor
+    """[C] bool: which classes the site annotates in this case (what training sees)."""
+    scored: Tensor
+    """[C] bool: for which classes there is a truth to score against: `known`, or what the reference holds."""
+
+    def truth(self, grid: str) -> np.ndarray:
+        """The truth on the grid "federation" or "original": class index [*S] if exclusive, else masks [C, *S].
+        Only the classes in `scored` mean anything."""
+        ...
+
+    def restore(self, probabilities: Tensor) -> np.ndarray:
+        """Probabilities [C, *S] on the federation's grid -> labels on the raw grid (class index, or masks [C, …]):
+        probabilities are resampled first and decided after."""
+        ...

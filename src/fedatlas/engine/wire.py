@@ -58,7 +58,9 @@ def plain(data: bytes | memoryview) -> Tree:
 def _checked(data: bytes | memoryview) -> memoryview:
     view = memoryview(data)
     if len(view) < _HEAD or bytes(view[: len(MAGIC)]) != MAGIC:
-        raise WireError(f"message: {len(view)} bytes that do not begin as one of ours; it is truncated or of another format")
+        raise WireError(
+            f"message: {len(view)} bytes that do not begin as one of ours; it is truncated or of another format"
+        )
     body = view[_HEAD:]
     if hashlib.sha256(body).digest() != bytes(view[len(MAGIC) : _HEAD]):
         raise WireError(f"message: {len(view)} bytes whose digest differs; it is truncated or damaged")

@@ -1,0 +1,190 @@
+"""Local training: the optimizer, its schedule, precision, clipping, and the plain step."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas.data.batch import Batch
+from fedatlas.errors import FederationError
+from fedatlas.method import Site
+from fedatlas.options import option, options
+from fedatlas.tensors import Tree
+
+Loss = Callable[[nn.Module, Batch], "Tensor | dict[str, Tensor]"]
+"""The loss of a net on a batch; a dict is summed, and its terms are logged by name."""
+
+
+@options
+class Local:
+    """Training at a site between two exchanges."""
+
+    optimizer: Literal["adamw", "adam", "sgd"] = option("adamw", "The local optimizer.")
+    lr: float = option(1e-3, "Learning rate at the first step.", gt=0)
+    weight_decay: float = option(1e-2, "Decoupled for adamw, added to the gradient for the others.", ge=0)
+    momentum: float = option(0.9, "Momentum of sgd.", ge=0, lt=1)
+    nesterov: bool = option(False, "Nesterov's form of sgd's momentum.")
+    batch: int = option(2, "Patches, or slices, per step.", gt=0)
+    steps: int | None = option(100, "Optimizer steps per round; give this or `epochs`.", gt=0)
+    epochs: float | None = option(
+        None, "Passes over the training cases per round; give this or `steps`.", gt=0
+    )
+    schedule: Literal["constant", "cosine", "poly"] = option(
+        "cosine", "How the learning rate falls over all steps of all rounds; poly has the exponent 0.9."
+    )
+    warmup: int = option(0, "Steps over which the learning rate first rises linearly.", ge=0)
+    clip: float | None = option(None, "Largest norm of the gradient.", gt=0)
+    precision: Literal["float32", "bf16", "fp16"] = option(
+        "float32", "Arithmetic of the forward pass; fp16 scales the loss and needs a GPU."
+    )
+    opt_state: Literal["persist", "reset"] = option(
+        "persist", "Whether the optimizer's moments stay at the site from round to round."
+    )
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise FederationError(
+                f"local: steps is {self.steps} and epochs is {self.epochs}; give one and set the other to null"
+            )
+
+
+def train(
+    site: Site,
+    net: nn.Module,
+    loss: Loss,
+    local: Local,
+    *,
+    round: int,
+    rounds: int,
+    memory: str = "optimizer",
+) -> dict[str, float]:
+    """Trains `net` in place for one round of `local`; logs and returns the means of the loss and its terms.
+
+    round, rounds: counted from 0; they place the round on the learning-rate schedule.
+    memory: the key in `site.memory` under which the optimizer's state is kept.
+
+    Raises FloatingPointError where the mean loss is not finite.
+    """
+    net.train()
+    optimizer = make_optimizer(net, local)
+    if local.opt_state == "persist" and memory in site.memory:
+        restore_optimizer(optimizer, net, site.memory[memory])
+    step = Step(optimizer, local, site.device)
+    batches = site.batches(batch=local.batch, steps=local.steps, epochs=local.epochs)
+    sums: dict[str, Tensor] = {}
+    seconds = 0.0
+    for count, batch in enumerate(batches):
+        began = time.perf_counter()
+        step.at(round * len(batches) + count, of=rounds * len(batches))
+        for name, value in step(net, loss, batch).items():
+            sums[name] = sums[name] + value.double() if name in sums else value.double()
+        seconds += time.perf_counter() - began
+    if local.opt_state == "persist":
+        site.memory[memory] = optimizer_tree(optimizer, net)
+    means = {name: float(value) / len(batches) for name, value in sums.items()}
+    bad = sorted(name for name, value in means.items() if not math.isfinite(value))
+    if bad:
+        raise FloatingPointError(
+            f"{', '.join(bad)} not finite within {len(batches)} steps; lower the learning rate or clip"
+        )
+    site.log(**means, steps=len(batches), step_seconds=seconds)
+    return means
+
+
+class Step:
+    """One optimizer step after another: precision, loss scaling, clipping, the schedule."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> None:
+        if local.precision == "fp16" and device.type != "cuda":
+            raise FederationError(
+                f"local: precision fp16 needs a GPU, the device is {device}; use float32 or bf16"
+            )
+        self.optimizer, self.local, self.device = optimizer, local, device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=local.precision == "fp16")
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def at(self, step: int, *, of: int) -> None:
+        """Sets the learning rate of step `step`, counted from 0, out of `of`."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.local.lr * lr_factor(self.local, step, of)
+
+    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
+        """Takes one step and returns the detached loss, and its terms if it has several."""
+        with autocast(self.local, self.device):
+            value = loss(net, batch)
+        terms = value if isinstance(value, dict) else {}
+        total = sum(terms.values()) if isinstance(value, dict) else value
+        assert isinstance(total, Tensor)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(total).backward()
+        if self.local.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.parameters, self.local.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return {"loss": total.detach()} | {name: term.detach() for name, term in terms.items()}
+
+
+def autocast(local: Local, device: torch.device) -> torch.autocast:
+    """The arithmetic of the forward pass."""
+    dtype = torch.float16 if local.precision == "fp16" else torch.bfloat16
+    return torch.autocast(device.type, dtype=dtype, enabled=local.precision != "float32")
+
+
+def lr_factor(local: Local, step: int, total: int) -> float:
+    """The learning rate of a step, counted from 0, over `local.lr`."""
+    if step < local.warmup:
+        return (step + 1) / (local.warmup + 1)
+    done = (step - local.warmup) / max(total - local.warmup, 1)
+    if local.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    return (1 - done) ** 0.9 if local.schedule == "poly" else 1.0
+
+
+def make_optimizer(net: nn.Module, local: Local) -> torch.optim.Optimizer:
+    """A fresh optimizer over the parameters of `net` that require a gradient."""
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    if local.optimizer == "sgd":
+        return torch.optim.SGD(
+            parameters,
+            lr=local.lr,
+            momentum=local.momentum,
+            nesterov=local.nesterov,
+            weight_decay=local.weight_decay,
+        )
+    kind = torch.optim.AdamW if local.optimizer == "adamw" else torch.optim.Adam
+    return kind(parameters, lr=local.lr, weight_decay=local.weight_decay)
+
+
+def optimizer_tree(optimizer: torch.optim.Optimizer, net: nn.Module) -> dict[str, Tree]:
+    """The moments of an optimizer, by the names of the parameters of `net`."""
+    name_of = {id(p): name for name, p in net.named_parameters()}
+    tree: dict[str, Tree] = {}
+    for parameter, entry in optimizer.state.items():
+        tree[name_of[id(parameter)]] = {
+            key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            for key, value in entry.items()
+        }
+    return tree
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, net: nn.Module, tree: Tree) -> None:
+    """Puts back what `optimizer_tree` took. Raises FederationError if it is of another net."""
+    parameters = dict(net.named_parameters())
+    if not isinstance(tree, dict) or not set(tree) <= set(parameters):
+        raise FederationError(
+            "site memory: the optimizer's state is of another net; remove it or use another run folder"
+        )
+    for name, entry in tree.items():
+        parameter = parameters[name]
+        assert isinstance(entry, dict)
+        optimizer.state[parameter] = {
+            # the step counter of Adam stays on the CPU, the moments live beside their parameter
+            key: value.clone().to("cpu" if value.dim() == 0 else parameter.device)
+            if isinstance(value, Tensor)
+            else value
+            for key, value in entry.items()
+        }
