@@ -1,0 +1,232 @@
+"""The one round loop, and the run folder that makes every complete round a point to resume from."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from fedatlas.engine import wire
+from fedatlas.engine.host import peak_mb, reset_peak
+from fedatlas.engine.local import Call, Spool
+from fedatlas.engine.store import sync_folder, write_atomic
+from fedatlas.errors import FedAtlasError, RunFolderError, WireError
+from fedatlas.method import Clients, Method, State, declared
+from fedatlas.tensors import from_tree, to_tree
+
+
+class RoundClients(Clients, Protocol):
+    """Clients that are told when a round begins, and keep a record of its calls."""
+
+    calls: list[Call]
+    models: Spool | None
+
+    def begin(self, round: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Round:
+    """What is kept of one complete round. log: training and cost per site; rows: validation, as dicts."""
+
+    number: int
+    state: State
+    log: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+def run(
+    method: Method,
+    net: nn.Module,
+    clients: RoundClients,
+    rounds: int,
+    *,
+    state: State | None = None,
+    evaluate: Callable[[State], list[dict[str, Any]]] | None = None,
+    after_round: Callable[[Round], None] | None = None,
+) -> State:
+    """Runs a method for `rounds` rounds and returns the last state.
+
+    state: where to go on; None begins with `method.start(net, clients)`.
+    evaluate: called on the state of every complete round; its rows go into the round's record.
+    after_round: is given the record of every complete round, and of the start as round 0.
+
+    Raises SiteLost as `clients` does, and FedAtlasError where a method does not count its rounds.
+    """
+    if state is None:
+        clients.begin(0)
+        state = replace(method.start(net, clients), round=0, rounds=rounds)
+        if after_round:
+            after_round(Round(0, state, _log(0, clients.calls, {}, 0.0), []))
+    while state.round < rounds:
+        number = state.round + 1
+        clients.begin(number)
+        reset_peak()
+        began = time.perf_counter()
+        state = method.round(state, clients)
+        trained = time.perf_counter()
+        peak = peak_mb()
+        if state.round != number:
+            raise FedAtlasError(
+                f"{type(method).__name__}.round returned the state of round {state.round}, expected {number}; "
+                "it ends with replace(state, round=state.round + 1, …)"
+            )
+        rows = evaluate(state) if evaluate else []
+        phases = {"round": trained - began, "evaluate": time.perf_counter() - trained}
+        if after_round:
+            after_round(Round(number, state, _log(number, clients.calls, phases, peak), rows))
+    return state
+
+
+def _log(number: int, calls: list[Call], phases: dict[str, float], peak: float) -> dict[str, Any]:
+    """Adds up the calls of a round: per site its numbers, and its cost of training apart from evaluation."""
+    sites: dict[str, dict[str, float]] = {}
+    cost: dict[str, dict[str, float]] = {}
+    lost: dict[str, str] = {}
+    for call in calls:
+        lost |= {site: f"{call.function}: {reason}" for site, reason in call.lost.items()}
+        prefix = "evaluate_" if call.function == "evaluate" else ""
+        for site, numbers in call.logs.items():
+            sites.setdefault(site, {}).update(numbers)
+        for site, spent in call.cost.items():
+            total = cost.setdefault(site, {})
+            for key, value in spent.items():
+                name = prefix + key
+                total[name] = (
+                    max(total.get(name, 0.0), value) if key == "peak_mb" else total.get(name, 0) + value
+                )
+    return {
+        "round": number,
+        "sites": sites,
+        "cost": cost,
+        "phases": phases,
+        "lost": lost,
+        "server_peak_mb": peak,
+    }
+
+
+class RunFolder:
+    """runs/<id>: rounds/NNNN/ (state, log, rows), models/, sites/, and what the experiment writes beside them.
+
+    A round's folder appears under its name only when it is whole. States older than the last two are removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def rounds(self) -> Path:
+        return self.path / "rounds"
+
+    def site(self, name: str) -> Path:
+        """The private folder of a site that is served on this machine."""
+        return self.path / "sites" / name
+
+    def complete(self) -> list[int]:
+        """The numbers of all complete rounds."""
+        return sorted(int(path.name) for path in self.rounds.glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
+
+    def save(self, record: Round, models: Spool | None = None) -> None:
+        """Keeps a complete round; `models`: the sites' local models, kept with it if given."""
+        self.rounds.mkdir(parents=True, exist_ok=True)
+        final = self.rounds / f"{record.number:04d}"
+        part = self.rounds / f".{record.number:04d}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            part.mkdir()
+            write_atomic(part / "state.fa", wire.encode(to_tree(record.state)))
+            write_atomic(part / "log.json", to_json(record.log))
+            write_atomic(part / "rows.json", to_json(record.rows))
+            for site, reply in models or ():
+                kept = {"model": reply["model"], "classes": reply.get("classes")}
+                write_atomic(part / "local" / f"{site}.fa", wire.encode(kept))
+            if final.exists():
+                shutil.rmtree(final)
+            os.rename(part, final)
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise RunFolderError(
+                f"{final}: round {record.number} could not be written ({error.strerror}); the rounds before it "
+                "are intact, make room and go on with --resume"
+            ) from error
+        sync_folder(self.rounds)
+        for number in self.complete():
+            if number < record.number - 1:
+                (self.rounds / f"{number:04d}" / "state.fa").unlink(missing_ok=True)
+                shutil.rmtree(self.rounds / f"{number:04d}" / "local", ignore_errors=True)
+
+    def latest(self, method: Method) -> State | None:
+        """The state of the last complete round that can be read; None if no round was completed.
+
+        What a later round left behind, damaged or half, is removed. Raises RunFolderError if rounds were
+        completed and no state can be read.
+        """
+        for part in self.rounds.glob(".*.part"):
+            shutil.rmtree(part, ignore_errors=True)
+        damaged = []
+        for number in reversed(self.complete()):
+            path = self.rounds / f"{number:04d}" / "state.fa"
+            if not path.exists():
+                break
+            try:
+                state = self.state(path, method)
+            except RunFolderError as error:
+                damaged.append(str(error))
+                continue
+            for later in self.complete():
+                if later > number:
+                    shutil.rmtree(self.rounds / f"{later:04d}")
+            return state
+        if self.complete():
+            raise RunFolderError(f"{self.path}: no round can be resumed. " + " ".join(damaged))
+        return None
+
+    def state(self, path: Path, method: Method) -> State:
+        """A kept state. Raises RunFolderError if the file is missing, damaged or of another method."""
+        try:
+            return from_tree(declared(method, "state"), wire.decode(bytearray(path.read_bytes()), copy=False))
+        except FileNotFoundError:
+            raise RunFolderError(f"{path}: missing; the run has no complete round yet") from None
+        except (WireError, TypeError, OSError) as error:
+            raise RunFolderError(f"{path}: cannot be read ({error})") from error
+
+    def records(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """(log, rows) of every complete round, in order."""
+        folders = [self.rounds / f"{number:04d}" for number in self.complete()]
+        return [(read_json(f / "log.json"), read_json(f / "rows.json")) for f in folders]
+
+    def keep_model(self, name: str, number: int) -> None:
+        """Copies the state of round `number`, which must be one of the last two, to models/<name>.fa."""
+        data = (self.rounds / f"{number:04d}" / "state.fa").read_bytes()
+        write_atomic(self.path / "models" / f"{name}.fa", data)
+
+    def local_models(self) -> dict[str, Path]:
+        """site -> the file of its local model of the last round."""
+        numbers = self.complete()
+        folder = self.rounds / f"{numbers[-1]:04d}" / "local" if numbers else self.rounds
+        return {path.stem: path for path in sorted(folder.glob("*.fa"))}
+
+
+def to_json(value: Any) -> bytes:
+    """JSON with sorted keys; numbers that are not finite become null."""
+    return (json.dumps(_finite(value), indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) != float("inf") and value == value else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_json(path: Path) -> Any:
+    """Raises RunFolderError if the file is missing or not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path}: cannot be read ({error})") from error

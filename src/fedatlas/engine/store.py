@@ -1,0 +1,93 @@
+"""Files that are whole or absent, and the private memory of a site, versioned by round and call."""
+
+import os
+from pathlib import Path
+
+from fedatlas.engine import wire
+from fedatlas.engine.wire import Data
+from fedatlas.errors import RunFolderError, WireError
+from fedatlas.tensors import Tree
+
+
+def write_atomic(path: Path, data: Data) -> None:
+    """Writes a file so that, whatever happens, `path` holds the old bytes or all of the new ones.
+
+    Raises OSError as the file system does (disk full); then `path` is as it was.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class MemoryStore:
+    """What a site keeps for itself between calls: one file per call that changed it.
+
+    Calls are numbered (round, call). A call starts from the newest version that is older than itself, so a
+    round that is done again, after a lost reply or by a server that resumed, starts from the same memory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def before(self, round: int, call: int) -> dict[str, Tree]:
+        """The memory from which call `call` of round `round` starts; empty if nothing was ever kept.
+
+        Raises RunFolderError where the file that holds it is damaged.
+        """
+        version = self._newest_before((round, call))
+        if version is None:
+            return {}
+        path = self._path(version)
+        try:
+            tree = wire.decode(path.read_bytes())
+        except (WireError, OSError) as error:
+            raise RunFolderError(
+                f"{path}: the site's memory cannot be read ({error}); remove the run folder or restore the file"
+            ) from error
+        assert isinstance(tree, dict)
+        return tree
+
+    def save(self, round: int, call: int, memory: dict[str, Tree]) -> None:
+        """Keeps the memory after a call, unless it is what the call began with; forgets what no resume needs."""
+        data = wire.encode(memory)
+        version = self._newest_before((round, call))
+        unchanged = not memory if version is None else self._path(version).read_bytes() == data
+        for later in self._versions():
+            if later >= (round, call):
+                self._path(later).unlink()
+        if unchanged:
+            return
+        write_atomic(self._path((round, call)), data)
+        # a server resumes at the start of this round, or of the one before if its newest state is lost
+        needed = self._newest_before((round - 1, 0))
+        for old in self._versions():
+            if needed is not None and old < needed:
+                self._path(old).unlink()
+
+    def _path(self, version: tuple[int, int]) -> Path:
+        return self.folder / f"{version[0]:06d}-{version[1]:03d}.fa"
+
+    def _versions(self) -> list[tuple[int, int]]:
+        names = sorted(path.stem for path in self.folder.glob("[0-9]*-[0-9]*.fa"))
+        return [(int(name[:6]), int(name[7:])) for name in names]
+
+    def _newest_before(self, limit: tuple[int, int]) -> tuple[int, int] | None:
+        older = [version for version in self._versions() if version < limit]
+        return older[-1] if older else None
