@@ -1,0 +1,29 @@
+"""What is registered, with the first sentence of each: `fedatlas list`."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from fedatlas import losses, methods, nets
+from fedatlas.data import datasets
+from fedatlas.evaluation import metrics
+
+
+def catalogue(what: str) -> dict[str, str]:
+    """name -> sentence, for "methods", "nets", "datasets", "losses" or "metrics"."""
+    if what == "methods":
+        return {name: first_sentence(methods.get(name)) for name in methods.REGISTRY}
+    registry: Mapping[str, Any] = {
+        "nets": nets.REGISTRY,
+        "datasets": datasets.REGISTRY,
+        "losses": losses.REGISTRY,
+        "metrics": metrics.METRICS,
+    }[what]
+    return {
+        name: entry if isinstance(entry, str) else first_sentence(entry) for name, entry in registry.items()
+    }
+
+
+def first_sentence(thing: Any) -> str:
+    """The first paragraph of a docstring on one line."""
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())

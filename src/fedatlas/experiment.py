@@ -1,0 +1,331 @@
+"""The federation file: YAML to typed values and back, its hash, its JSON schema.
+
+YAML -> `Federation`: checked once, here; an unknown key is an error that names the nearest known one. What is
+built from it stands in `session.py`.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from fedatlas import methods, nets
+from fedatlas.augment import Augmentation
+from fedatlas.data.samples import path as bundled_path
+from fedatlas.data.site_data import SiteConfig
+from fedatlas.data.transforms import Preprocessing, Sampling
+from fedatlas.engine.local import Faults
+from fedatlas.errors import FederationError
+from fedatlas.evaluation.evaluate import Evaluation
+from fedatlas.method import Method
+from fedatlas.options import option, options
+from fedatlas.training import Local
+
+
+@options
+class Labels:
+    """The label space that the model will know."""
+
+    names: tuple[str, ...] | None = option(
+        None, "Every class by name, background first; null: the union of what the sites bring."
+    )
+    groups: tuple[tuple[str, ...], ...] = option(
+        (), "Classes that belong together, as an organ and its lesion."
+    )
+    exclusive: bool = option(
+        True, "true: one class per voxel (softmax); false: every class on its own (sigmoid)."
+    )
+
+
+@options
+class Engine:
+    """How the federation runs on this machine. Nothing here changes a bit of the result."""
+
+    workers: int = option(0, "Worker processes; 0 runs the sites in turn in this process.", ge=0)
+    device: str = option("cpu", "Where sites train: cpu, cuda, cuda:0, …")
+    cache: str | None = option(None, "Folder of preprocessed cases; null: .cache beside the runs.")
+
+
+@options
+class Federation:
+    """A federation file."""
+
+    name: str = option(..., "Names the run's folder.", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    labels: Labels = option(Labels(), "The label space.")  # type: ignore[call-arg]
+    sites: tuple[SiteConfig, ...] = option(..., "The hospitals.", min_length=1)
+    preprocessing: Preprocessing = option(..., "From a site's files to the federation's grid.")
+    sampling: Sampling = option(Sampling(), "How training patches are chosen.")  # type: ignore[call-arg]
+    augmentation: Augmentation = option(Augmentation(), "How training patches are varied.")  # type: ignore[call-arg]
+    net: dict[str, Any] = option({"name": "unet"}, "A registered net by name, with its options.")
+    method: dict[str, Any] = option(
+        {"name": "fedavg"}, "A registered method by name, with its hyper-parameters."
+    )
+    local: Local = option(Local(), "Training at a site between two exchanges.")  # type: ignore[call-arg]
+    rounds: int = option(100, "Exchanges between sites and server.", gt=0)
+    seed: int = option(0, "Everything random follows from it.", ge=0)
+    threads_per_site: int = option(1, "Processor threads that a site computes with; bits depend on it.", ge=1)
+    evaluation: Evaluation = option(Evaluation(), "What is measured, when, and how the best model is chosen.")  # type: ignore[call-arg]
+    faults: Faults = option(Faults(), "What happens when a site is lost.")  # type: ignore[call-arg]
+    engine: Engine = option(Engine(), "How it runs on this machine; not part of the file's hash.")  # type: ignore[call-arg]
+
+
+def load_federation(path: Path, overrides: Sequence[str] = ()) -> Federation:
+    """Reads a federation file, with `extends` resolved and `key.path=value` overrides applied.
+
+    Site paths become absolute; they are relative to the file, or "bundled:…" for data of the package.
+    Raises FederationError naming the file, the key, what was got and what is allowed.
+    """
+    raw = read_yaml(path)
+    for text in overrides:
+        _override(raw, text)
+    return parse_federation(raw, base=path.parent, source=str(path))
+
+
+def parse_federation(raw: Mapping[str, Any], *, base: Path, source: str = "federation") -> Federation:
+    """A federation from plain values, as `load_federation`."""
+    values = dict(raw)
+    if isinstance(values.get("sites"), list | tuple):
+        values["sites"] = [_absolute(site, base) for site in values["sites"]]
+    try:
+        federation = TypeAdapter(Federation).validate_python(values)
+    except ValidationError as error:
+        raise FederationError("\n".join(_explain(error, Federation, source))) from None
+    except FederationError as error:
+        raise FederationError(f"{source}: {error}") from None
+    names = [site.name for site in federation.sites]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise FederationError(
+            f"{source}: two sites are called {twice[0]!r}; every site needs a name of its own"
+        )
+    make_method(federation, source)
+    net_options(federation, source)
+    return federation
+
+
+def _absolute(site: Any, base: Path) -> Any:
+    if not isinstance(site, Mapping) or not isinstance(site.get("path"), str):
+        return site
+    given = site["path"]
+    if given.startswith("bundled:"):
+        return {**site, "path": str(bundled_path() / given.removeprefix("bundled:"))}
+    return {**site, "path": str((base / Path(given).expanduser()).resolve())}
+
+
+class _Strict(yaml.SafeLoader):
+    """YAML in which a key given twice is an error."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key.value!r} is given twice", key.start_mark
+            )
+        seen.add(key.value)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise FederationError(f"{path}: extends itself, by way of {', '.join(str(p) for p in seen)}")
+    try:
+        raw = yaml.load(path.read_text(), _Strict)
+    except FileNotFoundError:
+        raise FederationError(f"{path}: no such federation file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise FederationError(f"{path}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        raise FederationError(f"{path}: not valid YAML: {error}") from None
+    if not isinstance(raw, dict):
+        raise FederationError(f"{path}: a federation file is a mapping of keys, got {type(raw).__name__}")
+    parent = raw.pop("extends", None)
+    if parent is None:
+        return raw
+    base_path = path.parent / str(parent)
+    base = read_yaml(base_path, (*seen, path.resolve()))
+    if isinstance(base.get("sites"), list):
+        base["sites"] = [_absolute(site, base_path.parent) for site in base["sites"]]
+    return _merge(base, raw)
+
+
+def _merge(base: Any, over: Any) -> Any:
+    """`over` on `base`: mappings key by key; one that names another method or net replaces the whole block."""
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    if "name" in over and "name" in base and over["name"] != base["name"]:
+        return over
+    return base | {key: _merge(base[key], value) if key in base else value for key, value in over.items()}
+
+
+def _override(raw: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise FederationError(f"-o {text}: expected key.path=value, as in -o local.lr=0.01")
+    try:
+        parsed = yaml.load(value, _Strict)
+    except yaml.YAMLError:
+        parsed = value
+    parts = key.split(".")
+    place: Any = raw
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(place, list):
+            names = [item.get("name") if isinstance(item, dict) else None for item in place]
+            index = names.index(part) if part in names else int(part) if part.isdigit() else -1
+            if not 0 <= index < len(place):
+                known = ", ".join(str(name) for name in names)
+                raise FederationError(
+                    f"-o {text}: no entry {part!r} in {'.'.join(parts[:depth])}; known: {known}"
+                )
+            if last:
+                place[index] = parsed
+            place = place[index]
+        elif isinstance(place, dict):
+            if last:
+                # another name under method or net starts that block anew: options of one do not fit the other
+                if (
+                    part == "name"
+                    and depth == 1
+                    and parts[0] in ("method", "net")
+                    and place.get("name") != parsed
+                ):
+                    place.clear()
+                place[part] = parsed
+            else:
+                place = place.setdefault(part, {})
+        else:
+            raise FederationError(f"-o {text}: {'.'.join(parts[:depth])} is {place!r} and has no keys")
+
+
+def _explain(error: ValidationError, cls: Any, source: str, prefix: tuple[str | int, ...] = ()) -> list[str]:
+    lines = []
+    for item in error.errors():
+        loc = tuple(item["loc"])
+        where = ".".join(str(part) for part in (*prefix, *loc))
+        kind = item["type"]
+        if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+            lines.append(f"{source}: {where}: unknown key. {nearest(str(loc[-1]), _keys_at(cls, loc[:-1]))}")
+        elif kind.startswith("missing"):
+            lines.append(f"{source}: {where}: missing; it must be given")
+        elif kind == "dataclass_type":
+            keys = ", ".join(_keys_at(cls, loc))
+            lines.append(f"{source}: {where}: got {item['input']!r}; expected a mapping with the keys {keys}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{source}: {where}: got {item['input']!r}; {message[:1].lower()}{message[1:]}")
+    return lines
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that names the nearest of the known names, and all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(known)}"
+
+
+def _keys_at(cls: Any, loc: tuple[str | int, ...]) -> list[str]:
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        fields = (
+            {field.name: field for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
+        )
+        if part in fields:
+            cls = _inner(typing.get_type_hints(cls)[part])
+    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+
+
+def _inner(hint: Any) -> Any:
+    """The dataclass inside an optional or a tuple of it."""
+    for candidate in (hint, *typing.get_args(hint)):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+        if typing.get_origin(candidate) in (tuple, typing.Union, types.UnionType):
+            return _inner(typing.get_args(candidate)[0])
+    return hint
+
+
+def _choice(block: dict[str, Any], what: str, source: str) -> tuple[str, dict[str, Any]]:
+    if not isinstance(block.get("name"), str):
+        raise FederationError(f"{source}: {what}.name: missing; it names a registered {what}")
+    return block["name"], {key: value for key, value in block.items() if key != "name"}
+
+
+def make_method(federation: Federation, source: str = "federation") -> Method:
+    """The method with its hyper-parameters; FederationError for an unknown name, key or value."""
+    name, given = _choice(federation.method, "method", source)
+    cls = methods.get(name)
+    if "local" in given:
+        raise FederationError(
+            f"{source}: method.local: unknown key; local training is the file's own key `local`"
+        )
+    return _construct(cls, {**given, "local": federation.local}, "method", source)
+
+
+def net_options(federation: Federation, source: str = "federation") -> tuple[str, Any]:
+    """The name of the net and its checked options."""
+    name, given = _choice(federation.net, "net", source)
+    return name, _construct(nets.get(name), given, "net", source)
+
+
+def _construct(cls: Any, given: dict[str, Any], what: str, source: str) -> Any:
+    try:
+        return TypeAdapter(cls).validate_python(given)
+    except ValidationError as error:
+        raise FederationError("\n".join(_explain(error, cls, source, (what,)))) from None
+
+
+def resolved(federation: Federation) -> dict[str, Any]:
+    """Every key with its value, defaults included, as plain values."""
+    plain = TypeAdapter(Federation).dump_python(federation, mode="json")
+    method = TypeAdapter(type(make_method(federation))).dump_python(make_method(federation), mode="json")  # type: ignore[arg-type]
+    method.pop("local", None)
+    name, net = net_options(federation)
+    return plain | {
+        "method": {"name": federation.method["name"]} | method,
+        "net": {"name": name} | TypeAdapter(type(net)).dump_python(net, mode="json"),
+    }
+
+
+def hash_of(federation: Federation) -> str:
+    """SHA-256 of all that decides the result: not of paths, and not of `engine`."""
+    plain = resolved(federation)
+    plain.pop("engine")
+    plain["sites"] = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON schema of the federation file, for editors: keys, defaults, limits and their sentences."""
+    schema = TypeAdapter(Federation).json_schema()
+    for what, names, get in (("method", methods.REGISTRY, methods.get), ("net", nets.REGISTRY, nets.get)):
+        choices = []
+        for name in names:
+            part = TypeAdapter(get(name)).json_schema(ref_template=f"#/$defs/{what}-{name}-{{model}}")
+            for key, value in part.pop("$defs", {}).items():
+                schema["$defs"][f"{what}-{name}-{key}"] = value
+            part["properties"] = {"name": {"const": name}} | part.get("properties", {})
+            part["properties"].pop("local", None)
+            part["required"] = ["name", *part.get("required", [])]
+            choices.append(part)
+        sentence = schema["properties"][what].get("description", "")
+        schema["properties"][what] = {"description": sentence, "oneOf": choices}
+    schema["properties"]["extends"] = {
+        "type": "string",
+        "description": "Another federation file; this one's keys win.",
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
