@@ -57,7 +57,10 @@ def test_a_copy_is_taken() -> None:
     [
         (lambda v: v.pop("first.bias"), "missing: first.bias"),
         (lambda v: v.update(extra=torch.zeros(1)), "not known: extra"),
-        (lambda v: v.update({"first.bias": torch.zeros(3)}), r"first.bias is float32\[3\], expected float32\[2\]"),
+        (
+            lambda v: v.update({"first.bias": torch.zeros(3)}),
+            r"first.bias is float32\[3\], expected float32\[2\]",
+        ),
         (lambda v: v.update({"first.bias": torch.zeros(2).double()}), r"float64\[2\], expected float32\[2\]"),
     ],
 )
@@ -97,7 +100,9 @@ def test_against_a_literal_mean() -> None:
     rows = torch.tensor([[1.0, 0, 2, 1], [0, 0, 1, 1], [4, 5, 0, 1]])
     mean = average(iter(three), weights, each={"w": rows})
     for row in range(4):
-        literal = sum(float(rows[k, row]) * three[k]["w"][row].double() for k in range(3)) / float(rows[:, row].sum())
+        literal = sum(float(rows[k, row]) * three[k]["w"][row].double() for k in range(3)) / float(
+            rows[:, row].sum()
+        )
         assert torch.equal(mean["w"][row], literal.float())
     literal = sum(weights[k] * three[k]["h"].double() for k in range(3)) / 6
     assert torch.equal(mean["h"], literal.bfloat16())

@@ -136,6 +136,8 @@ class Defaults:
 
     state: ClassVar[type[State]] = State
     nets: ClassVar[Mapping[str, NetSpec]] = {}
+    sends: ClassVar[tuple[str, ...]] = ("model", "n")
+    """The keys of what a site answers: its model's tensors, its number of training cases. No others."""
     pooled: ClassVar[bool] = False
     """True: the federation's sites are merged into one that holds the union of their cases."""
 

@@ -44,7 +44,9 @@ class Walk:
         return State(tensors_of(net))
 
     def round(self, state: State, clients) -> State:
-        replies = clients.call(self.step, each={s: {"scale": i + 1.0} for i, s in enumerate(clients.sites)}, model=state.model)
+        replies = clients.call(
+            self.step, each={s: {"scale": i + 1.0} for i, s in enumerate(clients.sites)}, model=state.model
+        )
         model = average((reply["model"] for _, reply in replies), replies.plain("n"))
         return replace(state, model=model, round=state.round + 1)
 
@@ -74,9 +76,12 @@ def net() -> nn.Module:
     return made
 
 
-def clients(folder: Path, method: Walk, *, faults: Faults | None = None, order: str = "cab", at_once: int = 1) -> LocalClients:
+def clients(
+    folder: Path, method: Walk, *, faults: Faults | None = None, order: str = "cab", at_once: int = 1
+) -> LocalClients:
     hosts = {
-        name: Host(name, Source(ord(name) - 90), functions_of(method), lambda _: net(), folder / name, seed=5) for name in order
+        name: Host(name, Source(ord(name) - 90), functions_of(method), lambda _: net(), folder / name, seed=5)
+        for name in order
     }
     return LocalClients(list(order), in_process(hosts), folder / "scratch", faults or Faults(), at_once)
 
@@ -112,7 +117,9 @@ def test_resuming_at_any_round_gives_the_same_bits(tmp_path) -> None:
             run(method, net(), clients(folder.path, method), 4, after_round=keep)
         state = folder.latest(method)
         assert state is not None and state.round == stop
-        assert equal(whole, run(method, net(), clients(folder.path, method), 4, state=state, after_round=folder.save))
+        assert equal(
+            whole, run(method, net(), clients(folder.path, method), 4, state=state, after_round=folder.save)
+        )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,11 @@ def test_a_refused_answer_stops_or_drops(tmp_path, fail: str, text: str) -> None
     plain = Walk()
 
     def without(site, *rest):
-        return asked_plain_serve(site, *rest) if site != "b" else wire.encode({"error": {"code": "X", "text": ""}})
+        return (
+            asked_plain_serve(site, *rest)
+            if site != "b"
+            else wire.encode({"error": {"code": "X", "text": ""}})
+        )
 
     other = clients(tmp_path / "without", plain, faults=Faults(on_lost="drop"))
     asked_plain_serve = other.serve

@@ -237,8 +237,8 @@ class Workers:
             self.free.put(None)
 
     def __call__(
-        self, site: str, function: str, round: int, call: int, shared: bytes, own: bytes | None
-    ) -> bytes:
+        self, site: str, function: str, round: int, call: int, shared: Data, own: Data | None
+    ) -> Data:
         head = wire.encode({"site": site, "function": function, "round": round, "call": call})
         worker = self.free.get()
         try:

@@ -65,7 +65,7 @@ def encode(tree: Tree) -> bytearray:
     view = memoryview(data)
     for number in order:
         raw = tensors[number].detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-        view[begin : begin + len(raw)] = memoryview(raw.numpy())
+        view[begin : begin + len(raw)] = raw.numpy().data
         begin += len(raw)
     view[:_HEAD] = MAGIC + hashlib.sha256(view[_HEAD:]).digest()
     return data

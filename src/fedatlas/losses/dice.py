@@ -1,0 +1,40 @@
+"""The soft Dice loss in all its published conventions, as one function.
+
+Shapes: B batch, C channels, *S spatial.
+"""
+
+import torch
+from torch import Tensor
+
+
+def dice_loss(
+    a: Tensor,
+    b: Tensor,
+    *,
+    valid: Tensor | None = None,
+    power: int = 1,
+    smooth_numerator: float = 0.0,
+    smooth_denominator: float = 1e-5,
+    pooled: bool = True,
+) -> Tensor:
+    """The mean over channels of 1 - (2 sum ab + sn) / (sum a^p + sum b^p + sd).
+
+    a: [B, C, *S] probabilities; b: [B, C, *S] probabilities, or a bool mask.
+    valid: [B, C] bool, whether the channel counts in the sample; all by default.
+    power: p, 1 or 2. smooth_numerator, smooth_denominator: sn and sd.
+    pooled: True: the sums of a channel run over all samples in which it counts, and the mean over channels
+        that count in some sample. False: one Dice for each sample and channel that counts, and their mean.
+
+    Returns 0, with a gradient of 0, where no channel counts.
+    """
+    space = tuple(range(2, a.dim()))
+    overlap = (a * b).sum(space)
+    size = (a if power == 1 else a * a).sum(space) + (b if power == 1 else b * b).sum(space)
+    counts = torch.ones_like(size, dtype=torch.bool) if valid is None else valid
+    overlap, size = overlap * counts, size * counts
+    if pooled:
+        overlap, size, counts = overlap.sum(0), size.sum(0), counts.any(0)
+    # what does not count is kept from a division 0 / 0, whose gradient would not be finite
+    denominator = torch.where(counts, size + smooth_denominator, 1)
+    loss = torch.where(counts, 1 - (2 * overlap + smooth_numerator) / denominator, 0)
+    return loss.sum() / counts.sum().clamp(min=1)

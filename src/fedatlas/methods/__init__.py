@@ -1,0 +1,23 @@
+"""Methods by name. One paper, one file; a method is imported when it is asked for."""
+
+import importlib
+from typing import Any
+
+from fedatlas.options import not_known
+
+REGISTRY: dict[str, str] = {
+    "fedavg": "fedatlas.methods.fedavg:FedAvg",
+    "fedprox": "fedatlas.methods.fedprox:FedProx",
+    "condistfl": "fedatlas.methods.condistfl:ConDistFL",
+    "standalone": "fedatlas.methods.standalone:Standalone",
+    "centralized": "fedatlas.methods.centralized:Centralized",
+}
+"""Name -> "module:class"."""
+
+
+def get(name: str) -> type[Any]:
+    """The class of a method. Raises FederationError, naming the nearest method, for an unknown name."""
+    if name not in REGISTRY:
+        raise not_known("the method", name, REGISTRY)
+    module, _, cls = REGISTRY[name].partition(":")
+    return getattr(importlib.import_module(module), cls)

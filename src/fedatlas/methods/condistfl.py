@@ -1,0 +1,187 @@
+"""Federated learning with partially labeled data: a conditional distillation approach (ConDistFL).
+
+Wang, Shen, Oda, Fuh, Mori, Wang, Roth. Extends: ConDistFL: conditional distillation for federated learning
+from partially annotated data, MICCAI workshop DeCaF 2023.
+
+A site learns its own classes F_k with the marginal loss. For all other classes B_k it learns from the global
+model that it received this round: both models' probabilities are conditioned on the voxel being in B_k, the
+organs of B_k are taken together with their lesions, voxels that either the label or the global model gives to
+F_k are left out, and a soft Dice loss compares what remains. So no class is forgotten between two exchanges.
+
+Differences from the paper
+    The label set is that of a sample, not of a site; in a mixed batch an organ is pooled over the samples in
+    which it is not annotated, and a sample with every class annotated takes no part. An organ of which only a
+    part is annotated is represented by the rest. The paper is silent about groups that are empty (every voxel
+    left out, or no mass): they are skipped, switch `empty_group`.
+
+Differences from the official code (NVFlare, research/condist-fl, which is that of the workshop paper)
+    tau is 0.5 as printed; the code smooths with 2.0. The conditional probability is exact, its code adds 1e-5
+    to the denominator (`cond`), which leaks a gradient into F_k. The cross-entropy is that of the merged
+    probabilities, its code applies a second softmax (`loss.options.ce_on_probs`). The server takes the mean
+    with equal weights, its configuration steps with momentum.
+
+Shapes: B batch, C classes, G groups, *S spatial.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas import losses
+from fedatlas.data.batch import Batch
+from fedatlas.errors import FederationError
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.losses.heads import full_precision
+from fedatlas.losses.marginal import channels, labelled
+from fedatlas.method import Clients, Site, State, at_site
+from fedatlas.methods.weighting import Weighting, site_weights
+from fedatlas.options import option, options
+from fedatlas.tensors import Tensors, average, tensors_of
+from fedatlas.training import Local, train
+
+SMOOTH = 1e-5
+"""Added to the denominator of the Dice loss of Eq. (7)."""
+
+
+@options
+class ConDistFL:
+    """FedAvg plus conditional distillation of every class that a site does not annotate (Wang 2025)."""
+
+    tau: float = option(0.5, "tau: temperature of both models' softmax; the official code has 2.0.", gt=0)
+    lambda_start: float = option(0.01, "lambda: weight of the distillation in the first round.", ge=0)
+    lambda_end: float = option(1.0, "lambda in the last round; it changes linearly.", ge=0)
+    group: bool = option(True, "Whether an organ and its lesions are distilled as one (Section 3.4.2).")
+    filter: bool = option(True, "M: whether voxels of annotated classes are left out (Eq. 6).")
+    cond: Literal["exact", "eps"] = option(
+        "exact",
+        "The conditional probability as printed, or with cond_eps in the denominator (official code).",
+    )
+    cond_eps: float = option(1e-5, "The constant of cond: eps.", gt=0)
+    empty_group: Literal["skip", "one"] = option(
+        "skip", "A group without mass is left out of the mean, or has the loss 1 (official code)."
+    )
+    weights: Weighting = option("equal", "All sites count equally, or by their training cases.")
+    loss: LossChoice = option(LossChoice(), "L_sup, the supervised loss.")
+    local: Local = option(Local(), "Training at a site between two exchanges.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        if not space.exclusive:
+            raise FederationError(
+                "method condistfl: the label space is not exclusive; it conditions a softmax, so it needs "
+                "`exclusive: true`"
+            )
+        losses.make(self.loss, space)
+
+    def start(self, net: nn.Module, clients: Clients) -> State:
+        return State(model=tensors_of(net))
+
+    def round(self, state: State, clients: Clients) -> State:
+        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
+        weights = site_weights(replies, self.weights)
+        model = average((reply["model"] for _, reply in replies), weights)
+        return dataclasses.replace(state, model=model, round=state.round + 1)
+
+    @at_site
+    def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
+        space = site.labels.space
+        self.check(space)
+        F_k = site.network(model)
+        F_g = site.network(model).eval().requires_grad_(False)
+        L_sup = losses.make(self.loss, space)
+        lambda_ = self.lambda_at(round, rounds)
+
+        def L_total(F_k: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            outputs = F_k(batch.image)
+            z_k = outputs if isinstance(outputs, Tensor) else outputs[0]
+            with torch.no_grad():
+                z_g = F_g(batch.image)
+            return {
+                "supervised": L_sup(outputs, batch.target, batch.known),
+                "condist": lambda_ * self.L_ConDist(z_k, z_g, batch.target, batch.known, space),
+            }  # Eq. (8)
+
+        train(site, F_k, L_total, self.local, round=round, rounds=rounds)
+        return {"model": tensors_of(F_k), "n": site.n_train}
+
+    def lambda_at(self, round: int, rounds: int) -> float:
+        """The weight of the distillation in a round, counted from 0."""
+        return self.lambda_start + (self.lambda_end - self.lambda_start) * round / max(rounds - 1, 1)
+
+    def L_ConDist(self, z_k: Tensor, z_g: Tensor, target: Tensor, known: Tensor, space: LabelSpace) -> Tensor:
+        """The conditional distillation loss, a scalar.
+
+        z_k, z_g: [B, C, *S] logits of the local and the global model; target: [B, *S]; known: [B, C].
+        Each organ's Dice is pooled over the samples in which it, or a part of it, is not annotated; G_0 over
+        all samples that lack any class. Returns 0, with a gradient of 0, if there are none.
+        """
+        z_k, z_g = full_precision(z_k), full_precision(z_g).detach()
+        organs = [(0,), *(space.organs if self.group else ((c,) for c in space.foreground))]
+        overlap, mass = z_k.new_zeros(len(organs)), z_k.new_zeros(len(organs))
+        distilled = [False] * len(organs)
+        for row, samples in _by_label_set(known):
+            B_k = [0, *(c for c in space.foreground if not row[c])]
+            if B_k == [0] and self.cond == "exact":
+                continue
+            groups = [(i, tuple(c for c in organ if c in B_k)) for i, organ in enumerate(organs)]
+            index, O_k = zip(*((i, G) for i, G in groups if G), strict=True)
+            chosen = slice(None) if samples is None else samples
+            local, teacher, y = z_k[chosen], z_g[chosen], target[chosen]
+            y_k = self.conditional(local, B_k, O_k)
+            y_g = self.conditional(teacher, B_k, O_k)
+            M = self.M(teacher, y, row).to(z_k.dtype)
+            y_g = M * y_g
+            axes = (0, *range(2, y_k.dim()))
+            at = torch.tensor(index, device=z_k.device)
+            overlap = overlap.index_add(0, at, (y_k * y_g).sum(axes))
+            mass = mass.index_add(0, at, (y_k * M).sum(axes) + y_g.sum(axes))
+            for i in index:
+                distilled[i] = True
+        counts = torch.tensor(distilled, device=z_k.device)
+        if self.empty_group == "skip":
+            counts = counts & (mass.detach() >= SMOOTH)
+        terms = torch.where(counts, 1 - 2 * overlap / (mass + SMOOTH), 0)
+        return terms.sum() / counts.sum().clamp(min=1)  # Eq. (7)
+
+    def conditional(self, z: Tensor, B_k: Sequence[int], O_k: Sequence[Sequence[int]]) -> Tensor:
+        """[B, G, *S] the probability of every group, given that the voxel is in B_k."""
+        if self.cond == "exact":
+            # the softmax of the logits of B_k alone is y_i / (1 - y_F), without a division
+            y = (channels(z, B_k) / self.tau).softmax(1)
+            position = {c: i for i, c in enumerate(B_k)}
+            return _grouped(y, [[position[c] for c in G] for G in O_k])  # Eq. (4), (5)
+        y = (z / self.tau).softmax(1)
+        F_k = [c for c in range(z.shape[1]) if c not in B_k]
+        y_F = channels(y, F_k).sum(1, keepdim=True)  # Eq. (2)
+        return _grouped(y, O_k) / (1 - y_F + self.cond_eps)  # Eq. (4), (5)
+
+    def M(self, z_g: Tensor, target: Tensor, row: Sequence[bool]) -> Tensor:
+        """[B, 1, *S] bool: neither the global model nor the label gives the voxel to an annotated class."""
+        F_k = [c for c in range(1, z_g.shape[1]) if row[c]]
+        B_k = [c for c in range(z_g.shape[1]) if c not in F_k]
+        if not self.filter or not F_k:
+            return torch.ones_like(z_g[:, :1], dtype=torch.bool)
+        by_teacher = channels(z_g, F_k).amax(1) > channels(z_g, B_k).amax(1)
+        known = torch.tensor([list(row)], device=z_g.device).expand(len(z_g), -1)
+        return ~(by_teacher | labelled(target, known)).unsqueeze(1)  # Eq. (6)
+
+
+def _grouped(y: Tensor, O_k: Sequence[Sequence[int]]) -> Tensor:
+    """[B, G, *S] the sums over the classes of every group, given by their channels."""  # Eq. (3)
+    if [tuple(G) for G in O_k] == [(i,) for i in range(y.shape[1])]:
+        return y
+    return torch.cat([channels(y, G).sum(1, keepdim=True) for G in O_k], 1)
+
+
+def _by_label_set(known: Tensor) -> list[tuple[list[bool], list[int] | None]]:
+    """The label sets of a batch, in the order of their first sample, with their samples (None: all)."""
+    rows = known.tolist()
+    samples: dict[tuple[bool, ...], list[int]] = {}
+    for sample, row in enumerate(rows):
+        samples.setdefault(tuple(row), []).append(sample)
+    alone = len(samples) == 1
+    return [(list(row), None if alone else chosen) for row, chosen in samples.items()]

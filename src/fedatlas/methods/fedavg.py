@@ -1,0 +1,53 @@
+"""FedAvg.
+
+McMahan, Moore, Ramage, Hampson, Agüera y Arcas. Communication-efficient learning of deep networks from
+decentralized data. AISTATS 2017.
+
+Every site trains the global model on its own cases; the server takes the weighted mean. With the marginal loss
+(or the masked loss, where classes overlap) it is the baseline for partial labels of all later papers.
+
+Differences from the paper: all sites take part in every round.
+"""
+
+import dataclasses
+from typing import Any
+
+from torch import nn
+
+from fedatlas import losses
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.method import Clients, Site, State, at_site
+from fedatlas.methods.weighting import Weighting, site_weights
+from fedatlas.options import option, options
+from fedatlas.tensors import Tensors, average, tensors_of
+from fedatlas.training import Local, train
+
+
+@options
+class FedAvg:
+    """The mean of locally trained models, with a loss that respects missing labels (McMahan 2017)."""
+
+    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
+    loss: LossChoice = option(LossChoice(), "The supervised loss.")
+    local: Local = option(Local(), "Training at a site between two exchanges.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        losses.make(self.loss, space)
+
+    def start(self, net: nn.Module, clients: Clients) -> State:
+        return State(model=tensors_of(net))
+
+    def round(self, state: State, clients: Clients) -> State:
+        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
+        weights = site_weights(replies, self.weights)
+        model = average((reply["model"] for _, reply in replies), weights)  # Alg. 1, w_{t+1}
+        return dataclasses.replace(state, model=model, round=state.round + 1)
+
+    @at_site
+    def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
+        net = site.network(model)
+        loss = losses.supervised(losses.make(self.loss, site.labels.space))
+        train(site, net, loss, self.local, round=round, rounds=rounds)  # Alg. 1, ClientUpdate
+        return {"model": tensors_of(net), "n": site.n_train}

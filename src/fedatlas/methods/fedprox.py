@@ -1,0 +1,69 @@
+"""FedProx.
+
+Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith. Federated optimization in heterogeneous networks. MLSys 2020.
+
+FedAvg, with a term in the local objective that holds the weights near the global model of the round.
+
+Differences from the paper: all sites take part in every round, and all do the same local work.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas import losses
+from fedatlas.data.batch import Batch
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.method import Clients, Site, State, at_site
+from fedatlas.methods.weighting import Weighting, site_weights
+from fedatlas.options import option, options
+from fedatlas.tensors import Tensors, average, tensors_of
+from fedatlas.training import Local, train
+
+
+@options
+class FedProx:
+    """FedAvg whose local weights are pulled towards the global model (Li 2020)."""
+
+    mu: float = option(0.01, "mu: strength of the pull towards the global model; 0 is FedAvg.", ge=0)
+    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
+    loss: LossChoice = option(LossChoice(), "The supervised loss.")
+    local: Local = option(Local(), "Training at a site between two exchanges.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        losses.make(self.loss, space)
+
+    def start(self, net: nn.Module, clients: Clients) -> State:
+        return State(model=tensors_of(net))
+
+    def round(self, state: State, clients: Clients) -> State:
+        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
+        weights = site_weights(replies, self.weights)
+        model = average((reply["model"] for _, reply in replies), weights)  # Alg. 2, line 6
+        return dataclasses.replace(state, model=model, round=state.round + 1)
+
+    @at_site
+    def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
+        net = site.network(model)
+        w_t = [parameter.detach().clone() for parameter in net.parameters()]
+        F_k = losses.supervised(losses.make(self.loss, site.labels.space))
+
+        def h_k(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            return {
+                "supervised": F_k(net, batch),
+                "proximal": proximal(list(net.parameters()), w_t, self.mu),
+            }  # Eq. (2)
+
+        train(site, net, h_k, self.local, round=round, rounds=rounds)
+        return {"model": tensors_of(net), "n": site.n_train}
+
+
+def proximal(w: Sequence[Tensor], w_t: Sequence[Tensor], mu: float) -> Tensor:
+    """mu / 2 * ||w - w_t||^2 over all parameters; buffers are no parameters."""
+    squares = [(a - b).square().sum() for a, b in zip(w, w_t, strict=True)]
+    return mu / 2 * torch.stack(squares).sum()  # Eq. (2), second term

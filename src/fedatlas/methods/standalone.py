@@ -1,0 +1,67 @@
+"""Standalone training: the lower end of the scale.
+
+Every site trains alone, from the same start, and nothing is averaged. The models are evaluated each by itself,
+and together as an ensemble in which a model speaks for the classes that its site annotates.
+
+Reconstruction: the merging rule of the ensemble is not given in the papers that compare with it; `Member` in
+`fedatlas.method` states ours.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import nn
+
+from fedatlas import losses
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.method import Clients, Member, Site, State, at_site
+from fedatlas.options import option, options
+from fedatlas.tensors import Tensors, tensors_of
+from fedatlas.training import Local, train
+
+
+@dataclass(frozen=True)
+class StandaloneState(State):
+    """model: where every site started. models: site -> its model. classes: site -> the classes it annotates."""
+
+    models: dict[str, Tensors] = field(default_factory=dict)
+    classes: dict[str, list[int]] = field(default_factory=dict)
+
+
+@options
+class Standalone:
+    """Each site alone; evaluated alone and as the merged ensemble."""
+
+    state: ClassVar[type[State]] = StandaloneState
+
+    loss: LossChoice = option(LossChoice(), "The supervised loss.")
+    local: Local = option(Local(), "Training at a site between two evaluations.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        losses.make(self.loss, space)
+
+    def start(self, net: nn.Module, clients: Clients) -> StandaloneState:
+        return StandaloneState(model=tensors_of(net))
+
+    def round(self, state: StandaloneState, clients: Clients) -> StandaloneState:
+        each = {site: {"model": state.models.get(site, state.model)} for site in clients.sites}
+        replies = clients.call(self.local_update, each=each, round=state.round, rounds=state.rounds)
+        models, classes = dict(state.models), dict(state.classes)
+        for site, reply in replies:
+            models[site], classes[site] = reply["model"], reply["classes"]
+        return dataclasses.replace(state, models=models, classes=classes, round=state.round + 1)
+
+    def eval_members(self, state: StandaloneState, site: str) -> list[Member]:
+        """All sites' models, each restricted to the classes that its site annotates."""
+        members = [Member(state.models[name], tuple(state.classes[name])) for name in sorted(state.models)]
+        return members or [Member(state.model)]
+
+    @at_site
+    def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
+        net = site.network(model)
+        loss = losses.supervised(losses.make(self.loss, site.labels.space))
+        train(site, net, loss, self.local, round=round, rounds=rounds)
+        return {"model": tensors_of(net), "n": site.n_train, "classes": sorted(site.labels.annotated)}

@@ -1,0 +1,94 @@
+"""Nets by name, their options, and the checks that a net fits a federation."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedatlas import seeds
+from fedatlas.errors import FederationError
+from fedatlas.nets.mednext import MedNeXt
+from fedatlas.nets.module import Net
+from fedatlas.nets.unet import UNet
+from fedatlas.options import from_dict, not_known
+
+
+class NetOptions(Protocol):
+    """An `@options` class that can make its net."""
+
+    def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> Net: ...
+
+
+REGISTRY: dict[str, type] = {"unet": UNet, "mednext": MedNeXt}
+
+
+def get(name: str) -> type[Any]:
+    """The options class of a net. Raises FederationError, naming the nearest net, for an unknown name."""
+    if name not in REGISTRY:
+        raise not_known("the net", name, REGISTRY)
+    return REGISTRY[name]
+
+
+def build(
+    name: str,
+    options: Mapping[str, Any],
+    *,
+    in_channels: int,
+    classes: int,
+    spatial_dims: int,
+    seed: int,
+) -> Net:
+    """A registered net, in training mode. Its weights depend on its options and the seed only; torch's global
+    generator is left as it was. Raises FederationError for an unknown name or option."""
+    chosen: NetOptions = from_dict(get(name), options, what=f"net {name}")
+    if spatial_dims not in (2, 3):
+        raise FederationError(f"net {name}: spatial_dims is {spatial_dims}; allowed: 2, 3")
+    with seeds.isolated(seed, name):
+        return chosen.build(in_channels=in_channels, classes=classes, spatial_dims=spatial_dims)
+
+
+def check_patch(net: nn.Module, patch: Sequence[int]) -> None:
+    """Raises FederationError for a patch that the net cannot take, naming the sizes that it can."""
+    if isinstance(net, Net):
+        net.check_patch(patch)
+
+
+def check_output(
+    net: nn.Module, classes: int, *, in_channels: int | None = None, patch: Sequence[int] | None = None
+) -> None:
+    """Raises FederationError unless every head of the net gives one channel per class, the first of them at
+    the resolution of the input. Runs the net on shapes only: nothing is computed.
+
+    in_channels, patch: of the input; needed for a net that is not a `Net`.
+    """
+    if isinstance(net, Net):
+        in_channels, patch = in_channels or net.in_channels, patch or [2 * by for by in net.divisor]
+    if in_channels is None or patch is None:
+        raise ValueError("check_output: in_channels and patch are needed for a net that is not a nets.Net")
+    image = torch.empty(2, in_channels, *patch, device="meta")
+    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+    shapes = {key: torch.empty_like(value, device="meta") for key, value in tensors.items()}
+    expected = (2, classes, *patch)
+    what = f"net {type(net).__name__}: for an input of shape {tuple(image.shape)} it"
+    mode = net.training
+    try:
+        for training in (False, True):
+            net.train(training)
+            try:
+                with torch.no_grad():
+                    outputs = functional_call(net, shapes, (image,))
+            except (RuntimeError, ValueError) as error:
+                raise FederationError(f"{what} fails: {error}") from error
+            got = [tuple(h.shape) for h in ([outputs] if isinstance(outputs, Tensor) else outputs)]
+            if got[0] != expected or any(shape[1] != classes for shape in got):
+                raise FederationError(
+                    f"{what} gives {', '.join(map(str, got))}, which does not fit the label space of {classes} "
+                    f"classes; expected {expected}"
+                )
+    finally:
+        net.train(mode)
+
+
+__all__ = ["REGISTRY", "Net", "NetOptions", "build", "check_output", "check_patch", "get"]

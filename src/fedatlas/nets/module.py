@@ -1,0 +1,53 @@
+"""What every net of a federation is: a module that knows its shapes and names its parts."""
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from fedatlas.errors import FederationError
+
+
+class Net(nn.Module):
+    """A segmentation net.
+
+    forward: [B, in_channels, *S] -> logits [B, classes, *S]; with deep supervision, in training mode, a list
+    of logits, the full resolution first. divisor: by what each axis of an input must divide.
+    """
+
+    def __init__(self, in_channels: int, classes: int, divisor: Sequence[int]) -> None:
+        super().__init__()
+        self.in_channels, self.classes, self.divisor = in_channels, classes, tuple(divisor)
+
+    @property
+    def spatial_dims(self) -> int:
+        """2 or 3."""
+        return len(self.divisor)
+
+    def parts(self) -> dict[str, nn.Module | list[nn.Module]]:
+        """The modules of each part; "encoder", "decoder", "head", and "deep_supervision" where there is any."""
+        raise TypeError(f"{type(self).__name__} does not name its parts")
+
+    def check_patch(self, patch: Sequence[int]) -> None:
+        """Raises FederationError for a patch that the net cannot take: another number of axes, an axis that
+        does not divide by the net's total stride, or a patch that leaves a single voxel at the bottom."""
+        if len(patch) != self.spatial_dims:
+            raise FederationError(
+                f"patch {list(patch)}: has {len(patch)} axes, the net has {self.spatial_dims}"
+            )
+        fits = all(size > 0 and size % by == 0 for size, by in zip(patch, self.divisor, strict=True))
+        if not fits:
+            near = [max(by, round(size / by) * by) for size, by in zip(patch, self.divisor, strict=True)]
+            raise FederationError(
+                f"patch {list(patch)}: does not divide by the net's total stride {list(self.divisor)}; allowed "
+                f"are multiples of it, the nearest is {near}"
+            )
+        if math.prod(patch) == math.prod(self.divisor):
+            raise FederationError(
+                f"patch {list(patch)}: leaves one voxel at the bottom of the net, which cannot be normalised; "
+                f"give a larger multiple of {list(self.divisor)} in at least one axis"
+            )
+
+
+Outputs = Tensor | list[Tensor]
+"""What a net returns: logits, or in training mode a list of them for deep supervision."""

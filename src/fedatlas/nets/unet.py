@@ -1,0 +1,121 @@
+"""The U-Net of nnU-Net, in two and three dimensions, from the blocks of MONAI's DynUNet.
+
+DynUNet registers every block twice, once by itself and once within the recursion that runs it, and stacks its
+deep supervision heads at full resolution. Here the blocks are held once, under one name, and a head keeps the
+resolution of its level.
+"""
+
+import math
+from typing import Literal
+
+from monai.networks.nets.dynunet import DynUNet
+from torch import Tensor, nn
+
+from fedatlas.errors import FederationError
+from fedatlas.nets.module import Net, Outputs
+from fedatlas.options import option, options
+
+
+@options
+class UNet:
+    """U-Net in 2D or 3D, with instance norm and strided convolutions (MONAI's DynUNet)."""
+
+    filters: list[int] = option([16, 32, 64, 128], "Channels per level, from the top.", min_length=3)
+    strides: list[int] | list[list[int]] | None = option(
+        None, "Stride into each level, one number or one per axis; 1, then 2 at every level by default."
+    )
+    kernels: list[int] | list[list[int]] | None = option(
+        None, "Kernel of each level, one odd number or one per axis; 3 by default."
+    )
+    norm: Literal["instance", "batch", "group"] = option("instance", "Normalisation; group has 8 groups.")
+    res_block: bool = option(False, "Whether a block adds its input to its output.")
+    deep_supervision: bool = option(False, "Whether all levels but the two lowest have a head in training.")
+    dropout: float = option(0.0, "Probability of dropout after every convolution.", ge=0, lt=1)
+
+    def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> "UNetModule":
+        """The net, with weights from torch's global generator."""
+        levels = len(self.filters)
+        strides = _per_level(self.strides or [1] + [2] * (levels - 1), levels, spatial_dims, "strides")
+        kernels = _per_level(self.kernels or [3] * levels, levels, spatial_dims, "kernels")
+        if any(size < 1 for level in strides for size in level) or any(size != 1 for size in strides[0]):
+            raise FederationError(
+                f"unet: strides are {strides}; allowed: 1 into the first level, then 1 or more"
+            )
+        if any(size % 2 == 0 or size < 1 for level in kernels for size in level):
+            raise FederationError(f"unet: kernels are {kernels}; allowed: odd numbers")
+        if any(
+            stride > kernel
+            for a, b in zip(strides, kernels, strict=True)
+            for stride, kernel in zip(a, b, strict=True)
+        ):
+            raise FederationError(
+                f"unet: strides {strides} exceed kernels {kernels}; a kernel covers its stride"
+            )
+        if self.norm == "group" and any(channels % 8 for channels in self.filters):
+            raise FederationError(f"unet: filters {self.filters} with group norm; allowed: multiples of 8")
+        net = DynUNet(
+            spatial_dims=spatial_dims,
+            in_channels=in_channels,
+            out_channels=classes,
+            kernel_size=kernels,
+            strides=strides,
+            upsample_kernel_size=strides[1:],
+            filters=self.filters,
+            dropout=self.dropout or None,
+            norm_name=("group", {"num_groups": 8}) if self.norm == "group" else (self.norm, {"affine": True}),
+            res_block=self.res_block,
+            deep_supervision=self.deep_supervision,
+            deep_supr_num=levels - 2,
+        )
+        divisor = [math.prod(level[axis] for level in strides) for axis in range(spatial_dims)]
+        return UNetModule(net, in_channels, classes, divisor)
+
+
+def _per_level(
+    values: list[int] | list[list[int]], levels: int, spatial_dims: int, what: str
+) -> list[list[int]]:
+    rows = [value if isinstance(value, list) else [value] * spatial_dims for value in values]
+    if len(rows) != levels or any(len(row) != spatial_dims for row in rows):
+        raise FederationError(
+            f"unet: {what} are {values}; allowed: {levels} entries, one per level of filters, each a number or "
+            f"{spatial_dims} numbers"
+        )
+    return rows
+
+
+class UNetModule(Net):
+    """The blocks of a DynUNet, run from top to bottom and up again."""
+
+    def __init__(self, net: DynUNet, in_channels: int, classes: int, divisor: list[int]) -> None:
+        super().__init__(in_channels, classes, divisor)
+        self.downs = nn.ModuleList([net.input_block, *net.downsamples, net.bottleneck])
+        self.ups = net.upsamples
+        self.head = net.output_block
+        self.heads = net.deep_supervision_heads if net.deep_supervision else nn.ModuleList()
+
+    def forward(self, x: Tensor) -> Outputs:
+        """Logits, or in training with deep supervision the list of them."""
+        skips: list[Tensor] = []
+        for down in self.downs:
+            x = down(x)
+            skips.append(x)
+        x = skips.pop()
+        supervised = self.training and len(self.heads) > 0
+        lower: list[Tensor] = []
+        for up in self.ups:
+            lower = [x, *lower] if supervised else lower
+            x = up(x, skips.pop())
+        logits = self.head(x)
+        if not supervised:
+            return logits
+        return [logits, *(head(features) for head, features in zip(self.heads, lower, strict=False))]
+
+    def parts(self) -> dict[str, nn.Module | list[nn.Module]]:
+        """encoder: all blocks down to the bottom; decoder: the blocks up."""
+        supervision: dict[str, nn.Module | list[nn.Module]] = {"deep_supervision": self.heads}
+        named: dict[str, nn.Module | list[nn.Module]] = {
+            "encoder": self.downs,
+            "decoder": self.ups,
+            "head": self.head,
+        }
+        return named | (supervision if len(self.heads) else {})

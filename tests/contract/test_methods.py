@@ -1,0 +1,272 @@
+"""What every registered method keeps to; a line in the registry is enough to be tested here."""
+
+import dataclasses
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+
+from fedatlas import methods
+from fedatlas.engine import wire
+from fedatlas.engine.run import RunFolder
+from fedatlas.experiment import parse_federation
+from fedatlas.method import declared, functions_of
+from fedatlas.session import Experiment, Running, run_federation
+from fedatlas.tensors import from_tree, to_tree
+
+METHODS = sorted(methods.REGISTRY)
+
+
+def run_small(small: dict[str, Any], path: Path, **changes: Any) -> bytes:
+    """Runs a federation; returns the bytes of the last state."""
+    federation = parse_federation(small | changes, base=Path())
+    run_federation(federation, path, tell=lambda text: None, resume=True)
+    return (path / "models" / "last.fa").read_bytes()
+
+
+def replies_of(small: dict[str, Any], path: Path, cache: Path) -> dict[str, list[Any]]:
+    """Everything that any site sends in the method's start and two rounds, by site."""
+    federation = parse_federation(small, base=Path())
+    experiment = Experiment(federation, cache)
+    experiment.prepare()
+    sent: dict[str, list[Any]] = {}
+    with Running(experiment, RunFolder(path), cache) as running:
+        serve = running.clients.serve
+
+        def listen(site: str, *call: Any) -> Any:
+            answer = serve(site, *call)
+            tree = wire.decode(answer)
+            assert isinstance(tree, dict) and "error" not in tree, tree
+            sent.setdefault(site, []).append(tree["value"])
+            return answer
+
+        running.clients.serve = listen
+        running.clients.begin(0)
+        state = dataclasses.replace(experiment.method.start(experiment.make_net(), running.clients), rounds=2)
+        for number in (1, 2):
+            running.clients.begin(number)
+            state = experiment.method.round(state, running.clients)
+            assert state.round == number
+            again = from_tree(type(state), wire.decode(wire.encode(to_tree(state))))
+            assert wire.encode(to_tree(again)) == wire.encode(to_tree(state))
+            assert type(state) is declared(experiment.method, "state")
+    return sent
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_equal_bits_in_process_in_workers_and_resumed(name, small, tmp_path) -> None:
+    small["method"] = {"name": name}
+    whole = run_small(small, tmp_path / "whole")
+    small["engine"]["workers"] = 2
+    small["sites"] = list(reversed(small["sites"]))
+    assert run_small(small, tmp_path / "workers") == whole
+    # only the first round is left, as after a kill: a new process goes on from there
+    folder = RunFolder(tmp_path / "workers")
+    second = folder.rounds / "0002"
+    second.rename(folder.rounds / ".0002.part")
+    small["engine"]["workers"] = 0
+    assert run_small(small, folder.path) == whole
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_sent_is_what_is_declared(name, small, tmp_path, phantom_cache) -> None:
+    small["method"] = {"name": name}
+    federation = parse_federation(small, base=Path())
+    method = methods.get(name)
+    model = Experiment(federation, phantom_cache).make_net().state_dict()
+    shapes = {tuple(value.shape) for value in model.values()}
+    for values in replies_of(small, tmp_path, phantom_cache).values():
+        for value in values:
+            assert sorted(value) == sorted(declared(method, "sends"))
+            for key, item in value.items():
+                for leaf in leaves(item):
+                    if isinstance(leaf, Tensor):
+                        assert key == "model" and tuple(leaf.shape) in shapes
+            plain = [leaf for key, item in value.items() if key != "model" for leaf in leaves(item)]
+            assert len(plain) <= 1 + 5, "more plain values than a count and one per class"
+
+
+def leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [leaf for item in tree.values() for leaf in leaves(item)]
+    return [leaf for item in tree for leaf in leaves(item)] if isinstance(tree, list) else [tree]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_blindness(name, small, tmp_path) -> None:
+    """What a site draws of classes that it does not annotate changes nothing that it sends."""
+    from fedatlas.data.phantom import write_phantom
+
+    sent = []
+    for scrambled in (False, True):
+        folder = write_phantom(tmp_path / f"data-{scrambled}", sites=2, cases=3, test_cases=0, seed=1)
+        sites = []
+        for index, place in enumerate(sorted(path for path in folder.iterdir() if path.is_dir())):
+            table = yaml.safe_load((place / "all_labels.json").read_text())["labels"]
+            organs = [label for label in table if label != "background"]
+            annotated = organs[:1] if index == 0 else organs[1:2]
+            sites.append(
+                {
+                    "name": place.name,
+                    "path": str(place),
+                    "table": "all_labels.json",
+                    "labels": "labelsTr_all",
+                    "annotated": annotated,
+                }
+            )
+            if scrambled:
+                hidden = [
+                    number for label, number in table.items() if label not in (*annotated, "background")
+                ]
+                for path in sorted((place / "labelsTr_all").glob("*.nii.gz")):
+                    scramble(path, hidden, table[annotated[0]])
+        small |= {"sites": sites, "method": {"name": name}, "labels": {"names": list(table)}}
+        small["evaluation"] = {"validation": 0.0}
+        sent.append(replies_of(small, tmp_path / f"run-{scrambled}", tmp_path / "cache"))
+    assert wire.encode(to_tree(sent[0])) == wire.encode(to_tree(sent[1]))
+
+
+def scramble(path: Path, hidden: list[int], kept: int) -> None:
+    """Redraws the hidden classes at random over everything that is not the kept class."""
+    image = nib.load(path)
+    labels = np.asarray(image.dataobj).copy()  # type: ignore[attr-defined]
+    rng = np.random.default_rng(len(path.name))
+    free = labels != kept
+    labels[free] = rng.choice([0, *hidden], size=int(free.sum()))
+    nib.save(nib.Nifti1Image(labels, image.affine, image.header), path)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_hyper_parameter_has_its_sentence(name) -> None:
+    cls = methods.get(name)
+    assert cls.__doc__
+    for field in dataclasses.fields(cls):
+        sentence = cls.__pydantic_fields__[field.name].description
+        assert sentence and sentence.rstrip().endswith("."), f"{name}.{field.name} has no sentence"
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_only_marked_functions_can_be_called(name) -> None:
+    method = methods.get(name)()
+    for function in functions_of(method).values():
+        assert function.at_site
+    assert not {"start", "round"} & set(functions_of(method))
+
+
+DEFAULTS = {
+    "fedavg": {"weights": "cases"},
+    "fedprox": {"mu": 0.01},
+    "condistfl": {
+        "tau": 0.5,
+        "lambda_start": 0.01,
+        "lambda_end": 1.0,
+        "group": True,
+        "filter": True,
+        "cond": "exact",
+        "empty_group": "skip",
+        "weights": "equal",
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
+def test_defaults_are_those_of_the_atlas(name) -> None:
+    method = methods.get(name)()
+    assert {key: getattr(method, key) for key in DEFAULTS[name]} == DEFAULTS[name]
+
+
+EXTRAS_OFF = {"fedprox": {"mu": 0.0}}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_one_round_at_one_site_with_all_labels_is_ordinary_training(
+    name, small, tmp_path, phantom_cache
+) -> None:
+    """E23: a federation of one fully labelled site, for one round, is a plain training loop."""
+    from fedatlas import losses
+    from fedatlas.engine.host import HostedSite
+    from fedatlas.seeds import generator
+    from fedatlas.tensors import tensors_of
+    from fedatlas.training import train
+
+    place = Path(small["sites"][0]["path"])
+    sites = [{"name": "one", "path": str(place), "table": "all_labels.json", "labels": "labelsTr_all"}]
+    federation = parse_federation(
+        small | {"sites": sites, "method": {"name": name} | EXTRAS_OFF.get(name, {}), "rounds": 1},
+        base=Path(),
+    )
+    experiment = Experiment(federation, phantom_cache)
+    experiment.prepare()
+    (trained,) = experiment.training
+    folder = RunFolder(tmp_path)
+    with Running(experiment, folder, phantom_cache) as running:
+        running.clients.begin(0)
+        state = dataclasses.replace(experiment.method.start(experiment.make_net(), running.clients), rounds=1)
+        running.clients.begin(1)
+        state = experiment.method.round(state, running.clients)
+        members = getattr(experiment.method, "eval_members", None)
+        result = members(state, "one")[0].model if members else state.model
+    parts = (federation.seed, trained, 1, 0)
+    site = HostedSite(
+        trained,
+        experiment.training[trained],
+        experiment.make_net,
+        {},
+        generator(*parts),
+        torch.device("cpu"),
+        tmp_path,
+        parts,
+    )
+    net = site.network()
+    loss = losses.supervised(losses.make(losses.LossChoice(), experiment.space))
+    train(site, net, loss, federation.local, round=0, rounds=1)
+    assert wire.encode(tensors_of(net)) == wire.encode(result)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_killed_at_random_instants(name, small, tmp_path) -> None:
+    """kill -9 again and again, at instants nobody chose; what comes out in the end is what one run gives."""
+    small |= {"method": {"name": name}, "rounds": 6}
+    whole = run_small(small, tmp_path / "whole")
+    file = tmp_path / "federation.yaml"
+    file.write_text(yaml.safe_dump(small))
+    command = [
+        sys.executable,
+        "-m",
+        "fedatlas.cli",
+        "run",
+        str(file),
+        "--runs",
+        str(tmp_path),
+        "--id",
+        "killed",
+        "--resume",
+    ]
+    instants = random.Random(name)
+    kills = 0
+    for _ in range(40):
+        child = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            child.communicate(timeout=instants.uniform(3, 9))
+            break
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
+            kills += 1
+    else:
+        raise AssertionError("never got to the end")
+    assert child.returncode == 0 and kills > 0
+    assert (tmp_path / "killed" / "models" / "last.fa").read_bytes() == whole

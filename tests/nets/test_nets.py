@@ -1,0 +1,195 @@
+"""Nets: shapes, names, seeds, parts, published sizes, and the errors of a net that does not fit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from monai.networks.blocks.mednext_block import MedNeXtBlock, MedNeXtDownBlock, MedNeXtUpBlock
+from monai.networks.nets.dynunet import DynUNet
+from torch import Tensor, nn
+
+from fedatlas import nets
+from fedatlas.errors import FederationError
+from fedatlas.nets.mednext import MedNeXt
+from fedatlas.nets.unet import UNet
+from fedatlas.tensors import load, parts, tensors_of
+
+VECTORS = Path(__file__).parents[1] / "vectors"
+SMALL = {"filters": [4, 8, 16]}
+CASES = [
+    ("unet", SMALL, 2),
+    ("unet", SMALL, 3),
+    ("unet", {**SMALL, "deep_supervision": True, "res_block": True, "norm": "batch"}, 2),
+    ("unet", {"filters": [8, 16, 32], "norm": "group", "dropout": 0.1}, 2),
+    ("unet", {**SMALL, "strides": [[1, 1, 1], [2, 2, 1], [2, 2, 2]], "kernels": [[3, 3, 1], [3, 3, 1], 3]}, 3),
+    ("mednext", {"size": "S", "deep_supervision": True}, 2),
+]
+
+
+def build(name: str, options: dict[str, Any], dims: int, seed: int = 1, classes: int = 4) -> nets.Net:
+    options = dict(options)
+    if "kernels" in options:
+        options["kernels"] = [k if isinstance(k, list) else [k] * dims for k in options["kernels"]]
+    return nets.build(name, options, in_channels=2, classes=classes, spatial_dims=dims, seed=seed)
+
+
+@pytest.mark.parametrize(("name", "options", "dims"), CASES)
+def test_forward_names_and_parts(name: str, options: dict[str, Any], dims: int) -> None:
+    net = build(name, options, dims)
+    nets.check_output(net, 4)
+    size = [2 * by for by in net.divisor]
+    x = torch.randn(2, 2, *size, generator=torch.Generator().manual_seed(0))
+    assert net.training
+    outputs = net(x)
+    if options.get("deep_supervision"):
+        assert isinstance(outputs, list)
+        for level, head in enumerate(outputs):
+            assert head.shape == (2, 4, *(s // 2**level for s in size))
+    with torch.no_grad():
+        assert net.eval()(x).shape == (2, 4, *size)
+
+    values = tensors_of(net)
+    assert list(values) == list(net.state_dict()), "a tensor has two names"
+    named = parts(net)
+    assert "rest" not in named
+    assert set(named) == {"encoder", "decoder", "head"} | (
+        {"deep_supervision"} if options.get("deep_supervision") else set()
+    )
+    assert sorted(n for names in named.values() for n in names) == sorted(values)
+
+    other = build(name, options, dims, seed=2)
+    load(other, values)
+    with torch.no_grad():
+        assert torch.equal(other.eval()(x), net.eval()(x))
+
+
+@pytest.mark.parametrize(("name", "options", "dims"), CASES[:3])
+def test_weights_depend_on_the_seed_alone(name: str, options: dict[str, Any], dims: int) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = tensors_of(build(name, options, dims))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(99)
+    second, third = tensors_of(build(name, options, dims)), tensors_of(build(name, options, dims, seed=2))
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert any(not torch.equal(first[n], third[n]) for n in first)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("res_block", [True, False])
+def test_unet_computes_what_dynunet_does(dims: int, res_block: bool) -> None:
+    net = UNet(filters=[4, 6, 8, 10], res_block=res_block, deep_supervision=True).build(
+        in_channels=2, classes=3, spatial_dims=dims
+    )
+    monai = DynUNet(
+        dims, 2, 3, [3] * 4, [1, 2, 2, 2], [2] * 3, filters=[4, 6, 8, 10], res_block=res_block,
+        norm_name=("instance", {"affine": True}), deep_supervision=True, deep_supr_num=2,
+    )  # fmt: skip
+    for ours, theirs in [
+        (net.downs, nn.ModuleList([monai.input_block, *monai.downsamples, monai.bottleneck])),
+        (net.ups, monai.upsamples),
+        (net.head, monai.output_block),
+        (net.heads, monai.deep_supervision_heads),
+    ]:
+        theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(1, 2, *[16] * dims, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(net.eval()(x), monai.eval()(x))
+        stacked, heads = monai.train()(x), net.train()(x)
+    for level, head in enumerate(heads):
+        full = nn.functional.interpolate(head, x.shape[2:])
+        torch.testing.assert_close(full, stacked[:, level])
+
+
+@pytest.mark.parametrize("supervision", [0, 1])
+@pytest.mark.parametrize("kernel", [3, 5])
+@pytest.mark.parametrize("size", ["S", "B", "M", "L"])
+def test_mednext_sizes_are_the_published_ones(size: Any, kernel: Any, supervision: int) -> None:
+    counts = json.loads((VECTORS / "mednext_blocks.json").read_text())["param_counts"]
+    with torch.device("meta"):
+        net = MedNeXt(size=size, kernel=kernel, deep_supervision=bool(supervision)).build(
+            in_channels=1, classes=8, spatial_dims=3
+        )
+    count = sum(p.numel() for p in net.parameters())
+    # the official net holds one parameter more, a dummy for checkpointing
+    assert count + 1 == counts[f"{size}_k{kernel}_classes8_ds{supervision}"]["params"]
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [
+        ("block", MedNeXtBlock(4, 4, 2, 3, True)),
+        ("down", MedNeXtDownBlock(4, 8, 2, 3, True)),
+        ("up", MedNeXtUpBlock(4, 2, 2, 3, True)),
+    ],
+)
+def test_mednext_blocks_compute_what_the_official_ones_do(name: str, block: nn.Module) -> None:
+    with np.load(VECTORS / "mednext_blocks.npz") as file:
+        v: dict[str, Tensor] = {key: torch.from_numpy(file[key]) for key in file.files}
+    prefix = f"{name}/sd/"
+    block.load_state_dict({key.removeprefix(prefix): x for key, x in v.items() if key.startswith(prefix)})
+    with torch.no_grad():
+        torch.testing.assert_close(block(v["x"]), v[f"{name}/out"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("patch", "said"),
+    [
+        ((64,), "has 1 axes, the net has 2"),
+        ((30, 32), r"stride \[4, 4\].*nearest is \[32, 32\]"),
+        ((4, 4), "one voxel at the bottom"),
+    ],
+)
+def test_patches_that_do_not_fit(patch: tuple[int, ...], said: str) -> None:
+    net = build("unet", SMALL, 2)
+    with pytest.raises(FederationError, match=said):
+        nets.check_patch(net, patch)
+
+
+def test_patches_that_fit_do() -> None:
+    net = build("unet", SMALL, 2)
+    for patch in [(4, 8), (64, 32)]:
+        nets.check_patch(net, patch)
+        assert net(torch.zeros(1, 2, *patch)).shape[2:] == patch
+
+
+def test_a_net_that_does_not_fit_the_label_space() -> None:
+    with pytest.raises(FederationError, match=r"\(2, 4, 8, 8\).*label space of 5 classes"):
+        nets.check_output(build("unet", SMALL, 2), 5)
+    net = build("unet", {**SMALL, "deep_supervision": True}, 2)
+    assert net.heads is not None
+    net.heads[0] = nn.Conv2d(8, 3, 1)
+    with pytest.raises(FederationError, match="does not fit"):
+        nets.check_output(net, 4)
+    assert net.training
+    with pytest.raises(FederationError, match=r"fails|does not fit"):
+        nets.check_output(nn.Conv2d(3, 4, 3), 4, in_channels=2, patch=(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("unett", {}, "did you mean 'unet'"),
+        ("unet", {"filter": [4, 8, 16]}, "did you mean 'filters'"),
+        ("unet", {"filters": [4, 8]}, "filters is"),
+        ("unet", {"filters": [4, 8, 16], "norm": "group"}, "multiples of 8"),
+        ("unet", {**SMALL, "strides": [1, 2]}, "allowed: 3 entries"),
+        ("unet", {**SMALL, "strides": [2, 2, 2]}, "1 into the first level"),
+        ("unet", {**SMALL, "strides": [1, 4, 2]}, "exceed"),
+        ("unet", {**SMALL, "kernels": [2, 3, 3]}, "odd numbers"),
+        ("mednext", {"size": "XL"}, "size is 'XL'"),
+    ],
+)
+def test_wrong_options(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(FederationError, match=said):
+        build(name, options, 2)
+
+
+@pytest.mark.parametrize("name", nets.REGISTRY)
+def test_every_net_and_option_has_its_sentence(name: str) -> None:
+    cls = nets.get(name)
+    assert cls.__doc__
+    assert all(field.description for field in cls.__pydantic_fields__.values())

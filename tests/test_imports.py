@@ -1,0 +1,105 @@
+"""Imports run one way only, and the command line starts without anything heavy."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fedatlas
+
+ROOT = Path(fedatlas.__file__).parent
+BASE = {"fedatlas", "__version__", "errors", "seeds", "labels", "options"}
+"""What everything may import."""
+ALLOWED = {
+    "errors": set(),
+    "seeds": set(),
+    "options": set(),
+    "labels": set(),
+    "tensors": set(),
+    "data": {"data", "augment"},
+    "augment": set(),
+    "losses": {"losses", "data.batch"},
+    "nets": {"nets", "tensors"},
+    "method": {"data.batch", "tensors"},
+    "training": {"data.batch", "method", "tensors"},
+    "methods": {"methods", "data.batch", "method", "training", "tensors", "losses", "augment"},
+    "engine": {"engine", "data.batch", "method", "tensors"},
+    "inference": {"tensors"},
+    "evaluation": {"evaluation", "data.batch", "method", "tensors", "inference"},
+    "report": {"report", "evaluation.statistics"},
+}
+TOP = {"experiment", "session", "check", "catalogue", "cli", "__init__", "__main__"}
+"""Nothing below imports these."""
+
+
+def modules() -> list[tuple[str, Path]]:
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found.append((".".join(part for part in parts if part != "__init__") or "__init__", path))
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return {name.removeprefix("fedatlas.") for name in names if name.startswith("fedatlas.")}
+
+
+def allows(rule: str, name: str) -> bool:
+    return name == rule or name.startswith(rule + ".")
+
+
+@pytest.mark.parametrize(
+    ("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_imports_run_one_way(module: str, path: Path) -> None:
+    package = module.split(".")[0]
+    if package in TOP:
+        return
+    assert package in ALLOWED, f"{module}: say in this test what it may import"
+    rules = BASE | ALLOWED[package]
+    for name in imported(path):
+        # `from a import b` gives a.b and a; a alone is judged by what is taken from it
+        longer = any(other.startswith(name + ".") for other in imported(path))
+        assert longer or any(allows(rule, name) for rule in rules), f"{module} imports {name}"
+
+
+def test_no_engine_names_a_method() -> None:
+    from fedatlas import methods
+
+    for path in sorted((ROOT / "engine").glob("*.py")):
+        words = set(path.read_text().lower().replace('"', " ").replace(".", " ").split())
+        assert not words & set(methods.REGISTRY), path.name
+
+
+@pytest.mark.parametrize("verb", ["--help", "run --help", "check --help", "list --help"])
+def test_help_needs_neither_torch_nor_monai(verb: str) -> None:
+    code = (
+        "import sys\nfrom fedatlas.cli import main\n"
+        f"try:\n    main({verb.split()!r})\nexcept SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'torch', 'monai', 'numpy', 'pydantic', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "example:" in done.stdout or verb == "--help"
+
+
+def test_nothing_reads_or_seeds_the_global_generators() -> None:
+    for module, path in modules():
+        text = path.read_text()
+        for word in (
+            "np.random.seed",
+            "np.random.rand",
+            "np.random.normal",
+            "import random",
+            "import pickle",
+        ):
+            assert word not in text, f"{module}: {word}"
