@@ -4,13 +4,9 @@ YAML -> `Federation`: checked once, here; an unknown key is an error that names 
 built from it stands in `session.py`.
 """
 
-import dataclasses
-import difflib
 import hashlib
 import json
-import types
-import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +22,7 @@ from fedatlas.engine.local import Faults
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.method import Method
-from fedatlas.options import option, options
+from fedatlas.options import explain, from_dict, option, options
 from fedatlas.training import Local
 
 
@@ -97,7 +93,7 @@ def parse_federation(raw: Mapping[str, Any], *, base: Path, source: str = "feder
     try:
         federation = TypeAdapter(Federation).validate_python(values)
     except ValidationError as error:
-        raise FederationError("\n".join(_explain(error, Federation, source))) from None
+        raise FederationError("\n".join(explain(error, Federation, source))) from None
     except FederationError as error:
         raise FederationError(f"{source}: {error}") from None
     names = [site.name for site in federation.sites]
@@ -210,55 +206,6 @@ def _override(raw: dict[str, Any], text: str) -> None:
             raise FederationError(f"-o {text}: {'.'.join(parts[:depth])} is {place!r} and has no keys")
 
 
-def _explain(error: ValidationError, cls: Any, source: str, prefix: tuple[str | int, ...] = ()) -> list[str]:
-    lines = []
-    for item in error.errors():
-        loc = tuple(item["loc"])
-        where = ".".join(str(part) for part in (*prefix, *loc))
-        kind = item["type"]
-        if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-            lines.append(f"{source}: {where}: unknown key. {nearest(str(loc[-1]), _keys_at(cls, loc[:-1]))}")
-        elif kind.startswith("missing"):
-            lines.append(f"{source}: {where}: missing; it must be given")
-        elif kind == "dataclass_type":
-            keys = ", ".join(_keys_at(cls, loc))
-            lines.append(f"{source}: {where}: got {item['input']!r}; expected a mapping with the keys {keys}")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            lines.append(f"{source}: {where}: got {item['input']!r}; {message[:1].lower()}{message[1:]}")
-    return lines
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence that names the nearest of the known names, and all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(known)}"
-
-
-def _keys_at(cls: Any, loc: tuple[str | int, ...]) -> list[str]:
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        fields = (
-            {field.name: field for field in dataclasses.fields(cls)} if dataclasses.is_dataclass(cls) else {}
-        )
-        if part in fields:
-            cls = _inner(typing.get_type_hints(cls)[part])
-    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-
-
-def _inner(hint: Any) -> Any:
-    """The dataclass inside an optional or a tuple of it."""
-    for candidate in (hint, *typing.get_args(hint)):
-        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
-            return candidate
-        if typing.get_origin(candidate) in (tuple, typing.Union, types.UnionType):
-            return _inner(typing.get_args(candidate)[0])
-    return hint
-
-
 def _choice(block: dict[str, Any], what: str, source: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(block.get("name"), str):
         raise FederationError(f"{source}: {what}.name: missing; it names a registered {what}")
@@ -273,20 +220,13 @@ def make_method(federation: Federation, source: str = "federation") -> Method:
         raise FederationError(
             f"{source}: method.local: unknown key; local training is the file's own key `local`"
         )
-    return _construct(cls, {**given, "local": federation.local}, "method", source)
+    return from_dict(cls, {**given, "local": federation.local}, what=f"{source}: method")
 
 
 def net_options(federation: Federation, source: str = "federation") -> tuple[str, Any]:
-    """The name of the net and its checked options."""
+    """The name of the net and its checked options; FederationError for an unknown name, key or value."""
     name, given = _choice(federation.net, "net", source)
-    return name, _construct(nets.get(name), given, "net", source)
-
-
-def _construct(cls: Any, given: dict[str, Any], what: str, source: str) -> Any:
-    try:
-        return TypeAdapter(cls).validate_python(given)
-    except ValidationError as error:
-        raise FederationError("\n".join(_explain(error, cls, source, (what,)))) from None
+    return name, from_dict(nets.get(name), given, what=f"{source}: net")
 
 
 def resolved(federation: Federation) -> dict[str, Any]:

@@ -5,10 +5,12 @@ The YAML schema, the command line's overrides and the reference pages are derive
 
 import dataclasses
 import difflib
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from fedatlas.errors import FederationError
@@ -34,21 +36,55 @@ def options(cls: type[T]) -> type[T]:
 
 def not_known(what: str, name: str, known: Iterable[str]) -> FederationError:
     """The error for a name that does not exist: it names the nearest one and lists all."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    return FederationError(f"{what} {name!r} does not exist{hint} known: {', '.join(names)}")
+    names = list(known)
+    near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1, cutoff=0.5)
+    hint = f" did you mean {near[0]!r}?" if near else ""
+    return FederationError(f"{what} {name!r} does not exist;{hint} known: {', '.join(names) or 'none'}")
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], *, what: str) -> T:
     """An `@options` class from a dict, as it stands in a file. Raises FederationError that names `what`, the
     key, the nearest known key if it is misspelt, and what is allowed."""
-    known = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            raise not_known(f"{what}: the option", str(key), known)
     try:
-        return cls(**values)
+        return TypeAdapter(cls).validate_python(dict(values))
     except ValidationError as error:
-        listed = [f"{'.'.join(map(str, e['loc']))} is {e['input']!r}: {e['msg']}" for e in error.errors()]
-        raise FederationError(f"{what}: " + "; ".join(listed)) from error
+        raise FederationError("\n".join(explain(error, cls, what))) from None
+
+
+def explain(error: ValidationError, cls: Any, what: str) -> list[str]:
+    """What is wrong with the values for an `@options` class, a line each: the key by its path, what was got,
+    what is allowed. what: where the values came from, as a file."""
+    lines = []
+    for item in error.errors():
+        loc = tuple(item["loc"])
+        where = f"{what}: {'.'.join(str(part) for part in loc)}"
+        kind = item["type"]
+        if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+            lines.append(str(not_known(f"{what}: the key", ".".join(map(str, loc)), _keys_at(cls, loc[:-1]))))
+        elif kind.startswith("missing"):
+            lines.append(f"{where}: missing; it must be given")
+        elif kind == "dataclass_type":
+            keys = ", ".join(_keys_at(cls, loc))
+            lines.append(f"{where}: got {item['input']!r}; expected a mapping with the keys {keys}")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{where}: got {item['input']!r}; {message[:1].lower()}{message[1:]}")
+    return lines
+
+
+def _keys_at(cls: Any, loc: tuple[str | int, ...]) -> list[str]:
+    for part in loc:
+        names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+        if part in names:
+            cls = _inner(typing.get_type_hints(cls)[part])
+    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+
+
+def _inner(hint: Any) -> Any:
+    """The dataclass inside an optional or a tuple of it."""
+    for candidate in (hint, *typing.get_args(hint)):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+        if typing.get_origin(candidate) in (tuple, typing.Union, types.UnionType):
+            return _inner(typing.get_args(candidate)[0])
+    return hint

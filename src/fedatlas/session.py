@@ -40,8 +40,6 @@ from fedatlas.experiment import (
     hash_of,
     load_federation,
     make_method,
-    nearest,
-    net_options,
     read_yaml,
     resolved,
 )
@@ -150,13 +148,12 @@ class Experiment:
     def check_net(self) -> nn.Module:
         """The net, after one patch went through it. FederationError if it fits the patch or the labels not."""
         net = self.make_net()
-        nets.check_patch(net, self.federation.preprocessing.patch)
-        nets.check_output(
-            net,
-            classes=len(self.space),
-            in_channels=self.in_channels,
-            patch=self.federation.preprocessing.patch,
-        )
+        patch = self.federation.preprocessing.patch
+        nets.check_patch(net, patch)
+        nets.check_output(net, len(self.space), in_channels=self.in_channels, patch=patch)
+        check = getattr(self.method, "check", None)
+        if check:
+            check(self.space)
         return net
 
     def host(self, site: str, folder: RunFolder) -> Host:

@@ -1,0 +1,573 @@
+"""Figures as inline SVG: text stays text, colours are CSS variables, so that one figure serves light and dark.
+
+Class colours are fixed by the position of the class in the label space, site colours and markers by the
+position of the site; both are safe for the common colour-vision deficiencies up to eight entries, and every
+panel is also labelled in words. Curves of sites carry markers, curves of classes do not.
+"""
+
+import base64
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import matplotlib
+import numpy as np
+from contourpy import contour_generator
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.image import imsave
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from fedatlas.report import tables
+from fedatlas.report.tables import Overlay, Row, Run
+
+# name of the CSS variable -> (on light, on dark). In a figure the light value stands for the variable.
+THEME = {
+    "paper": ("#ffffff", "#14181f"),
+    "ink": ("#1b2128", "#e8ecf1"),
+    "muted": ("#57616c", "#a3aebb"),
+    "grid": ("#dfe4ea", "#2d3540"),
+    "accent": ("#1f5fae", "#7fb4f5"),
+    "bad": ("#b3261e", "#ff8a80"),
+}
+CLASS_COLOURS = (
+    ("#0072b2", "#4fa9e6"),
+    ("#d55e00", "#ff8f45"),
+    ("#00916a", "#2ed3a3"),
+    ("#b8558f", "#e79bc6"),
+    ("#b07d00", "#edbd3b"),
+    ("#3f9bd6", "#93d4ff"),
+    ("#7d1f50", "#e2719f"),
+    ("#4a3aa0", "#aca0ff"),
+    ("#76761c", "#cbc95c"),
+    ("#2b8f8a", "#7fe0d3"),
+    ("#8a4a1c", "#d9a27b"),
+    ("#5a6978", "#b2bfcc"),
+)
+SITE_COLOURS = (
+    ("#3b6fa6", "#7ba9dc"),
+    ("#c8475c", "#f58c98"),
+    ("#2a8436", "#62c772"),
+    ("#a58400", "#dcb945"),
+    ("#2596aa", "#68cdea"),
+    ("#a43474", "#da7ab2"),
+    ("#6a6a6a", "#bababa"),
+    ("#7a593a", "#c6a480"),
+)
+PHASE_COLOURS = (
+    ("#2f6db5", "#6ea8ee"),
+    ("#93b8e3", "#34557d"),
+    ("#8c97a4", "#7d8996"),
+    ("#c5ccd4", "#4b5562"),
+)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+WIDTH = 11.0  # inches; the page shows a figure at its full width
+
+_VARIABLES = {
+    **{light: name for name, (light, _) in THEME.items()},
+    **{light: f"c{i}" for i, (light, _) in enumerate(CLASS_COLOURS)},
+    **{light: f"s{i}" for i, (light, _) in enumerate(SITE_COLOURS)},
+    **{light: f"p{i}" for i, (light, _) in enumerate(PHASE_COLOURS)},
+}
+_INK, _MUTED, _GRID, _BAD, _PAPER = (THEME[name][0] for name in ("ink", "muted", "grid", "bad", "paper"))
+_RC = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "fedatlas",
+    "text.parse_math": False,
+    "font.family": ["DejaVu Sans"],
+    "font.size": 8.5,
+    "text.color": _INK,
+    "figure.facecolor": "none",
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.h_pad": 0.06,
+    "figure.constrained_layout.w_pad": 0.06,
+    "axes.facecolor": "none",
+    "axes.edgecolor": _MUTED,
+    "axes.labelcolor": _MUTED,
+    "axes.titlecolor": _INK,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "lines.linewidth": 1.6,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+}
+
+
+def stylesheet() -> str:
+    """The CSS variables of both themes."""
+
+    def block(theme: int) -> str:
+        pairs = [(name, colours[theme]) for name, colours in THEME.items()]
+        for letter, palette in (("c", CLASS_COLOURS), ("s", SITE_COLOURS), ("p", PHASE_COLOURS)):
+            pairs += [(f"{letter}{i}", colours[theme]) for i, colours in enumerate(palette)]
+        return "".join(f"--{name}:{value};" for name, value in pairs)
+
+    return f":root{{{block(0)}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{block(1)}}}}}\n"
+
+
+def class_variable(run: Run, class_: str) -> str:
+    """The CSS variable of a class's colour; colours come round again after twelve classes."""
+    return f"c{run.classes.index(class_) % len(CLASS_COLOURS)}"
+
+
+def heat_stylesheet(steps: int = 20) -> str:
+    """Classes h0 … h20: the cells of heat maps for 0 to 1, with the ink that reads best on each."""
+    ends = (((0xF3, 0xF7, 0xFC), (0x0B, 0x4F, 0x9E)), ((0x1B, 0x23, 0x2E), (0x8A, 0xC4, 0xFF)))
+    blocks = []
+    for low, high in ends:
+        rules = []
+        for step in range(steps + 1):
+            mixed = [round(a + (b - a) * step / steps) for a, b in zip(low, high, strict=True)]
+            ink = max(("#000000", "#ffffff"), key=lambda text, on=mixed: contrast(_rgb(text), on))
+            rules.append(f".h{step}{{background:#{''.join(f'{v:02x}' for v in mixed)};color:{ink}}}")
+        blocks.append("".join(rules))
+    return f"{blocks[0]}\n@media screen and (prefers-color-scheme:dark){{{blocks[1]}}}\n"
+
+
+def contrast(first: Sequence[float], second: Sequence[float]) -> float:
+    """The contrast ratio of two sRGB colours (0 to 255) after WCAG 2."""
+
+    def luminance(colour: Sequence[float]) -> float:
+        linear = [v / 255 / 12.92 if v <= 10 else ((v / 255 + 0.055) / 1.055) ** 2.4 for v in colour]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def _rgb(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+# ---------------------------------------------------------------------------------------------- curves
+
+
+def loss_curves(run: Run) -> str:
+    """The loss and every further term, per site over rounds."""
+    terms = tables.loss_terms(run)
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(terms), columns=min(3, len(terms)), height=2.5)
+        for axis, term in zip(axes, terms, strict=True):
+            for site in run.sites:
+                values = [(r.number, tables.number(r.sites.get(site, {}).get(term))) for r in run.rounds]
+                _line(axis, values, **_site_style(run, site))
+            axis.set_title("training loss" if term == "loss" else term)
+            _round_axis(axis, run)
+        _mark_lost(axes[0], run)
+        _legend(figure, _site_handles(run) + _mark_handles(run))
+        return figure
+
+    return _svg(draw, "loss", f"Training loss and its terms ({', '.join(terms)}) per site over rounds")
+
+
+def site_curves(run: Run) -> str:
+    """Validation Dice per site over rounds: classes annotated there, and classes never annotated there."""
+    dice = _round_means(run)
+    sides = [known for known in (True, False) if any(key[1] is known for key in dice)]
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(sides), columns=2, height=2.9)
+        for axis, known in zip(axes, sides, strict=True):
+            for site in run.sites:
+                values = [
+                    (
+                        r.number,
+                        tables.average(
+                            m for (n, k, at, _), m in dice.items() if (n, k, at) == (r.number, known, site)
+                        ),
+                    )
+                    for r in run.rounds
+                ]
+                _line(axis, [v for v in values if v[1] is not None], **_site_style(run, site))
+            axis.set_title(
+                "classes annotated at the site" if known else "classes never annotated at the site"
+            )
+            axis.set_ylim(-0.03, 1.03)
+            _round_axis(axis, run)
+            _mark_lost(axis, run)
+        axes[0].set_ylabel("Dice, mean over classes")
+        _legend(figure, _site_handles(run) + _mark_handles(run))
+        return figure
+
+    return _svg(draw, "dice-site", "Validation Dice of the global model per site over rounds")
+
+
+def class_curves(run: Run) -> str:
+    """Validation Dice over rounds, one panel per class: at sites that annotate it, and at those that do not."""
+    dice = _round_means(run)
+    columns = _columns(len(run.classes), 3, 5)
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(run.classes), columns=columns, height=1.75, share=True)
+        for axis, name in zip(axes, run.classes, strict=True):
+            colour = CLASS_COLOURS[run.classes.index(name) % len(CLASS_COLOURS)][0]
+            for known, dash in ((True, "-"), (False, (0, (3, 1.6)))):
+                for site in run.sites:
+                    values = [(r.number, dice.get((r.number, known, site, name))) for r in run.rounds]
+                    values = [v for v in values if v[1] is not None]
+                    _line(axis, values, color=colour, linestyle=dash, linewidth=0.7, alpha=0.45)
+                values = [
+                    (
+                        r.number,
+                        tables.average(
+                            m for (n, k, _, c), m in dice.items() if (n, k, c) == (r.number, known, name)
+                        ),
+                    )
+                    for r in run.rounds
+                ]
+                values = [v for v in values if v[1] is not None]
+                _line(axis, values, color=colour, linestyle=dash, linewidth=2)
+            if not axis.lines:
+                axis.text(
+                    0.5, 0.5, "never scored", transform=axis.transAxes, ha="center", va="center", color=_MUTED
+                )
+            axis.set_title(_short(name, 24))
+            axis.set_ylim(-0.04, 1.04)
+            _round_axis(axis, run, label=False)
+        for axis in axes[columns * ((len(axes) - 1) // columns) :]:
+            axis.set_xlabel("round")
+        handles = [
+            Line2D([], [], color=_INK, linewidth=2, label="mean over sites that annotate the class"),
+            Line2D(
+                [], [], color=_INK, linewidth=2, linestyle=(0, (3, 1.6)), label="mean over sites that do not"
+            ),
+            Line2D([], [], color=_INK, linewidth=0.7, alpha=0.6, label="one site"),
+        ]
+        _legend(figure, handles + _mark_handles(run, lost=False))
+        return figure
+
+    return _svg(draw, "dice-class", "Validation Dice of the global model per class over rounds")
+
+
+def _round_means(run: Run) -> dict[tuple[int, bool, str, str], float | None]:
+    return {
+        (entry.number, *key): mean.mean
+        for entry in run.rounds
+        for key, mean in tables.means(
+            (r for r in entry.rows if r.metric == "dice"), lambda r: (r.known, r.site, r.class_)
+        ).items()
+    }
+
+
+# ---------------------------------------------------------------------------------------------- box plots
+
+
+def box_plots(run: Run, rows: Sequence[Row], split: str) -> str:
+    """Dice per class over all scored cases: one box for the global model, one per local model."""
+    dice = tables.group(
+        (r for r in rows if r.metric == "dice" and r.value is not None), lambda r: (r.class_, r.model)
+    )
+    names = [m for m in tables.models(rows) if m == tables.GLOBAL or m.startswith("local/")]
+    columns = _columns(len(run.classes), *((2, 3) if len(run.classes) <= 6 else (3, 4)))
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(run.classes), columns=columns, height=0.55 + 0.21 * len(names), share=True)
+        for axis, class_ in zip(axes, run.classes, strict=True):
+            colour = CLASS_COLOURS[run.classes.index(class_) % len(CLASS_COLOURS)][0]
+            for place, model in enumerate(names):
+                values = [row.value or 0.0 for row in dice.get((class_, model), [])]
+                if values:
+                    _box(axis, values, place, colour, filled=run.annotates(model, class_))
+            axis.set_yticks(range(len(names)), [_short(model_title(m), 22) for m in names])
+            axis.set_ylim(len(names) - 0.4, -0.6)
+            axis.set_xlim(-0.03, 1.03)
+            axis.grid(axis="y", visible=False)
+            axis.set_title(_short(class_, 28))
+            if not any((class_, model) in dice for model in names):
+                axis.text(
+                    0.5, 0.5, "never scored", transform=axis.transAxes, ha="center", va="center", color=_MUTED
+                )
+        for axis in axes[columns * ((len(axes) - 1) // columns) :]:
+            axis.set_xlabel("Dice")
+        handles = [
+            Patch(
+                facecolor=_MUTED, edgecolor=_MUTED, alpha=0.55, label="trained with annotations of the class"
+            ),
+            Patch(facecolor="none", edgecolor=_MUTED, label="trained without"),
+        ]
+        _legend(figure, handles)
+        return figure
+
+    return _svg(
+        draw, f"boxes-{split}", f"Box plots of Dice on {split}, per class, global model and local models"
+    )
+
+
+def _box(axis: Axes, values: list[float], place: int, colour: str, *, filled: bool) -> None:
+    axis.boxplot(
+        [values],
+        positions=[place],
+        orientation="horizontal",
+        widths=0.62,
+        patch_artist=True,
+        manage_ticks=False,
+        showfliers=len(values) > 30,
+        boxprops={"facecolor": to_rgba(colour, 0.4) if filled else "none", "edgecolor": colour},
+        medianprops={"color": _INK, "linewidth": 1.6},
+        whiskerprops={"color": colour},
+        capprops={"color": colour},
+        flierprops={"marker": ".", "markersize": 3, "markeredgecolor": colour},
+    )
+    if len(values) <= 30:
+        jitter = 0.22 * np.sin(2.4 * np.arange(len(values)))
+        axis.plot(values, place + jitter, ".", color=colour, markersize=3, markeredgewidth=0)
+
+
+def model_title(model: str) -> str:
+    """A model as a reader calls it: "best" is the global model."""
+    return {"best": "global (best)", "last": "global (last)"}.get(model, model)
+
+
+# ---------------------------------------------------------------------------------------------- cost
+
+
+def cost_figure(run: Run) -> str:
+    """Seconds of every round by phase, and seconds of every site."""
+    phases = list(dict.fromkeys(name for entry in run.rounds for name in entry.phases))
+    numbers = [entry.number for entry in run.rounds]
+
+    def draw() -> Figure:
+        figure, axes = _panels(2, columns=2, height=2.4)
+        below = np.zeros(len(numbers))
+        for index, phase in enumerate(phases):
+            seconds = np.array([tables.number(entry.phases.get(phase)) or 0.0 for entry in run.rounds])
+            colour = PHASE_COLOURS[index % len(PHASE_COLOURS)][0]
+            axes[0].bar(numbers, seconds, bottom=below, width=0.85, color=colour, label=phase, linewidth=0)
+            below = below + seconds
+        axes[0].set_title("seconds per round, by phase")
+        axes[0].legend(loc="upper right", ncols=2) if phases else None
+        axes[0].set_ylim(0, 1.25 * max(below.max(initial=0.0), 1e-9))
+        for site in run.sites:
+            values = [(r.number, tables.number(r.cost.get(site, {}).get("seconds"))) for r in run.rounds]
+            _line(axes[1], values, **_site_style(run, site))
+        axes[1].set_title("seconds per round, by site")
+        axes[1].set_ylim(bottom=0)
+        for axis in axes:
+            _round_axis(axis, run, best=False)
+        _legend(figure, _site_handles(run))
+        return figure
+
+    return _svg(draw, "cost", "Seconds per round by phase, and seconds per round of every site")
+
+
+# ---------------------------------------------------------------------------------------------- overlays
+
+
+def overlay(entry: Overlay, colour: str) -> str:
+    """One slice as SVG, in millimetres: the image in gray, the prediction filled, the truth a dashed contour.
+
+    The window is cropped around truth and prediction; the bar at the bottom is its scale.
+    """
+    image, truth, prediction, spacing = entry.arrays()
+    rows, columns = _window(truth | prediction, spacing)
+    image, truth, prediction = image[rows, columns], truth[rows, columns], prediction[rows, columns]
+    height, width = image.shape[0] * spacing[0], image.shape[1] * spacing[1]
+    bar = max((b for b in (1, 2, 5, 10, 20, 50, 100, 200) if b <= width / 3), default=width / 3)
+    left, base = 0.04 * width, height - 0.05 * height
+    description = f"{entry.class_}, case {entry.case}, site {entry.site}: image, prediction and ground truth"
+    line = 'fill="none" vector-effect="non-scaling-stroke"'
+    outline = _contours(truth, spacing)
+    return (
+        f'<svg class="overlay" viewBox="0 0 {width:.2f} {height:.2f}" role="img" '
+        f'aria-label="{escape(description)}"><title>{escape(description)}</title>'
+        f'<image width="{width:.2f}" height="{height:.2f}" preserveAspectRatio="none" href="{_png(image)}"/>'
+        f'<path d="{_contours(prediction, spacing)}" fill="{colour}" fill-opacity=".45" fill-rule="evenodd" '
+        f'stroke="{colour}" stroke-width="1" vector-effect="non-scaling-stroke"/>'
+        f'<path d="{outline}" {line} stroke="#000" stroke-opacity=".55" stroke-width="3"/>'
+        f'<path d="{outline}" {line} stroke="#fff" stroke-width="1.6" stroke-dasharray="5 3"/>'
+        f'<path d="M{left:.2f} {base:.2f}h{bar:.2f}" {line} stroke="#fff" stroke-width="3"/>'
+        f'<text x="{left:.2f}" y="{base - 0.025 * height:.2f}" font-size="{0.055 * height:.2f}" '
+        f'fill="#fff">{bar:g} mm</text></svg>'
+    )
+
+
+def _window(mask: np.ndarray, spacing: tuple[float, float]) -> tuple[slice, slice]:
+    """The part of a slice that is shown: a square in mm around the mask, at least 40 % of the shorter side."""
+    extent = [size * step for size, step in zip(mask.shape, spacing, strict=True)]
+    if not mask.any():
+        return slice(None), slice(None)
+    ends = [(np.flatnonzero(mask.any(1 - axis))[[0, -1]] + (0, 1)) * spacing[axis] for axis in (0, 1)]
+    side = max(2.2 * max(float(end - start) for start, end in ends), 0.4 * min(extent))
+    cuts = []
+    for axis in (0, 1):
+        size = min(side, extent[axis])
+        start = min(max(float(ends[axis].mean()) - size / 2, 0.0), extent[axis] - size)
+        first = round(start / spacing[axis])
+        cuts.append(slice(first, max(first + 1, round((start + size) / spacing[axis]))))
+    return cuts[0], cuts[1]
+
+
+def _contours(mask: np.ndarray, spacing: tuple[float, float]) -> str:
+    """The outlines of a mask as the data of an SVG path, in mm; pixel (0, 0) covers the first spacing."""
+    padded = np.pad(mask.astype(float), 1)
+    lines = contour_generator(
+        x=(np.arange(padded.shape[1]) - 0.5) * spacing[1],
+        y=(np.arange(padded.shape[0]) - 0.5) * spacing[0],
+        z=padded,
+    ).lines(0.5)
+    return "".join(
+        "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in np.asarray(line)[:-1]) + "Z" for line in lines
+    )
+
+
+def _png(image: np.ndarray) -> str:
+    file = io.BytesIO()
+    imsave(file, np.clip(image, 0, 1), cmap="gray", vmin=0, vmax=1, format="png", metadata=_UNSIGNED)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+# ---------------------------------------------------------------------------------------------- shared parts
+
+
+def _panels(count: int, *, columns: int, height: float, share: bool = False) -> tuple[Figure, list[Axes]]:
+    """A grid of panels; `height` inches each. Returns the figure and as many axes as asked for."""
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(WIDTH, rows * height + 0.75))
+    FigureCanvasSVG(figure)
+    grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False).ravel().tolist()
+    for index, axis in enumerate(grid[count:], start=count):
+        if share and index >= columns:
+            grid[index - columns].tick_params(labelbottom=True)
+        axis.remove()
+    return figure, grid[:count]
+
+
+def _columns(count: int, least: int, most: int) -> int:
+    """The number of columns that leaves the fewest places of a grid empty; of equals, the larger."""
+    return max(range(least, most + 1), key=lambda columns: (-(-count % columns), columns))
+
+
+def _line(axis: Axes, values: Iterable[tuple[int, float | None]], **style: object) -> None:
+    points = [(x, math.nan if y is None else y) for x, y in values]
+    if not any(math.isfinite(y) for _, y in points):
+        return
+    if len(points) == 1:
+        hollow = style.get("linestyle", "-") != "-"
+        style = {"marker": "o", "markerfacecolor": "none" if hollow else style["color"], **style}
+    axis.plot(*zip(*points, strict=True), **style)  # type: ignore[arg-type]
+
+
+def _round_axis(axis: Axes, run: Run, *, best: bool = True, label: bool = True) -> None:
+    first, last = run.rounds[0].number, run.rounds[-1].number
+    margin = max(0.5, 0.02 * (last - first))
+    axis.set_xlim(first - margin, last + margin)
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+    if label:
+        axis.set_xlabel("round")
+    if best and run.best_round is not None:
+        axis.axvline(run.best_round, color=_MUTED, linewidth=1, linestyle=(0, (1, 1.5)), zorder=0.5)
+
+
+def _site_style(run: Run, site: str) -> dict[str, object]:
+    index = list(run.sites).index(site)
+    return {
+        "color": SITE_COLOURS[index % len(SITE_COLOURS)][0],
+        "marker": MARKERS[index % len(MARKERS)],
+        "markevery": max(1, len(run.rounds) // 10),
+        "linestyle": "-" if index < len(SITE_COLOURS) else (0, (4, 1.5)),
+    }
+
+
+def _site_handles(run: Run) -> list[Line2D]:
+    styles = [{**_site_style(run, site), "markevery": None} for site in run.sites]
+    return [
+        Line2D([], [], label=_short(site, 30), **style)  # type: ignore[arg-type]
+        for site, style in zip(run.sites, styles, strict=True)
+    ]
+
+
+def _mark_handles(run: Run, *, lost: bool = True) -> list[Line2D]:
+    handles = []
+    if run.best_round is not None:
+        dots = (0, (1, 1.5))
+        handles.append(
+            Line2D([], [], color=_MUTED, linewidth=1, linestyle=dots, label=f"best round ({run.best_round})")
+        )
+    if lost and tables.lost(run):
+        handles.append(
+            Line2D(
+                [], [], color=_BAD, marker="x", linestyle="none", markeredgewidth=1.8, label="a site was lost"
+            )
+        )
+    return handles
+
+
+def _mark_lost(axis: Axes, run: Run) -> None:
+    rounds = sorted({number for number, _, _ in tables.lost(run)})
+    if rounds:
+        axis.plot(
+            rounds,
+            [0.03] * len(rounds),
+            "x",
+            color=_BAD,
+            markeredgewidth=1.8,
+            transform=axis.get_xaxis_transform(),
+            zorder=5,
+        )
+
+
+def _legend(figure: Figure, handles: Sequence[Line2D | Patch]) -> None:
+    if handles:
+        longest = max(len(str(handle.get_label())) for handle in handles)
+        columns = max(1, min(len(handles), int(150 / (longest + 8))))
+        figure.legend(handles=list(handles), loc="outside upper left", ncols=columns)
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _svg(draw: Callable[[], Figure], name: str, description: str) -> str:
+    """A figure as an SVG element that stands in an HTML page, the same bytes for the same figure."""
+    file = io.StringIO()
+    with matplotlib.rc_context(_RC), warnings.catch_warnings():  # type: ignore[arg-type]
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # glyphs that the measuring font lacks; the page's has them
+        draw().savefig(file, format="svg", metadata=_NO_METADATA)
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<style.*?</style>|<metadata.*?</metadata>", "", text, flags=re.S)
+    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text).replace("xlink:href", "href")
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = text.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
+    text = re.sub(r"(?<=[ ;\"])(fill|stroke): (#[0-9a-f]{6})", _variable, text)
+    text = re.sub(r">\s+<", "><", re.sub(r"[ \n]*\n[ \n]*", " ", text))
+    title = escape(description)
+    return re.sub(
+        r'<svg width="[^"]*" height="[^"]*"',
+        lambda _: f'<svg class="plot" role="img" aria-label="{title}"',
+        text,
+        count=1,
+    ).strip()
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = _VARIABLES.get(match[2])
+    return f"{match[1]}: var(--{name})" if name else match[0]
+
+
+_NO_METADATA: Mapping[str, None] = dict.fromkeys(("Date", "Creator", "Type", "Format"))
+_UNSIGNED: Any = {"Software": None}

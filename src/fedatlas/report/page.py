@@ -1,0 +1,914 @@
+"""The report of a run: one HTML file that needs no network, made from the run folder and nothing else."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from fedatlas import __version__
+from fedatlas.report import figures, tables
+from fedatlas.report.tables import METRICS, Mean, Metric, Row, Run
+
+RESUME = "<code>fedatlas run federation.yaml --resume</code>"
+
+
+def write(run: Path, out: Path | None = None) -> Path:
+    """Writes the report of a run folder and returns its path; `out` is run/report.html unless given.
+
+    The same folder gives the same bytes. What an unfinished run does not have yet is named on the page,
+    with the command that makes it. Raises RunFolderError where `run` is not a run folder or holds a damaged
+    file.
+    """
+    folder = Path(run)
+    page = render(tables.read(folder))
+    target = folder / "report.html" if out is None else Path(out)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    part.write_text(page, encoding="utf-8", newline="\n")
+    os.replace(part, target)
+    return target
+
+
+def render(run: Run) -> str:
+    """The whole page."""
+    sections = [
+        ("labels", "Who annotated what", _labels(run)),
+        ("curves", "Training", _curves(run)),
+        ("boxes", "Global against local models", _boxes(run)),
+        ("results", "Results by site and class", _results(run)),
+        ("overlays", "Overlays", _overlays(run)),
+        ("forgetting", "Forgetting matrix", _forgetting(run)),
+        ("cost", "Cost", _cost(run)),
+        ("configuration", "Configuration", _configuration(run)),
+    ]
+    name = _text(run.info.get("name") or run.info.get("id") or run.folder.name)
+    links = "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title, _ in sections)
+    body = "".join(
+        f'<section id="{anchor}" aria-labelledby="{anchor}-h"><h2 id="{anchor}-h">{title}</h2>{content}</section>'
+        for anchor, title, content in sections
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+        "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
+        f"<title>{name} – FedAtlas report</title>\n<style>\n"
+        f"{figures.stylesheet()}{figures.heat_stylesheet()}{_STYLE}</style></head>\n"
+        f'<body><a class="skip" href="#main">To the content</a><header><p class="brand">FedAtlas report</p>'
+        f'<h1>{name}</h1>{_header(run)}</header><nav aria-label="Sections">{links}</nav>\n'
+        f'<main id="main">{body}</main>\n<footer>FedAtlas {escape(__version__)} · run '
+        f"{_text(run.info.get('id', run.folder.name))} · made from the run folder alone</footer>\n"
+        f"<script>{_SCRIPT}</script></body></html>\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- header
+
+
+def _header(run: Run) -> str:
+    info = run.info
+    n_parameters = tables.number(info.get("n_parameters"))
+    planned = info.get("rounds")
+    done = len(run.rounds)
+    facts = [
+        ("Method", _text(info.get("method"))),
+        ("Net", _text(info.get("net"))),
+        ("Parameters", "–" if n_parameters is None else f"{n_parameters:,.0f}"),
+        ("Rounds", f"{done}" if planned in (None, done) else f"{done} of {_text(planned)}"),
+        ("Sites", str(len(info["sites"]))),
+        ("Classes", str(len(run.classes))),
+        ("Seed", _text(info.get("seed"))),
+        ("Hash", f"<code>{_text(str(info.get('hash') or '')[:12])}</code>"),
+        ("Started", _time(info.get("started"))),
+        ("Finished", _time(info.get("finished")) if info.get("finished") else "not yet"),
+    ]
+    if duration := _duration(info):
+        facts.append(("Took", duration))
+    listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
+    notes = []
+    if not info.get("finished") or (isinstance(planned, int) and done < planned):
+        notes.append(
+            _note(
+                f"This run is not finished: {done} of {_text(planned)} rounds are in the folder. {RESUME} goes on."
+            )
+        )
+    return f'<dl class="facts">{listed}</dl>{"".join(notes)}{_verdicts(run)}'
+
+
+def _verdicts(run: Run) -> str:
+    """The three numbers of the global model, large, and of every model in a table."""
+    rows, provisional = _scored(run)
+    if not rows:
+        return _note(f"No case is scored yet. The final evaluation follows the last round; {RESUME} goes on.")
+    splits = tables.splits(rows)
+    model = tables.GLOBAL if any(row.model == tables.GLOBAL for row in rows) else tables.models(rows)[0]
+    split = next(s for s in splits if any(r.split == s and r.model == model for r in rows))
+    numbers = tables.verdict(r for r in rows if r.split == split and r.model == model)
+    which = "of the last evaluated round" if provisional else f"of {_text(figures.model_title(model))}"
+    cards = [
+        (
+            "Client-wise Dice",
+            numbers.clientwise,
+            f"mean over {_count(numbers.n_sites, 'site')}, each over its classes",
+        ),
+        (
+            "Annotated there",
+            numbers.known,
+            f"macro Dice over {_count(numbers.n_known, 'pair')} of site and class",
+        ),
+        (
+            "Never annotated there",
+            numbers.unknown,
+            f"macro Dice over {_count(numbers.n_unknown, 'pair')} of site and class"
+            if numbers.n_unknown
+            else "no scored case has ground truth for such a class",
+        ),
+    ]
+    boxes = "".join(
+        f'<div class="card"><p class="label">{title}</p><p class="big">{_number(value, 3)}</p>'
+        f'<p class="sub">{sub}</p></div>'
+        for title, value, sub in cards
+    )
+    if provisional:
+        best = f"Validation rows of round {rows[0].round}; there is no final evaluation yet. "
+    elif run.best_round is not None:
+        score = "" if run.best_score is None else f", validation score {run.best_score:.3f}"
+        best = f"Global model: best round {run.best_round}{score}. "
+    else:
+        best = ""
+    head = ["Model", *(f"{t} · {s}" for s in splits for t in ("Client-wise", "Annotated", "Never annotated"))]
+    body = []
+    for name in tables.models(rows):
+        cells = [f'<th scope="row">{_text(figures.model_title(name))}</th>']
+        for at in splits:
+            found = tables.verdict(r for r in rows if r.split == at and r.model == name)
+            cells += [_cell(value, 3) for value in found[:3]]
+        body.append("".join(cells))
+    every = _table("Dice of every model in the same three numbers", head, body, sort=True)
+    return (
+        f'<h2 class="quiet">Dice {which}, {_text(split)} cases</h2><div class="cards">{boxes}</div>'
+        f'<p class="aid">{best}“Never annotated there” is the point of partial labels: Dice of a class at '
+        "sites whose training data never showed it.</p>"
+        f"<details><summary>All models and splits</summary>{every}</details>"
+    )
+
+
+def _scored(run: Run) -> tuple[list[Row], bool]:
+    """The rows of the final evaluation on the original grid, or else those of the last evaluated round."""
+    if run.rows:
+        original = [row for row in run.rows if row.grid == "original"]
+        return original or list(run.rows), False
+    latest = next((entry.rows for entry in reversed(run.rounds) if entry.rows), ())
+    return list(latest), True
+
+
+# ---------------------------------------------------------------------------------------------- labels
+
+
+def _labels(run: Run) -> str:
+    aid = _aid(
+        "A filled cell is a class that the site annotated: above, its annotated training cases of all training "
+        "cases; below, the annotated voxels. A hatched cell is not annotated, which says nothing about whether "
+        "the organ is there."
+    )
+    sites = run.info["sites"]
+    if not sites:
+        return aid + _note("run.json names no site.")
+    head = ["Class", *map(str, sites)]
+    body = []
+    for class_ in run.classes:
+        cells = [_class_header(run, class_)]
+        for name in sites:
+            site = run.sites[name]
+            if class_ not in site.annotated:
+                cells.append('<td class="none"><span class="sr">not annotated</span></td>')
+                continue
+            voxels = site.voxels.get(class_)
+            small = "" if voxels is None else f'<small title="{voxels:,} voxels">{_si(voxels)} vx</small>'
+            labelled = site.labelled.get(class_)
+            of = site.cases.get("train")
+            count = "annotated" if labelled is None else f"{labelled}" + ("" if of is None else f" / {of}")
+            cells.append(f'<td class="has">{count}{small}</td>')
+        body.append("".join(cells))
+    for title, value in (
+        (
+            "Cases: train · val · test",
+            lambda s: " · ".join(str(s.cases.get(k, 0)) for k in ("train", "validation", "test")),
+        ),
+        ("Spacing, mm", lambda s: _listed(" × ".join(f"{v:.3g}" for v in row) for row in s.spacing)),
+        ("Orientation", lambda s: _listed(s.orientation)),
+    ):
+        cells = "".join(f'<td class="meta">{_text(value(run.sites[name]))}</td>' for name in sites)
+        body.append(f'<th scope="row" class="meta">{title}</th>{cells}')
+    return aid + _table("Annotated classes by site", head, body, kind="matrix")
+
+
+# ---------------------------------------------------------------------------------------------- curves
+
+
+def _curves(run: Run) -> str:
+    aid = _aid(
+        "Each site has a marker and a colour; the dotted line is the best round, which the global model is "
+        "taken from; a red cross marks a round in which a site was lost."
+    )
+    if not run.rounds:
+        return aid + _note(f"No round is complete yet. {RESUME} starts or goes on.")
+    parts = [aid]
+    if len(run.rounds) == 1:
+        parts.append(_note("One round only: every curve is a single point."))
+    if tables.loss_terms(run):
+        parts.append(
+            _figure(figures.loss_curves(run), "Training loss and its terms, mean over the steps of a round")
+        )
+    else:
+        parts.append(_note("No site has logged a loss."))
+    if bad := tables.not_finite(run):
+        parts.append(
+            _note(
+                f"{_count(len(bad), 'logged number')} not finite, left out of the curves: "
+                + _some(f"{_text(term)} at {_text(site)} in round {n}" for n, site, term in bad)
+                + ". Lower the learning rate or clip the gradient."
+            )
+        )
+    if any(entry.rows for entry in run.rounds):
+        evaluated = [entry.number for entry in run.rounds if entry.rows]
+        parts.append(
+            _figure(
+                figures.site_curves(run),
+                f"Validation Dice of the global model by site ({_count(len(evaluated), 'evaluated round')})",
+            )
+        )
+        parts.append(
+            _figure(
+                figures.class_curves(run),
+                "Validation Dice of the global model by class; dashed: at sites that never annotated the class",
+            )
+        )
+    else:
+        parts.append(
+            _note(
+                "No round was evaluated, so there is no validation Dice; the federation file says how often."
+            )
+        )
+    if gone := tables.lost(run):
+        body = [
+            f'<td class="num">{n}</td><td>{_text(site)}</td><td>{_text(why)}</td>' for n, site, why in gone
+        ]
+        parts.append(_table(f"Lost sites ({len(gone)})", ["Round", "Site", "Reason"], body))
+    for site in run.info["sites"]:
+        if all(site not in entry.sites for entry in run.rounds):
+            parts.append(_note(f"{_text(site)} trained in no round: its curves are empty."))
+    return "".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------- boxes
+
+
+def _boxes(run: Run) -> str:
+    aid = _aid(
+        "One box per model over all scored cases of all sites: quartiles, median, whiskers to 1.5 quartile "
+        "ranges; a filled box was trained with annotations of the class, an empty one without."
+    )
+    if not run.rows:
+        return aid + _no_rows()
+    rows, _ = _scored(run)
+    parts = [aid]
+    if not run.locals:
+        parts.append(_note("No local model was evaluated, so the global model stands alone."))
+    for position, split in enumerate(tables.splits(rows)):
+        chosen = [r for r in rows if r.split == split]
+        if not any(r.value is not None and r.metric == "dice" for r in chosen):
+            continue
+        figure = _figure(figures.box_plots(run, chosen, split), f"Dice on {_text(split)} cases")
+        parts.append(figure if position == 0 else _details(f"The same on {_text(split)} cases", figure))
+    return "".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+def _results(run: Run) -> str:
+    aid = _aid(
+        "Mean (standard deviation) over cases, the best model of a row in bold. Below, classes that the site "
+        "annotates stand apart from those it never annotated, where a high Dice means that the organ was "
+        "learnt from other sites."
+    )
+    rows, provisional = _scored(run)
+    if not rows:
+        return aid + _no_rows()
+    parts = [aid]
+    if provisional:
+        parts.append(
+            _note(f"Provisional: validation rows of round {rows[0].round}, on the training grid. {_NO_ROWS}")
+        )
+    for position, split in enumerate(tables.splits(rows)):
+        of_split = [row for row in rows if row.split == split]
+        parts.append(f"<h3>{_text(split).capitalize()} cases</h3>")
+        parts.append(_glance(run, of_split, split))
+        for metric in tables.metrics(of_split):
+            chosen = [row for row in of_split if row.metric == metric]
+            content = "".join(_metric_table(run, chosen, metric, split, known) for known in (True, False))
+            described = METRICS.get(metric, Metric(metric, "", 3, True))
+            unit = f", {described.unit}" if described.unit else ""
+            better = "higher" if described.higher_is_better else "lower"
+            hint = f" <small>({better} is better)</small>" if metric in METRICS else ""
+            parts.append(
+                _details(
+                    f"{_text(described.title)}{unit}{hint}", content, open=metric == "dice" and position == 0
+                )
+            )
+    parts.append(
+        '<p class="aid">Bold compares the models with the most defined values of a row, so that a model does '
+        "not win by leaving cases out; n is the number of scored cases.</p>"
+    )
+    return "".join(parts)
+
+
+def _glance(run: Run, rows: Sequence[Row], split: str) -> str:
+    """The global model's mean Dice as a class × site matrix, outlined where the site annotates the class."""
+    model = tables.GLOBAL if any(r.model == tables.GLOBAL for r in rows) else tables.models(rows)[0]
+    found = tables.means(
+        (r for r in rows if r.metric == "dice" and r.model == model), lambda r: (r.class_, r.site)
+    )
+    body = []
+    for class_ in run.classes:
+        cells = [_class_header(run, class_)]
+        for name, site in run.sites.items():
+            cells.append(
+                _heat(
+                    found.get((class_, name)),
+                    class_ in site.annotated,
+                    ("site annotates it", "never annotated here"),
+                )
+            )
+        body.append("".join(cells))
+    return _table(
+        f"Mean Dice of {figures.model_title(model)} on {split} cases. Outlined: annotated at the site. "
+        "Not outlined: never annotated there",
+        ["Class", *run.sites],
+        body,
+        kind="matrix heat",
+    )
+
+
+def _metric_table(run: Run, rows: Sequence[Row], metric: str, split: str, known: bool) -> str:
+    """site × class × model of one metric on one split, either of annotated classes or of the others."""
+    described = METRICS.get(metric, Metric(metric, "", 3, True))
+    of_kind = [row for row in rows if row.known is known]
+    title = "annotated by the site" if known else "never annotated here: found or not"
+    if not of_kind:
+        if known:
+            return _note(f"No scored case on {_text(split)} has a class that its site annotates.")
+        return _note(
+            f"No scored case on {_text(split)} has ground truth for a class that its site never annotated; "
+            "cases with full labels, listed for evaluation, would show it."
+        )
+    names = _compared(rows)
+    found = tables.means((r for r in of_kind if r.model in names), lambda r: (r.class_, r.site, r.model))
+    reasons = list(dict.fromkeys(reason for cell in found.values() for reason in sorted(cell.undefined)))
+    letters = {reason: _letter(index) for index, reason in enumerate(reasons)}
+    anchor = f"{split}-{metric}-{'known' if known else 'unknown'}"
+    bars = not known and metric in ("dice", "nsd")
+    body: list[str] = []
+    omitted: dict[str, dict[str, list[str]]] = {reason: {} for reason in reasons}
+    totals: Counter[str] = Counter()
+    for class_ in run.classes:
+        for site in run.sites:
+            cells = {m: found[class_, site, m] for m in names if (class_, site, m) in found}
+            if not cells:
+                continue
+            leading = tables.leaders(cells, metric)
+            line = [
+                _class_header(run, class_),
+                f"<td>{_text(site)}</td>",
+                f'<td class="num">{max(cell.scored for cell in cells.values())}</td>',
+            ]
+            for name in names:
+                cell = cells.get(name)
+                line.append(_mean_cell(cell, described, name in leading, letters, anchor, bars))
+                if cell is None:
+                    continue
+                totals.update(cell.undefined)
+                for reason, count in sorted(cell.undefined.items()):
+                    where = f"{_text(class_)} at {_text(site)}"
+                    omitted[reason].setdefault(where, []).append(
+                        f"{_text(figures.model_title(name))} {count} of {cell.scored}"
+                    )
+            body.append("".join(line))
+    head = ["Class", "Site", "n", *(figures.model_title(name) for name in names)]
+    table = _table(f"{described.title} on {split}, classes {title}", head, body, sort=True, kind="wide")
+    notes = "".join(
+        _footnote(f"{_slug(anchor)}-{letters[reason]}", letters[reason], reason, totals[reason], places)
+        for reason, places in omitted.items()
+    )
+    return table + (f'<ul class="notes">{notes}</ul>' if notes else "")
+
+
+def _footnote(anchor: str, letter: str, reason: str, total: int, places: dict[str, list[str]]) -> str:
+    """Why values are not defined, how many, and, folded, in which rows and models."""
+    listed = "; ".join(f"{place}: {', '.join(whose)}" for place, whose in places.items())
+    return (
+        f'<li id="{anchor}"><sup>{letter}</sup> {_text(reason)}: {_count(total, "value")} not defined, left out of '
+        f"the means.{_details('Where', listed)}</li>"
+    )
+
+
+def _compared(rows: Iterable[Row]) -> list[str]:
+    """The models that tables and matrices set side by side: the global one and every local one."""
+    every = tables.models(rows)
+    return [m for m in every if m != "last" or tables.GLOBAL not in every]
+
+
+def _mean_cell(
+    cell: Mean | None, metric: Metric, bold: bool, letters: dict[str, str], anchor: str, bar: bool
+) -> str:
+    if cell is None:
+        return '<td class="num">–</td>'
+    marks = "".join(
+        f'<sup><a href="#{_slug(anchor)}-{letters[reason]}" title="{cell.undefined[reason]} of {cell.scored} '
+        f'not defined: {_text(reason)}">{letters[reason]}</a></sup>'
+        for reason in sorted(cell.undefined)
+    )
+    if cell.mean is None:
+        return f'<td class="num" data-v="">not defined{marks}</td>'
+    value = f"{cell.mean:.{metric.decimals}f}"
+    spread = "(–)" if cell.sd is None else f"({cell.sd:.{metric.decimals}f})"
+    shown = f"<b>{value}</b>" if bold else value
+    width = f' style="--v:{100 * min(max(cell.mean, 0), 1):.0f}%"' if bar else ""
+    kind = "num bar" if bar else "num"
+    return f'<td class="{kind}" data-v="{cell.mean:.6g}"{width}>{shown} <i>{spread}</i>{marks}</td>'
+
+
+# ---------------------------------------------------------------------------------------------- overlays
+
+
+def _overlays(run: Run) -> str:
+    aid = _aid(
+        "Worst, median and best case of each class: the prediction filled in the colour of the class, the "
+        "ground truth as a dashed white contour, in true proportions, cropped around both."
+    )
+    stored, split = {}, ""
+    for split in ("test", "validation"):
+        if stored := tables.overlays(run, split):
+            break
+    if not stored:
+        return aid + _note(
+            f"No overlays in this folder; the final evaluation stores them. {RESUME} finishes the run."
+        )
+    parts = [aid, f'<p class="aid">{_text(split).capitalize()} cases.</p>']
+    for class_ in (*run.classes, *sorted(set(stored) - set(run.classes))):
+        colour = figures.CLASS_COLOURS[
+            run.classes.index(class_) % len(figures.CLASS_COLOURS) if class_ in run.classes else 0
+        ][1]
+        rows = []
+        for known, title in ((True, "annotated at the site"), (False, "never annotated at the site")):
+            entries = [
+                o
+                for o in stored.get(class_, ())
+                if (class_ in run.sites.get(o.site, tables.SiteInfo()).annotated) is known
+            ]
+            if not entries:
+                continue
+            tiles = "".join(
+                f"<figure>{figures.overlay(entry, colour)}<figcaption><b>{rank}</b> "
+                f'<span class="val">{_number(entry.dice, 3)}</span><br>{_text(entry.case)}<br>'
+                f"<small>{_text(entry.site)}</small></figcaption></figure>"
+                for rank, entry in tables.pick(entries)
+            )
+            rows.append(
+                f'<div class="strip"><p class="sub">{title}</p><div class="tiles">{tiles}</div></div>'
+            )
+        missing = '<p class="sub">No overlay: the class was never scored.</p>'
+        parts.append(
+            f'<article class="organ"><h3>{_swatch(run, class_)}{_text(class_)}</h3>{"".join(rows) or missing}</article>'
+        )
+    return f'{"".join(parts[:2])}<div class="organs">{"".join(parts[2:])}</div>'
+
+
+# ---------------------------------------------------------------------------------------------- forgetting
+
+
+def _forgetting(run: Run) -> str:
+    aid = _aid(
+        "Mean Dice of a model over the scored cases of all sites. Outlined: the model was trained with "
+        "annotations of the class; a low value outside an outline is what a site alone forgets or never learns."
+    )
+    if not run.rows:
+        return aid + _no_rows()
+    rows, _ = _scored(run)
+    parts = [aid]
+    if not run.locals:
+        parts.append(_note("No local model was evaluated, so there is one row only."))
+    for split in tables.splits(rows):
+        found = tables.means(
+            (r for r in rows if r.split == split and r.metric == "dice"), lambda r: (r.model, r.class_)
+        )
+        body = []
+        for model in _compared(rows):
+            cells = [f'<th scope="row">{_text(figures.model_title(model))}</th>']
+            for class_ in run.classes:
+                cells.append(
+                    _heat(
+                        found.get((model, class_)),
+                        run.annotates(model, class_),
+                        ("trained with it", "trained without it"),
+                    )
+                )
+            mean = tables.average(found[model, c].mean for c in run.classes if (model, c) in found)
+            cells.append(_cell(mean, 2))
+            body.append("".join(cells))
+        caption = f"Mean Dice on {split} cases, model × class"
+        parts.append(_table(caption, ["Model", *run.classes, "mean"], body, kind="matrix heat upright"))
+    return "".join(parts)
+
+
+def _heat(cell: Mean | None, outlined: bool, words: tuple[str, str]) -> str:
+    kind = " own" if outlined else ""
+    word = words[0] if outlined else words[1]
+    if cell is None or cell.mean is None:
+        why = "not scored" if cell is None else "not defined"
+        return f'<td class="blank{kind}" title="{why}; {word}">–<span class="sr"> {why}; {word}</span></td>'
+    step = round(20 * min(max(cell.mean, 0.0), 1.0))
+    return (
+        f'<td class="h{step}{kind}" title="{cell.mean:.3f} over {_count(cell.n, "case")}; {word}">{cell.mean:.2f}'
+        f'<span class="sr"> {word}</span></td>'
+    )
+
+
+# ---------------------------------------------------------------------------------------------- cost
+
+
+def _cost(run: Run) -> str:
+    aid = _aid(
+        "Where the time went, how much memory each party needed, and what travelled: down is from the server to "
+        "the site, up is back."
+    )
+    if not run.rounds:
+        return aid + _note(f"No round is complete yet. {RESUME} starts or goes on.")
+    parts = [aid]
+    if any(entry.phases or entry.cost for entry in run.rounds):
+        parts.append(_figure(figures.cost_figure(run), "Seconds per round by phase and by site"))
+    else:
+        parts.append(_note("The rounds of this folder hold no cost."))
+    phases = list(dict.fromkeys(name for entry in run.rounds for name in entry.phases))
+    seconds = {
+        p: [s for e in run.rounds if (s := tables.number(e.phases.get(p))) is not None] for p in phases
+    }
+    total = sum(sum(values) for values in seconds.values())
+    if phases:
+        body = [
+            f'<th scope="row">{_text(phase)}</th>{_cell(sum(values), 1)}{_cell(tables.average(values), 2)}'
+            f"{_cell(min(values, default=None), 2)}{_cell(max(values, default=None), 2)}"
+            f"{_cell(100 * sum(values) / total if total else None, 1, ' %')}"
+            for phase, values in seconds.items()
+        ]
+        body.append(
+            f'<th scope="row">all</th>{_cell(total, 1)}{_cell(total / len(run.rounds), 2)}<td></td><td></td><td class="num">100.0 %</td>'
+        )
+        head = ["Phase", "total, s", "per round, s", "least", "most", "share"]
+        parts.append(_table(f"Seconds per phase over {_count(len(run.rounds), 'round')}", head, body))
+
+    def of(site: str, key: str) -> list[float]:
+        return [v for e in run.rounds if (v := tables.number(e.cost.get(site, {}).get(key))) is not None]
+
+    names = sorted({*run.info["sites"], *(site for entry in run.rounds for site in entry.cost)})
+    everything = sum(sum(of(site, key)) for site in names for key in ("bytes_down", "bytes_up"))
+    body = []
+    for site in names:
+        spent = sum(of(site, "seconds"))
+        steps = sum(v for e in run.rounds if (v := tables.number(e.sites.get(site, {}).get("step_seconds"))))
+        down, up = of(site, "bytes_down"), of(site, "bytes_up")
+        if not (down or up or spent):
+            body.append(f'<th scope="row">{_text(site)}</th><td colspan="9">took part in no round</td>')
+            continue
+        body.append(
+            f'<th scope="row">{_text(site)}</th><td class="num">{max(len(down), len(up))}</td>{_cell(spent, 1)}'
+            f"{_cell(100 * steps / spent if spent and steps else None, 1, ' %')}{_cell(max(of(site, 'peak_mb'), default=None), 0)}"
+            f"{_bytes(tables.average(down))}{_bytes(tables.average(up))}{_bytes(sum(down))}{_bytes(sum(up))}"
+            f"{_cell(100 * (sum(down) + sum(up)) / everything if everything else None, 1, ' %')}"
+        )
+    peak = max((e.server_peak_mb for e in run.rounds if e.server_peak_mb is not None), default=None)
+    body.append(
+        f'<th scope="row">server</th><td></td><td></td><td></td>{_cell(peak, 0)}<td></td><td></td><td></td><td></td><td></td>'
+    )
+    head = [
+        "Site",
+        "rounds",
+        "seconds",
+        "in steps",
+        "peak, MB",
+        "down / round",
+        "up / round",
+        "down, all",
+        "up, all",
+        "share",
+    ]
+    parts.append(_table("Time, memory and bytes by site", head, body, kind="wide"))
+    body = [
+        f'<th scope="row" class="num">{entry.number}</th>'
+        + "".join(
+            '<td class="num">'
+            + " / ".join(_exact(entry.cost.get(site, {}).get(key)) for key in ("bytes_down", "bytes_up"))
+            + "</td>"
+            for site in names
+        )
+        for entry in run.rounds
+    ]
+    table = _table("Bytes down / up, exact, by round and site", ["Round", *names], body, kind="wide")
+    parts.append(_details("Bytes of every round and site", table))
+    return "".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------- configuration
+
+
+def _configuration(run: Run) -> str:
+    info = run.info
+    machine = info.get("machine") or {}
+    pairs = [
+        ("run", info.get("id")),
+        ("hash", info.get("hash")),
+        ("git", info.get("git") or "not a git checkout"),
+        *((f"machine: {key}", value) for key, value in machine.items()),
+        *sorted((str(k), v) for k, v in (info.get("versions") or {}).items()),
+    ]
+    body = [
+        f'<th scope="row">{_text(name)}</th><td><code>{_text(value)}</code></td>' for name, value in pairs
+    ]
+    parts = [
+        _aid("What repeats this run: the resolved federation file, the versions and the machine."),
+        _table("Versions and machine", ["What", "Value"], body),
+    ]
+    if run.federation is None:
+        parts.append(
+            _note("federation.yaml is missing from the run folder; copy the file that was run into it.")
+        )
+    else:
+        parts.append(
+            _details("federation.yaml, resolved", f"<pre><code>{_text(run.federation)}</code></pre>")
+        )
+    return "".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------- shared parts
+
+
+def _text(value: Any) -> str:
+    return "–" if value is None or value == "" else escape(str(value))
+
+
+def _aid(sentence: str) -> str:
+    return f'<p class="aid">{sentence}</p>'
+
+
+def _note(html: str) -> str:
+    return f'<p class="note" role="note">{html}</p>'
+
+
+_NO_ROWS = f"The final evaluation (rows.csv) is written when the run ends; {RESUME} finishes it."
+
+
+def _no_rows() -> str:
+    return _note(f"Not there yet. {_NO_ROWS}")
+
+
+def _details(title: str, content: str, *, open: bool = False) -> str:
+    return f"<details{' open' if open else ''}><summary>{title}</summary>{content}</details>"
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f'<figure class="chart"><figcaption>{caption}</figcaption><div class="scroll">{svg}</div></figure>'
+
+
+def _table(
+    caption: str, head: Sequence[str], body: Iterable[str], *, kind: str = "", sort: bool = False
+) -> str:
+    """caption and head are plain text; body holds the cells of each row as HTML."""
+    cells = [
+        f'<th scope="col">{f"<button type=button>{_text(name)}</button>" if sort else f"<span>{_text(name)}</span>"}</th>'
+        for name in head
+    ]
+    lines = "".join(f"<tr>{line}</tr>" for line in body)
+    classes = " ".join(filter(None, (kind, "sort" if sort else "")))
+    return (
+        f'<div class="scroll" role="region" aria-label="{_text(caption)}" tabindex="0"><table class="{classes}">'
+        f"<caption>{_text(caption)}</caption><thead><tr>{''.join(cells)}</tr></thead><tbody>{lines}</tbody></table></div>"
+    )
+
+
+def _swatch(run: Run, class_: str) -> str:
+    name = figures.class_variable(run, class_) if class_ in run.classes else "c0"
+    return f'<span class="swatch" style="background:var(--{name})"></span>'
+
+
+def _class_header(run: Run, class_: str) -> str:
+    return f'<th scope="row">{_swatch(run, class_)}{_text(class_)}</th>'
+
+
+def _number(value: float | None, decimals: int) -> str:
+    return "–" if tables.number(value) is None else f"{value:.{decimals}f}"
+
+
+def _cell(value: float | None, decimals: int, unit: str = "") -> str:
+    if value is None:
+        return '<td class="num">–</td>'
+    return f'<td class="num" data-v="{value:.6g}">{value:,.{decimals}f}{unit}</td>'
+
+
+def _bytes(value: float | None) -> str:
+    if value is None:
+        return '<td class="num">–</td>'
+    return f'<td class="num" data-v="{value:.0f}">{_human(value)}<small>{value:,.0f} B</small></td>'
+
+
+def _human(value: float) -> str:
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def _exact(value: Any) -> str:
+    found = tables.number(value)
+    return "–" if found is None else f"{found:,.0f}"
+
+
+def _si(value: float) -> str:
+    for unit in ("", "k", "M"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _listed(values: Iterable[str], most: int = 3) -> str:
+    every = list(values)
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
+def _some(items: Iterable[str]) -> str:
+    return _listed(items, most=6)
+
+
+def _letter(index: int) -> str:
+    return chr(ord("a") + index) if index < 26 else f"n{index}"
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in text)
+
+
+def _time(value: Any) -> str:
+    try:
+        moment = datetime.fromisoformat(str(value))
+    except ValueError:
+        return _text(value)
+    return _text(f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".strip())
+
+
+def _duration(info: Any) -> str | None:
+    try:
+        began = datetime.fromisoformat(str(info.get("started")))
+        seconds = (datetime.fromisoformat(str(info.get("finished"))) - began).total_seconds()
+    except (ValueError, TypeError):
+        return None
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60:02d} min" if hours else f"{rest // 60} min {rest % 60:02d} s"
+
+
+_STYLE = """
+*{box-sizing:border-box}
+html{color-scheme:light dark;scroll-behavior:smooth}
+body{margin:0 auto;padding:0 28px 48px;max-width:1240px;background:var(--paper);color:var(--ink);
+  font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;
+  font-variant-numeric:tabular-nums}
+header{padding-top:34px}
+.brand{margin:0;color:var(--accent);font-weight:650;font-size:13px;letter-spacing:.09em;text-transform:uppercase}
+h1{margin:2px 0 18px;font-size:34px;line-height:1.15;letter-spacing:-.015em;overflow-wrap:anywhere}
+h2{margin:0 0 4px;font-size:23px;letter-spacing:-.01em}
+h2.quiet{margin:22px 0 8px;font-size:15px;color:var(--muted);font-weight:600;letter-spacing:0}
+h3{margin:26px 0 6px;font-size:16.5px}
+section{padding-top:42px}
+nav{position:sticky;top:0;z-index:5;display:flex;flex-wrap:wrap;gap:2px 20px;margin:24px -28px 0;
+  padding:9px 28px;background:var(--paper);border-block:1px solid var(--grid);font-size:13.5px}
+section{scroll-margin-top:24px}
+a{color:var(--accent);text-underline-offset:2px}
+nav a{text-decoration:none}
+nav a:hover{text-decoration:underline}
+:focus-visible{outline:2px solid var(--accent);outline-offset:2px}
+.skip{position:absolute;left:-9999px}
+.skip:focus{left:8px;top:8px;background:var(--paper);padding:6px 10px;z-index:9}
+.sr{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
+.aid{margin:2px 0 14px;color:var(--muted);max-width:88ch}
+.note{margin:12px 0;padding:10px 14px;border-left:3px solid var(--accent);max-width:100ch;
+  background:color-mix(in srgb,var(--accent) 8%,transparent)}
+code,pre{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:.9em}
+code{overflow-wrap:anywhere}
+pre{margin:8px 0;padding:14px 16px;overflow-x:auto;border:1px solid var(--grid);border-radius:6px;line-height:1.45}
+pre code{overflow-wrap:normal}
+.facts{display:flex;flex-wrap:wrap;gap:10px 26px;margin:0}
+.facts dt{color:var(--muted);font-size:12.5px}
+.facts dd{margin:0;font-weight:550;overflow-wrap:anywhere}
+.cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(230px,1fr));gap:14px;margin:0 0 12px}
+.card{padding:14px 18px;border:1px solid var(--grid);border-radius:10px}
+.card p{margin:0}
+.card .label{font-weight:600}
+.card .big{font-size:40px;line-height:1.2;font-weight:650;letter-spacing:-.02em}
+.card:last-child{border-color:var(--accent)}
+.card:last-child .big{color:var(--accent)}
+.sub,small{color:var(--muted);font-size:12.5px}
+figure{margin:0}
+.chart{margin:18px 0 26px}
+.chart figcaption{margin-bottom:6px;font-weight:600}
+.scroll{overflow-x:auto;max-width:100%}
+svg.plot{display:block;width:100%;min-width:760px;height:auto;
+  font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
+svg.plot *{stroke-linejoin:round;stroke-linecap:butt}
+table{margin:10px 0 16px;border-collapse:collapse;font-size:13.5px;line-height:1.35}
+caption{padding:0 0 7px;text-align:left;font-weight:600;font-size:14px}
+th,td{padding:5px 10px;border-bottom:1px solid var(--grid);text-align:left;vertical-align:top}
+thead th{border-bottom:1.5px solid var(--muted);vertical-align:bottom;font-weight:600;color:var(--muted)}
+tbody th{font-weight:550;white-space:nowrap;background:var(--paper);position:sticky;left:0}
+td.num,th.num{text-align:right;white-space:nowrap}
+td i{color:var(--muted);font-style:normal}
+td small{display:block}
+sup{font-size:10.5px;line-height:0;margin-left:2px}
+table.wide thead th:nth-child(n+3){text-align:right}
+table.wide{min-width:60%}
+table.wide th,table.wide td{white-space:nowrap}
+table.sort button{all:unset;cursor:pointer;color:inherit}
+table.sort button:focus-visible{outline:2px solid var(--accent)}
+table.sort button::after{content:" ↕";opacity:.45}
+th[aria-sort=ascending] button::after{content:" ↑";opacity:1}
+th[aria-sort=descending] button::after{content:" ↓";opacity:1}
+td.bar{background:linear-gradient(var(--accent),var(--accent)) left bottom/var(--v,0) 3px no-repeat}
+.swatch{display:inline-block;width:10px;height:10px;margin-right:8px;border-radius:2px}
+table.matrix{border-collapse:separate;border-spacing:3px}
+table.matrix thead th{border:0;text-align:center;overflow-wrap:anywhere}
+table.matrix thead th:first-child{text-align:left}
+table.matrix th,table.matrix td{border:0}
+table.matrix thead th{font-size:13px}
+table.matrix td{min-width:64px;padding:5px 8px;border-radius:4px;text-align:center;white-space:nowrap}
+td.has{background:color-mix(in srgb,var(--accent) 17%,var(--paper));font-weight:600}
+td.has small{font-weight:400}
+td.none,td.blank{background:repeating-linear-gradient(135deg,var(--grid) 0 1px,transparent 1px 7px)}
+td.blank{color:var(--muted)}
+table.matrix td.meta{white-space:normal;font-size:12.5px;color:var(--muted)}
+th.meta{font-size:12.5px;color:var(--muted)}
+table.heat td{vertical-align:middle}
+td.own{box-shadow:inset 0 0 0 2px var(--ink);font-weight:650}
+table.upright thead th:not(:first-child) span{display:inline-block;writing-mode:vertical-rl;transform:rotate(180deg);
+  max-height:190px;text-align:left}
+table.upright td{min-width:46px}
+details{margin:10px 0}
+summary{cursor:pointer;font-weight:600;padding:3px 0}
+summary small{font-weight:400}
+.notes{margin:0 0 18px;padding:0;list-style:none;font-size:12.5px;color:var(--muted)}
+.notes details{margin:0 0 4px 12px;max-width:120ch}
+.notes summary{font-weight:400;padding:0}
+.organs{display:grid;grid-template-columns:repeat(auto-fill,minmax(520px,1fr));gap:22px 34px}
+.organ h3{margin:0 0 4px;padding-bottom:4px;border-bottom:1px solid var(--grid);overflow-wrap:anywhere}
+.strip .sub{margin:6px 0 4px}
+.tiles{display:grid;grid-template-columns:repeat(3,1fr);gap:10px}
+.overlay{display:block;width:100%;aspect-ratio:1;height:auto;background:#000;border-radius:5px;
+  font-family:system-ui,Arial,sans-serif}
+.tiles figcaption{margin-top:4px;font-size:12.5px;line-height:1.35;overflow-wrap:anywhere}
+.tiles .val{float:right;font-weight:600}
+footer{margin-top:48px;padding-top:12px;border-top:1px solid var(--grid);color:var(--muted);font-size:12.5px}
+@media (max-width:640px){body{padding:0 14px 32px}nav{margin-inline:-14px;padding-inline:14px;position:static}
+  .organs{grid-template-columns:1fr}h1{font-size:27px}}
+@media print{*{print-color-adjust:exact;-webkit-print-color-adjust:exact}
+  body{max-width:none;padding:0;font-size:11px}nav,.skip,table.sort button::after{display:none}
+  .scroll{overflow:visible}svg.plot{min-width:0}table{font-size:9.5px}tbody th{position:static}
+  figure,.organ,tr,.card{break-inside:avoid}h2,h3,caption{break-after:avoid}}
+"""
+
+_SCRIPT = """
+for (const table of document.querySelectorAll("table.sort")) {
+  const heads = [...table.tHead.rows[0].cells], body = table.tBodies[0];
+  heads.forEach((head, column) => head.firstChild.addEventListener("click", () => {
+    const up = head.getAttribute("aria-sort") === "descending" ? true : head.hasAttribute("aria-sort") ? false : column < 2;
+    heads.forEach(other => other.removeAttribute("aria-sort"));
+    head.setAttribute("aria-sort", up ? "ascending" : "descending");
+    const key = row => { const cell = row.cells[column]; return cell.dataset.v ?? cell.textContent.trim(); };
+    const empty = text => text === "" || text === "–";
+    const rows = [...body.rows].sort((a, b) => {
+      const x = key(a), y = key(b);
+      if (empty(x) || empty(y)) return empty(x) - empty(y);
+      const order = isNaN(x) || isNaN(y) ? x.localeCompare(y, undefined, {numeric: true}) : x - y;
+      return up ? order : -order;
+    });
+    body.append(...rows);
+  }));
+}
+addEventListener("beforeprint", () => document.querySelectorAll("section > details, header > details").forEach(d => d.open = true));
+"""

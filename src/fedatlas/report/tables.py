@@ -1,0 +1,498 @@
+"""Reads a run folder and sums it up in numbers. The layout is that of `docs/explanation/reading-a-report.md`."""
+
+import csv
+import json
+import math
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedatlas.errors import RunFolderError
+from fedatlas.labels import BACKGROUND
+
+GLOBAL = "best"
+RANKS = ("worst", "median", "best")
+COLUMNS = (
+    "split",
+    "grid",
+    "model",
+    "round",
+    "site",
+    "case",
+    "class",
+    "metric",
+    "value",
+    "known",
+    "reason",
+)
+BOOKKEEPING = frozenset({"steps", "step_seconds", "seconds", "cases"})
+"""Numbers that a site logs beside its loss terms."""
+
+
+class Metric(NamedTuple):
+    """How a metric is written: its title, its unit, its decimals, and which direction is better."""
+
+    title: str
+    unit: str
+    decimals: int
+    higher_is_better: bool
+
+
+METRICS = {
+    "dice": Metric("Dice", "", 3, True),
+    "hd95": Metric("HD95", "mm", 2, False),
+    "asd": Metric("ASD", "mm", 2, False),
+    "nsd": Metric("NSD", "", 3, True),
+}
+
+
+class Row(NamedTuple):
+    """One measured value: a line of rows.csv, or an entry of a round's rows.json.
+
+    value is None where the metric is not defined; `reason` then says why. known: the class is annotated in
+    this case, so that training could have seen it at this site.
+    """
+
+    split: str
+    grid: str
+    model: str
+    round: int
+    site: str
+    case: str
+    class_: str
+    metric: str
+    value: float | None
+    known: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class SiteInfo:
+    """What run.json says of a site; counts are by class name."""
+
+    annotated: tuple[str, ...] = ()
+    cases: Mapping[str, int] = field(default_factory=dict)
+    labelled: Mapping[str, int] = field(default_factory=dict)
+    voxels: Mapping[str, int] = field(default_factory=dict)
+    spacing: tuple[tuple[float, ...], ...] = ()
+    orientation: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Round:
+    """One completed round: its log.json, and the rows of its evaluation (empty: not evaluated)."""
+
+    number: int
+    sites: Mapping[str, Mapping[str, float]]
+    cost: Mapping[str, Mapping[str, float]]
+    phases: Mapping[str, float]
+    lost: Mapping[str, str]
+    server_peak_mb: float | None
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """One stored slice: image [H, W] in 0..1, truth and prediction [H, W] bool, spacing [2] in mm."""
+
+    path: Path
+    site: str
+    class_: str
+    case: str
+    dice: float
+    rank: str
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[float, float]]:
+        """image, truth, prediction and spacing. Raises RunFolderError where they do not fit together."""
+        with _opened(self.path) as stored:
+            image = np.asarray(stored["image"], dtype=np.float32)
+            truth, prediction = np.asarray(stored["truth"], bool), np.asarray(stored["prediction"], bool)
+            spacing = tuple(float(value) for value in np.asarray(stored["spacing"]).ravel())
+        if image.ndim != 2 or image.shape != truth.shape or image.shape != prediction.shape:
+            raise RunFolderError(
+                f"{self.path}: image {image.shape}, truth {truth.shape} and prediction {prediction.shape}; "
+                "three planes of one shape are needed. Delete the file to leave it out"
+            )
+        if len(spacing) != 2 or not all(value > 0 for value in spacing):
+            raise RunFolderError(f"{self.path}: spacing {spacing}; two positive lengths in mm are needed")
+        return np.nan_to_num(image), truth, prediction, (spacing[0], spacing[1])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder in memory. rows is None where there is no rows.csv yet; overlays are read when drawn."""
+
+    folder: Path
+    info: Mapping[str, Any]
+    classes: tuple[str, ...]
+    sites: Mapping[str, SiteInfo]
+    rounds: tuple[Round, ...]
+    best_round: int | None
+    best_score: float | None
+    rows: tuple[Row, ...] | None
+    federation: str | None
+
+    @property
+    def locals(self) -> tuple[str, ...]:
+        """The local models that were evaluated, in the order of the sites."""
+        return tuple(m for m in models(self.rows or ()) if m.startswith("local/"))
+
+    def annotates(self, model: str, class_: str) -> bool:
+        """Did the training data of a model hold annotations of a class: any site's, or its own site's."""
+        if model.startswith("local/"):
+            return class_ in self.sites.get(model.removeprefix("local/"), SiteInfo()).annotated
+        return any(class_ in site.annotated for site in self.sites.values())
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def read(folder: Path) -> Run:
+    """Reads a run folder; what a young or interrupted run does not have yet is left empty.
+
+    Raises RunFolderError for a folder without a readable run.json, and for a damaged file, naming it.
+    """
+    if not folder.is_dir():
+        raise RunFolderError(
+            f"{folder}: no such folder; a run folder is what `fedatlas run` makes, as runs/<id>"
+        )
+    if not (folder / "run.json").is_file():
+        raise RunFolderError(
+            f"{folder}: not a run folder, run.json is missing; give the folder that `fedatlas run` made, "
+            "as runs/<id>"
+        )
+    info = _json(folder / "run.json")
+    labels = info.get("labels") if isinstance(info, dict) else None
+    missing = [
+        key
+        for key, found in (
+            ("labels.names", isinstance(labels, dict) and isinstance(labels.get("names"), list)),
+            ("sites", isinstance(info, dict) and isinstance(info.get("sites"), dict)),
+        )
+        if not found
+    ]
+    if missing:
+        raise RunFolderError(
+            f"{folder / 'run.json'}: {' and '.join(missing)} missing; a run folder's run.json has them"
+        )
+    assert isinstance(labels, dict)
+    rounds = tuple(_rounds(folder / "rounds"))
+    rows = _csv_rows(folder / "rows.csv") if (folder / "rows.csv").is_file() else None
+    every = [*(rows or ()), *(row for entry in rounds for row in entry.rows)]
+
+    names = [str(name) for name in labels["names"]]
+    if labels.get("exclusive", True) and names[:1] == [BACKGROUND]:
+        names = names[1:]
+    classes = dict.fromkeys([*names, *sorted({row.class_ for row in every} - set(names))])
+    sites = {str(name): _site(entry) for name, entry in sorted(info["sites"].items())}
+    for name in sorted({row.site for row in every} - set(sites)):
+        sites[name] = SiteInfo()
+
+    best = _json(folder / "best.json") if (folder / "best.json").is_file() else {}
+    return Run(
+        folder=folder,
+        info=info,
+        classes=tuple(classes),
+        sites=sites,
+        rounds=rounds,
+        best_round=int(best["round"]) if "round" in best else None,
+        best_score=number(best.get("score")),
+        rows=rows,
+        federation=_text(folder / "federation.yaml") if (folder / "federation.yaml").is_file() else None,
+    )
+
+
+def overlays(run: Run, split: str) -> dict[str, list[Overlay]]:
+    """The stored slices of a split by class, of the model "best" where it has any, else of the first other."""
+    found: dict[str, list[Overlay]] = {}
+    for site in sorted(path for path in (run.folder / "sites").glob("*") if path.is_dir()):
+        folders = sorted(path for path in (site / "overlays" / split).glob("*") if path.is_dir())
+        folders.sort(key=lambda path: (path.name != GLOBAL, path.name != "last", path.name))
+        for path in sorted(folders[0].glob("*.npz")) if folders else ():
+            with _opened(path) as stored:
+                entry = Overlay(
+                    path=path,
+                    site=site.name,
+                    class_=str(stored["class"]),
+                    case=str(stored["case"]),
+                    dice=float(stored["value"]),
+                    rank=path.stem.rpartition("--")[2],
+                )
+            found.setdefault(entry.class_, []).append(entry)
+    return found
+
+
+def pick(stored: Sequence[Overlay]) -> list[tuple[str, Overlay]]:
+    """The worst, the median and the best of the slices of several sites, each case once.
+
+    Worst and best are taken over all; the median is the middle one of the sites' medians.
+    """
+    scored = sorted((o for o in stored if math.isfinite(o.dice)), key=lambda o: (o.dice, o.site, o.case))
+    if not scored:
+        return [("not scored", entry) for entry in stored[:1]]
+    medians = [o for o in scored if o.rank == "median"] or scored
+    chosen = (("worst", scored[0]), ("best", scored[-1]), ("median", medians[(len(medians) - 1) // 2]))
+    once: dict[tuple[str, str], tuple[str, Overlay]] = {}
+    for rank, entry in chosen:
+        once.setdefault((entry.site, entry.case), (rank, entry))
+    if len(once) == 1:
+        return [("only case", scored[0])]
+    return sorted(once.values(), key=lambda item: RANKS.index(item[0]))
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _rounds(folder: Path) -> Iterator[Round]:
+    for path in sorted(folder.glob("*/log.json"), key=lambda path: (len(path.parent.name), path.parent.name)):
+        log = _json(path)
+        if not isinstance(log, dict):
+            raise RunFolderError(f"{path}: holds {type(log).__name__}, an object is needed")
+        rows = path.with_name("rows.json")
+        yield Round(
+            number=int(log.get("round", path.parent.name)),
+            sites=log.get("sites") or {},
+            cost=log.get("cost") or {},
+            phases=log.get("phases") or {},
+            lost=log.get("lost") or {},
+            server_peak_mb=number(log.get("server_peak_mb")),
+            rows=tuple(_row(entry, rows) for entry in _json(rows)) if rows.is_file() else (),
+        )
+
+
+def _row(entry: Mapping[str, Any], source: object) -> Row:
+    value, known = entry.get("value"), entry.get("known")
+    try:
+        return Row(
+            split=str(entry["split"]),
+            grid=str(entry["grid"]),
+            model=str(entry["model"]),
+            round=int(entry["round"] or 0),
+            site=str(entry["site"]),
+            case=str(entry["case"]),
+            class_=str(entry["class"]),
+            metric=str(entry["metric"]),
+            value=None if value in (None, "") else number(float(value)),
+            known=known if isinstance(known, bool) else str(known).strip().lower() in ("true", "1"),
+            reason=str(entry.get("reason") or ""),
+        )
+    except KeyError as error:
+        raise RunFolderError(
+            f"{source}: no {error.args[0]!r}; a row has {', '.join(COLUMNS)}. Evaluate the run again"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise RunFolderError(
+            f"{source}: {error}; round and value are numbers. Evaluate the run again"
+        ) from error
+
+
+def _csv_rows(path: Path) -> tuple[Row, ...]:
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        return tuple(_row(entry, f"{path}, line {reader.line_num}") for entry in reader)
+
+
+def _site(entry: Mapping[str, Any]) -> SiteInfo:
+    return SiteInfo(
+        annotated=tuple(entry.get("annotated") or ()),
+        cases=entry.get("cases") or {},
+        labelled=entry.get("labelled") or {},
+        voxels=entry.get("voxels") or {},
+        spacing=tuple(tuple(float(v) for v in row) for row in entry.get("spacing") or ()),
+        orientation=tuple(str(code) for code in entry.get("orientation") or ()),
+    )
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_text(path))
+    except ValueError as error:
+        raise RunFolderError(
+            f"{path}: not valid JSON ({error}); it was cut short or edited. Restore it, or run again"
+        ) from error
+
+
+class _opened:
+    """An overlay file; whatever numpy finds wrong with it becomes a RunFolderError that names it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Any:
+        try:
+            self.stored = np.load(self.path, allow_pickle=False)
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise self._damaged(error) from error
+        return self.stored
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self.stored.close()
+        if isinstance(error, OSError | ValueError | EOFError | KeyError | zipfile.BadZipFile):
+            raise self._damaged(error) from error
+
+    def _damaged(self, error: BaseException) -> RunFolderError:
+        return RunFolderError(
+            f"{self.path}: not a readable overlay ({error}); delete the file to leave it out of the report"
+        )
+
+
+# ---------------------------------------------------------------------------------------------- numbers
+
+
+class Mean(NamedTuple):
+    """n defined values, their mean and standard deviation (n - 1; None below two), and, of those that are not
+    defined, how often for which reason."""
+
+    n: int
+    mean: float | None
+    sd: float | None
+    undefined: Counter[str]
+
+    @property
+    def scored(self) -> int:
+        """All values, defined or not."""
+        return self.n + self.undefined.total()
+
+
+def mean_of(rows: Iterable[Row]) -> Mean:
+    """Mean and standard deviation of the defined values of some rows."""
+    values: list[float] = []
+    undefined: Counter[str] = Counter()
+    for row in rows:
+        if row.value is None:
+            undefined[row.reason or "no reason given"] += 1
+        else:
+            values.append(row.value)
+    mean = math.fsum(values) / len(values) if values else None
+    sd = None
+    if mean is not None and len(values) > 1:
+        sd = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    return Mean(len(values), mean, sd, undefined)
+
+
+def group(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Rows by a key, in the order in which the keys first occur."""
+    groups: dict[Any, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def means(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, Mean]:
+    """`mean_of` per group."""
+    return {name: mean_of(members) for name, members in group(rows, key).items()}
+
+
+def average(values: Iterable[float | None]) -> float | None:
+    """The mean of those that are defined; None if none is."""
+    defined = [value for value in values if value is not None]
+    return math.fsum(defined) / len(defined) if defined else None
+
+
+def models(rows: Iterable[Row]) -> tuple[str, ...]:
+    """The models of some rows: best, last, then the local ones by site."""
+    return tuple(sorted({row.model for row in rows}, key=lambda m: (m != GLOBAL, m != "last", m)))
+
+
+def splits(rows: Iterable[Row]) -> tuple[str, ...]:
+    """The splits of some rows, the test cases first."""
+    return tuple(sorted({row.split for row in rows}, key=lambda s: (s != "test", s != "validation", s)))
+
+
+def metrics(rows: Iterable[Row]) -> tuple[str, ...]:
+    """The metrics of some rows in the order of METRICS, unknown ones last."""
+    order = list(METRICS)
+    return tuple(
+        sorted({row.metric for row in rows}, key=lambda m: (order.index(m) if m in order else len(order), m))
+    )
+
+
+class Verdict(NamedTuple):
+    """Dice of one model on one split, in three numbers; None where nothing was scored.
+
+    clientwise: the mean over sites of the mean over the classes that the site annotates of
+        the mean over its cases (the "global index" of Fed-MENU).
+    known: mean over all pairs (site, class) that are annotated.
+    unknown: mean over all pairs (site, class) with ground truth that the site's training never saw.
+    """
+
+    clientwise: float | None
+    known: float | None
+    unknown: float | None
+    n_sites: int
+    n_known: int
+    n_unknown: int
+
+
+def verdict(rows: Iterable[Row]) -> Verdict:
+    """The verdict of the Dice rows of one model on one split; rows of other metrics are left out."""
+    pairs = means((r for r in rows if r.metric == "dice"), lambda r: (r.known, r.site, r.class_))
+    of = {
+        flag: {(site, name): m.mean for (known, site, name), m in pairs.items() if known is flag and m.n}
+        for flag in (True, False)
+    }
+    sites = dict.fromkeys(site for site, _ in of[True])
+    per_site = [average(value for (at, _), value in of[True].items() if at == site) for site in sites]
+    return Verdict(
+        clientwise=average(per_site),
+        known=average(of[True].values()),
+        unknown=average(of[False].values()),
+        n_sites=len(sites),
+        n_known=len(of[True]),
+        n_unknown=len(of[False]),
+    )
+
+
+def leaders(cells: Mapping[str, Mean], metric: str) -> set[str]:
+    """Which of several models is best at a metric, ties included.
+
+    Only models with the most defined values are compared: a model that left out the hard cases, as HD95
+    does where a prediction is empty, does not win by it. One model alone is no comparison.
+    """
+    described = METRICS.get(metric)
+    compared = {name: cell for name, cell in cells.items() if cell.mean is not None}
+    if described is None or len(cells) < 2 or not compared:
+        return set()
+    most = max(cell.n for cell in compared.values())
+    shown = {
+        name: round(cell.mean or 0.0, described.decimals) for name, cell in compared.items() if cell.n == most
+    }
+    best = (max if described.higher_is_better else min)(shown.values())
+    return {name for name, value in shown.items() if value == best}
+
+
+def loss_terms(run: Run) -> tuple[str, ...]:
+    """The names of the loss and of every further number that sites log, the loss first."""
+    found = {key for entry in run.rounds for site in entry.sites.values() for key in site} - BOOKKEEPING
+    return tuple(sorted(found, key=lambda key: (key != "loss", key)))
+
+
+def not_finite(run: Run) -> list[tuple[int, str, str]]:
+    """(round, site, term) of every logged number that is not finite."""
+    return [
+        (entry.number, site, term)
+        for entry in run.rounds
+        for site, terms in sorted(entry.sites.items())
+        for term, value in sorted(terms.items())
+        if term not in BOOKKEEPING and number(value) is None
+    ]
+
+
+def lost(run: Run) -> list[tuple[int, str, str]]:
+    """(round, site, reason) of every site that was lost."""
+    return [
+        (entry.number, site, str(why)) for entry in run.rounds for site, why in sorted(entry.lost.items())
+    ]
