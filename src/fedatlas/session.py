@@ -62,13 +62,12 @@ def net_channels(federation: Federation, channels: int) -> int:
 def build_net(federation: Federation, method: Method, name: str, *, channels: int, classes: int) -> nn.Module:
     """The federation's net ("main"), or one that the method declares, for images of so many channels."""
     if name == "main":
-        kind, chosen = net_options(federation)
+        kind = federation.net["name"]
+        chosen = {key: value for key, value in federation.net.items() if key != "name"}
     else:
         wanted = declared(method, "nets")
         if name not in wanted:
-            raise FederationError(
-                f"method {federation.method['name']}: no net {name!r}. {nearest(name, wanted)}"
-            )
+            raise not_known(f"method {federation.method['name']}: the net", name, wanted)
         kind, chosen = wanted[name].name, wanted[name].options
     return nets.build(
         kind,
@@ -543,9 +542,7 @@ class Trained:
             local = self.folder.local_models()
             site = self.model.removeprefix("local/")
             if site not in local:
-                raise RunFolderError(
-                    f"{self.folder.path}: no local model of {site!r}. {nearest(site, local)}"
-                )
+                raise not_known(f"{self.folder.path}: the local model", site, local)
             kept: Any = wire.decode(bytearray(local[site].read_bytes()), copy=False)
             return [Member(kept["model"], None if kept["classes"] is None else tuple(kept["classes"]))]
         if self.model not in ("best", "last"):

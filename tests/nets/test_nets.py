@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedatlas import nets
 from fedatlas.errors import FederationError
-from fedatlas.nets.mednext import MedNeXt
+from fedatlas.nets.mednext import MedNeXt, MedNeXtModule, mednext
 from fedatlas.nets.unet import UNet
 from fedatlas.tensors import load, parts, tensors_of
 
@@ -133,6 +133,29 @@ def test_mednext_blocks_compute_what_the_official_ones_do(name: str, block: nn.M
     block.load_state_dict({key.removeprefix(prefix): x for key, x in v.items() if key.startswith(prefix)})
     with torch.no_grad():
         torch.testing.assert_close(block(v["x"]), v[f"{name}/out"], atol=1e-5, rtol=0)
+
+
+def test_mednext_computes_what_the_official_net_does() -> None:
+    with np.load(VECTORS / "mednext_blocks.npz") as file:
+        v: dict[str, Tensor] = {key: torch.from_numpy(file[key]) for key in file.files}
+    net = mednext(
+        [2] * 9, [1] * 9, 2, kernel=3, in_channels=1, classes=3, spatial_dims=3, deep_supervision=True
+    )
+    official = {"stem": "stem", "bottleneck": "bottleneck", "out_0": "out_0"}
+    for i in range(4):
+        official |= {f"enc_block_{i}": f"enc_stages.{i}", f"down_{i}": f"down_blocks.{i}"}
+        official |= {f"dec_block_{i}": f"dec_stages.{3 - i}", f"up_{i}": f"up_blocks.{3 - i}"}
+        official |= {f"out_{i + 1}": f"out_blocks.{3 - i}"}
+    values = {}
+    for key, value in v.items():
+        head, _, rest = key.removeprefix("net/sd/").partition(".")
+        if key.startswith("net/sd/") and head != "dummy_tensor":
+            values[f"{official[head]}.{rest}"] = value
+    net.load_state_dict(values)
+    with torch.no_grad():
+        outputs = MedNeXtModule(net, 1, 3, [16] * 3)(v["net/x"])
+    for level, output in enumerate(outputs):
+        torch.testing.assert_close(output, v[f"net/out{level}"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
