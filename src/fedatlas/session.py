@@ -45,6 +45,7 @@ from fedatlas.experiment import (
 )
 from fedatlas.labels import BACKGROUND, LabelSpace
 from fedatlas.method import Member, Method, State, declared, eval_members, functions_of
+from fedatlas.options import not_known
 from fedatlas.seeds import seed_of
 from fedatlas.tensors import Tensors, load, n_bytes, tensors_of
 
