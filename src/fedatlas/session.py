@@ -364,7 +364,7 @@ class Best:
 
     def see(self, number: int, rows: list[dict[str, Any]]) -> None:
         """Keeps the round if its score is the highest so far; of equal scores the first."""
-        score = self.last_score = selection_score(rows, self.space, self.weights) if rows else None
+        score = self.last_score = selection_score(rows, self.weights) if rows else None
         if score is not None and score > self.score:
             self.round, self.score = number, score
             self.folder.keep_model("best", number)
@@ -373,7 +373,7 @@ class Best:
     def recover(self, latest: int) -> None:
         """After a resume: what was seen so far, from the rounds on disk."""
         for log, rows in self.folder.records():
-            score = selection_score(rows, self.space, self.weights) if rows else None
+            score = selection_score(rows, self.weights) if rows else None
             if score is not None and score > self.score:
                 self.round, self.score = log["round"], score
         path = self.folder.path / "best.json"

@@ -24,7 +24,8 @@ def test_options_arrive() -> None:
     loss = losses.make(losses.LossChoice(name="marginal_dice_ce", options={"power": 2}), SOFT)
     assert loss == losses.MarginalDiceCE(power=2)
     nested = losses.LossChoice(name="marginal_dice_ce_exclusion", options={"marginal": {"clamp": 0.01}})
-    assert losses.make(nested, SOFT).marginal.clamp == 0.01
+    loss = losses.make(nested, SOFT)
+    assert isinstance(loss, losses.MarginalDiceCEExclusion) and loss.marginal.clamp == 0.01
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_options_arrive() -> None:
     [
         ({"name": "marginal_dice"}, SOFT, "did you mean 'marginal_dice_ce'"),
         ({"options": {"clmp": 0.1}}, SOFT, "did you mean 'clamp'"),
-        ({"options": {"clamp": 2.0}}, SOFT, "clamp is 2.0"),
+        ({"options": {"clamp": 2.0}}, SOFT, "clamp: got 2.0"),
         ({"name": "masked_bce"}, SOFT, "allowed: auto, marginal_dice_ce"),
         ({"name": "marginal_dice_ce"}, SIGM, "allowed: auto, masked_dice_bce"),
         ({"name": "masked_bce", "options": {"pos_weight": [1.0]}}, SIGM, "1 values for 2 classes"),

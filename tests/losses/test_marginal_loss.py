@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,7 +150,7 @@ def test_fedmenu_binary_losses() -> None:
     ("batch", "classes", "size"), [(1, 2, (3,)), (2, 3, (2, 3)), (3, 5, (3, 2)), (4, 4, (2, 1, 2))]
 )
 def test_mixed_label_sets_equal_the_literal_loop(
-    batch: int, classes: int, size: tuple[int, ...], power: int, pooled: bool
+    batch: int, classes: int, size: tuple[int, ...], power: Any, pooled: bool
 ) -> None:
     loss = MarginalDiceCE(smooth_numerator=0.1, smooth_denominator=0.2, power=power, pooled=pooled)
     for seed in range(4):
@@ -240,7 +241,9 @@ def test_nothing_known_is_a_constant(background: bool) -> None:
     assert grad.abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("loss", [MarginalDiceCE(), MarginalDiceCEExclusion(), MarginalDiceCE(ce_on_probs=True)])
+@pytest.mark.parametrize(
+    "loss", [MarginalDiceCE(), MarginalDiceCEExclusion(), MarginalDiceCE(ce_on_probs=True)]
+)
 @pytest.mark.parametrize("mixed", [True, False])
 def test_labels_of_unknown_classes_change_nothing(loss: MarginalDiceCE, mixed: bool) -> None:
     z, target, known = random_case(4, 3, 5, (6, 6))
@@ -255,7 +258,9 @@ def test_labels_of_unknown_classes_change_nothing(loss: MarginalDiceCE, mixed: b
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("loss", [MarginalDiceCE(), MarginalDiceCEExclusion(), MarginalDiceCE(ce_on_probs=True)])
+@pytest.mark.parametrize(
+    "loss", [MarginalDiceCE(), MarginalDiceCEExclusion(), MarginalDiceCE(ce_on_probs=True)]
+)
 def test_gradient_of_a_softmax_loss(loss: MarginalDiceCE) -> None:
     """I4: sums to 0 over channels; a constant added to all logits changes nothing."""
     z, target, known = random_case(5, 3, 5, (4, 4))

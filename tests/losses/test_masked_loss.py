@@ -33,7 +33,9 @@ def test_bce_equals_the_literal_loop(shape: tuple[int, ...], weighted: bool) -> 
             total -= weights[index[1]] * y * math.log(s) + (1 - y) * math.log(1 - s)
             count += 1
     pos_weight = torch.tensor(weights, dtype=torch.float64) if weighted else None
-    assert float(masked_bce(z, target, known, pos_weight=pos_weight)) == pytest.approx(total / count, abs=1e-9)
+    assert float(masked_bce(z, target, known, pos_weight=pos_weight)) == pytest.approx(
+        total / count, abs=1e-9
+    )
     loss = MaskedBCE(pos_weight=weights if weighted else None)
     assert float(loss(z, target, known)) == pytest.approx(total / count, abs=1e-9)
 

@@ -24,7 +24,11 @@ CASES = [
     ("unet", SMALL, 3),
     ("unet", {**SMALL, "deep_supervision": True, "res_block": True, "norm": "batch"}, 2),
     ("unet", {"filters": [8, 16, 32], "norm": "group", "dropout": 0.1}, 2),
-    ("unet", {**SMALL, "strides": [[1, 1, 1], [2, 2, 1], [2, 2, 2]], "kernels": [[3, 3, 1], [3, 3, 1], 3]}, 3),
+    (
+        "unet",
+        {**SMALL, "strides": [[1, 1, 1], [2, 2, 1], [2, 2, 2]], "kernels": [[3, 3, 1], [3, 3, 1], 3]},
+        3,
+    ),
     ("mednext", {"size": "S", "deep_supervision": True}, 2),
 ]
 
@@ -183,8 +187,7 @@ def test_a_net_that_does_not_fit_the_label_space() -> None:
     with pytest.raises(FederationError, match=r"\(2, 4, 8, 8\).*label space of 5 classes"):
         nets.check_output(build("unet", SMALL, 2), 5)
     net = build("unet", {**SMALL, "deep_supervision": True}, 2)
-    assert net.heads is not None
-    net.heads[0] = nn.Conv2d(8, 3, 1)
+    net.heads = nn.ModuleList([nn.Conv2d(8, 3, 1)])
     with pytest.raises(FederationError, match="does not fit"):
         nets.check_output(net, 4)
     assert net.training
@@ -197,13 +200,13 @@ def test_a_net_that_does_not_fit_the_label_space() -> None:
     [
         ("unett", {}, "did you mean 'unet'"),
         ("unet", {"filter": [4, 8, 16]}, "did you mean 'filters'"),
-        ("unet", {"filters": [4, 8]}, "filters is"),
+        ("unet", {"filters": [4, 8]}, "filters: got"),
         ("unet", {"filters": [4, 8, 16], "norm": "group"}, "multiples of 8"),
         ("unet", {**SMALL, "strides": [1, 2]}, "allowed: 3 entries"),
         ("unet", {**SMALL, "strides": [2, 2, 2]}, "1 into the first level"),
         ("unet", {**SMALL, "strides": [1, 4, 2]}, "exceed"),
         ("unet", {**SMALL, "kernels": [2, 3, 3]}, "odd numbers"),
-        ("mednext", {"size": "XL"}, "size is 'XL'"),
+        ("mednext", {"size": "XL"}, "size: got 'XL'"),
     ],
 )
 def test_wrong_options(name: str, options: dict[str, Any], said: str) -> None:

@@ -96,10 +96,10 @@ class ConDistFL:
         lambda_ = self.lambda_at(round, rounds)
 
         def L_total(F_k: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            with torch.no_grad():
+                z_g = F_g(batch.image)  # before F_k, whose activations then reuse this memory
             outputs = F_k(batch.image)
             z_k = outputs if isinstance(outputs, Tensor) else outputs[0]
-            with torch.no_grad():
-                z_g = F_g(batch.image)
             return {
                 "supervised": L_sup(outputs, batch.target, batch.known),
                 "condist": lambda_ * self.L_ConDist(z_k, z_g, batch.target, batch.known, space),

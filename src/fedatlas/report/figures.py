@@ -278,7 +278,7 @@ def box_plots(run: Run, rows: Sequence[Row], split: str) -> str:
     dice = tables.group(
         (r for r in rows if r.metric == "dice" and r.value is not None), lambda r: (r.class_, r.model)
     )
-    names = [m for m in tables.models(rows) if m == tables.GLOBAL or m.startswith("local/")]
+    names = tables.compared(rows)
     columns = _columns(len(run.classes), *((2, 3) if len(run.classes) <= 6 else (3, 4)))
 
     def draw() -> Figure:

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -105,7 +105,7 @@ def _verdicts(run: Run) -> str:
     if not rows:
         return _note(f"No case is scored yet. The final evaluation follows the last round; {RESUME} goes on.")
     splits = tables.splits(rows)
-    model = tables.GLOBAL if any(row.model == tables.GLOBAL for row in rows) else tables.models(rows)[0]
+    model = tables.models(rows)[0]
     split = next(s for s in splits if any(r.split == s and r.model == model for r in rows))
     numbers = tables.verdict(r for r in rows if r.split == split and r.model == model)
     which = "of the last evaluated round" if provisional else f"of {_text(figures.model_title(model))}"
@@ -135,7 +135,7 @@ def _verdicts(run: Run) -> str:
     )
     if provisional:
         best = f"Validation rows of round {rows[0].round}; there is no final evaluation yet. "
-    elif run.best_round is not None:
+    elif model == tables.GLOBAL and run.best_round is not None:
         score = "" if run.best_score is None else f", validation score {run.best_score:.3f}"
         best = f"Global model: best round {run.best_round}{score}. "
     else:
@@ -330,7 +330,7 @@ def _results(run: Run) -> str:
 
 def _glance(run: Run, rows: Sequence[Row], split: str) -> str:
     """The global model's mean Dice as a class × site matrix, outlined where the site annotates the class."""
-    model = tables.GLOBAL if any(r.model == tables.GLOBAL for r in rows) else tables.models(rows)[0]
+    model = tables.models(rows)[0]
     found = tables.means(
         (r for r in rows if r.metric == "dice" and r.model == model), lambda r: (r.class_, r.site)
     )
@@ -367,7 +367,7 @@ def _metric_table(run: Run, rows: Sequence[Row], metric: str, split: str, known:
             f"No scored case on {_text(split)} has ground truth for a class that its site never annotated; "
             "cases with full labels, listed for evaluation, would show it."
         )
-    names = _compared(rows)
+    names = tables.compared(rows)
     found = tables.means((r for r in of_kind if r.model in names), lambda r: (r.class_, r.site, r.model))
     reasons = list(dict.fromkeys(reason for cell in found.values() for reason in sorted(cell.undefined)))
     letters = {reason: _letter(index) for index, reason in enumerate(reasons)}
@@ -415,12 +415,6 @@ def _footnote(anchor: str, letter: str, reason: str, total: int, places: dict[st
         f'<li id="{anchor}"><sup>{letter}</sup> {_text(reason)}: {_count(total, "value")} not defined, left out of '
         f"the means.{_details('Where', listed)}</li>"
     )
-
-
-def _compared(rows: Iterable[Row]) -> list[str]:
-    """The models that tables and matrices set side by side: the global one and every local one."""
-    every = tables.models(rows)
-    return [m for m in every if m != "last" or tables.GLOBAL not in every]
 
 
 def _mean_cell(
@@ -508,7 +502,7 @@ def _forgetting(run: Run) -> str:
             (r for r in rows if r.split == split and r.metric == "dice"), lambda r: (r.model, r.class_)
         )
         body = []
-        for model in _compared(rows):
+        for model in tables.compared(rows):
             cells = [f'<th scope="row">{_text(figures.model_title(model))}</th>']
             for class_ in run.classes:
                 cells.append(
@@ -572,55 +566,89 @@ def _cost(run: Run) -> str:
         head = ["Phase", "total, s", "per round, s", "least", "most", "share"]
         parts.append(_table(f"Seconds per phase over {_count(len(run.rounds), 'round')}", head, body))
 
-    def of(site: str, key: str) -> list[float]:
-        return [v for e in run.rounds if (v := tables.number(e.cost.get(site, {}).get(key))) is not None]
-
     names = sorted({*run.info["sites"], *(site for entry in run.rounds for site in entry.cost)})
-    everything = sum(sum(of(site, key)) for site in names for key in ("bytes_down", "bytes_up"))
+    parts.append(_site_costs(run, names))
+    records = [*([run.start] if run.start and run.start.cost else []), *run.rounds]
+    body = [
+        f'<th scope="row" class="num">{entry.number or "start"}</th>'
+        + "".join(f'<td class="num">{_exact_bytes(entry.cost.get(site, {}))}</td>' for site in names)
+        for entry in records
+    ]
+    table = _table(
+        "Bytes down / up, exact, by round and site; those of the evaluation behind a plus",
+        ["Round", *names],
+        body,
+        kind="wide",
+    )
+    parts.append(_details("Bytes of every round and site", table))
+    return "".join(parts)
+
+
+def _site_costs(run: Run, names: Sequence[str]) -> str:
+    """Time, memory and bytes of every site over all rounds, training apart from evaluation."""
+    records = [*([run.start] if run.start else []), *run.rounds]
+
+    def of(site: str, key: str, entries: Sequence[tables.Round] = run.rounds) -> list[float]:
+        return [v for e in entries if (v := tables.number(e.cost.get(site, {}).get(key))) is not None]
+
+    def total(site: str, *keys: str) -> float:
+        return sum(sum(of(site, key, records)) for key in keys)
+
+    down, up = ("bytes_down", "evaluate_bytes_down"), ("bytes_up", "evaluate_bytes_up")
+    everything = sum(total(site, *down, *up) for site in names)
     body = []
     for site in names:
+        took_part = len(of(site, "seconds"))
         spent = sum(of(site, "seconds"))
-        steps = sum(v for e in run.rounds if (v := tables.number(e.sites.get(site, {}).get("step_seconds"))))
-        down, up = of(site, "bytes_down"), of(site, "bytes_up")
-        if not (down or up or spent):
-            body.append(f'<th scope="row">{_text(site)}</th><td colspan="9">took part in no round</td>')
+        evaluated = [
+            sum(tables.number(e.cost.get(site, {}).get(key)) or 0.0 for key in (down[1], up[1]))
+            for e in run.rounds
+            if down[1] in e.cost.get(site, {})
+        ]
+        if not took_part and not total(site, *down, *up):
+            body.append(f'<th scope="row">{_text(site)}</th><td colspan="11">took part in no round</td>')
             continue
-        body.append(
-            f'<th scope="row">{_text(site)}</th><td class="num">{max(len(down), len(up))}</td>{_cell(spent, 1)}'
-            f"{_cell(100 * steps / spent if spent and steps else None, 1, ' %')}{_cell(max(of(site, 'peak_mb'), default=None), 0)}"
-            f"{_bytes(tables.average(down))}{_bytes(tables.average(up))}{_bytes(sum(down))}{_bytes(sum(up))}"
-            f"{_cell(100 * (sum(down) + sum(up)) / everything if everything else None, 1, ' %')}"
-        )
-    peak = max((e.server_peak_mb for e in run.rounds if e.server_peak_mb is not None), default=None)
-    body.append(
-        f'<th scope="row">server</th><td></td><td></td><td></td>{_cell(peak, 0)}<td></td><td></td><td></td><td></td><td></td>'
-    )
+        steps = sum(tables.number(e.sites.get(site, {}).get("step_seconds")) or 0.0 for e in run.rounds)
+        peak = max(of(site, "peak_mb") + of(site, "evaluate_peak_mb"), default=None)
+        cells = [
+            _cell(took_part, 0),
+            _cell(spent, 1),
+            _cell(100 * steps / spent if spent and steps else None, 1, " %"),
+            _cell(sum(of(site, "evaluate_seconds")) or None, 1),
+            _cell(peak, 0),
+            _bytes(tables.average(of(site, "bytes_down"))),
+            _bytes(tables.average(of(site, "bytes_up"))),
+            _bytes(tables.average(evaluated)),
+            _bytes(total(site, *down)),
+            _bytes(total(site, *up)),
+            _cell(100 * total(site, *down, *up) / everything if everything else None, 1, " %"),
+        ]
+        body.append(f'<th scope="row">{_text(site)}</th>{"".join(cells)}')
+    peaks = [entry.server_peak_mb for entry in run.rounds if entry.server_peak_mb is not None]
+    blank = "<td></td>"
+    body.append(f'<th scope="row">server</th>{4 * blank}{_cell(max(peaks, default=None), 0)}{6 * blank}')
     head = [
         "Site",
         "rounds",
-        "seconds",
+        "training, s",
         "in steps",
-        "peak, MB",
+        "evaluation, s",
+        "peak, MiB",
         "down / round",
         "up / round",
-        "down, all",
-        "up, all",
-        "share",
     ]
-    parts.append(_table("Time, memory and bytes by site", head, body, kind="wide"))
-    body = [
-        f'<th scope="row" class="num">{entry.number}</th>'
-        + "".join(
-            '<td class="num">'
-            + " / ".join(_exact(entry.cost.get(site, {}).get(key)) for key in ("bytes_down", "bytes_up"))
-            + "</td>"
-            for site in names
-        )
-        for entry in run.rounds
-    ]
-    table = _table("Bytes down / up, exact, by round and site", ["Round", *names], body, kind="wide")
-    parts.append(_details("Bytes of every round and site", table))
-    return "".join(parts)
+    head += ["evaluation / round", "down, all", "up, all", "share"]
+    return _table("Time, memory and bytes by site", head, body, kind="wide")
+
+
+def _exact_bytes(cost: Mapping[str, float]) -> str:
+    found = []
+    for way in ("bytes_down", "bytes_up"):
+        trained, evaluated = tables.number(cost.get(way)), tables.number(cost.get(f"evaluate_{way}"))
+        found.append("–" if trained is None else f"{trained:,.0f}")
+        if evaluated is not None:
+            found[-1] += f" + {evaluated:,.0f}"
+    return " / ".join(found)
 
 
 # ---------------------------------------------------------------------------------------------- configuration
@@ -731,11 +759,6 @@ def _human(value: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1000
     raise AssertionError
-
-
-def _exact(value: Any) -> str:
-    found = tables.number(value)
-    return "–" if found is None else f"{found:,.0f}"
 
 
 def _si(value: float) -> str:

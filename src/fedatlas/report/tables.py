@@ -125,12 +125,16 @@ class Overlay:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder in memory. rows is None where there is no rows.csv yet; overlays are read when drawn."""
+    """A run folder in memory. rows is None where there is no rows.csv yet; overlays are read when drawn.
+
+    start: the record of round 0, in which a method begins and no site trains, where it was kept.
+    """
 
     folder: Path
     info: Mapping[str, Any]
     classes: tuple[str, ...]
     sites: Mapping[str, SiteInfo]
+    start: Round | None
     rounds: tuple[Round, ...]
     best_round: int | None
     best_score: float | None
@@ -199,7 +203,8 @@ def read(folder: Path) -> Run:
         info=info,
         classes=tuple(classes),
         sites=sites,
-        rounds=rounds,
+        start=next((entry for entry in rounds if entry.number == 0), None),
+        rounds=tuple(entry for entry in rounds if entry.number > 0),
         best_round=int(best["round"]) if "round" in best else None,
         best_score=number(best.get("score")),
         rows=rows,
@@ -253,7 +258,8 @@ def number(value: Any) -> float | None:
 
 
 def _rounds(folder: Path) -> Iterator[Round]:
-    for path in sorted(folder.glob("*/log.json"), key=lambda path: (len(path.parent.name), path.parent.name)):
+    whole = [path for path in folder.glob("*/log.json") if path.parent.name.isdigit()]
+    for path in sorted(whole, key=lambda path: int(path.parent.name)):
         log = _json(path)
         if not isinstance(log, dict):
             raise RunFolderError(f"{path}: holds {type(log).__name__}, an object is needed")
@@ -405,6 +411,13 @@ def average(values: Iterable[float | None]) -> float | None:
 def models(rows: Iterable[Row]) -> tuple[str, ...]:
     """The models of some rows: best, last, then the local ones by site."""
     return tuple(sorted({row.model for row in rows}, key=lambda m: (m != GLOBAL, m != "last", m)))
+
+
+def compared(rows: Iterable[Row]) -> tuple[str, ...]:
+    """The models that stand side by side: the global one ("best", or "last" where there is no best), which
+    comes first, and every local one."""
+    every = models(rows)
+    return every[:1] + tuple(model for model in every[1:] if model.startswith("local/"))
 
 
 def splits(rows: Iterable[Row]) -> tuple[str, ...]:

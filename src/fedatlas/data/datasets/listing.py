@@ -1,0 +1,152 @@
+"""What every data set layout is read into: cases, their files and a label table. No voxels are read here."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedatlas.errors import DataError
+from fedatlas.labels import BACKGROUND
+
+Split = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong with a site's data. `fatal`: training refuses to begin."""
+
+    site: str
+    file: str
+    what: str
+    remedy: str
+    fatal: bool = True
+
+    def __str__(self) -> str:
+        where = f"site {self.site}: {self.file}" if self.file else f"site {self.site}"
+        return f"{where}: {self.what}; {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a reader finds the parts of a site. Folders are relative to `root`."""
+
+    site: str
+    root: Path
+    table: str
+    labels: str
+    test_labels: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One scan: its files, and what was annotated in it, in the site's own names."""
+
+    name: str
+    images: tuple[Path, ...]
+    label: Path | None
+    split: Split
+    patient: str
+    annotated: tuple[str, ...]
+    reference: Path | None = None
+    reference_annotated: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A site as its layout describes it. table: the site's label names, background included, to integers.
+    channels: images per case, where the layout says so."""
+
+    table: dict[str, int]
+    cases: tuple[Case, ...]
+    channels: int | None
+    problems: tuple[Problem, ...] = ()
+
+
+def read_json(path: Path, site: str) -> dict[str, Any]:
+    """A JSON object. Raises DataError if the file is missing, unreadable or holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"site {site}: {path}: no such file; it holds the label table, name it with `table`"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"site {site}: {path}: not readable as JSON ({error}); mend the file") from None
+    if not isinstance(found, dict):
+        raise DataError(f"site {site}: {path}: a JSON object is expected, got {type(found).__name__}")
+    return found
+
+
+def parse_table(labels: Any, where: str) -> dict[str, int]:
+    """A label table, {"liver": 1} or {"1": "liver"}, as name -> integer, in the file's order.
+
+    Whatever stands for 0 is the background. Raises DataError, beginning with `where`, for anything else:
+    regions (lists of integers), an ignore label, an integer or a name given twice.
+    """
+    if not isinstance(labels, Mapping) or not labels:
+        raise DataError(
+            f'{where}: the key "labels" must be a table like {{"background": 0, "liver": 1}}, got {labels!r}'
+        )
+    table: dict[str, int] = {}
+    for key, value in labels.items():
+        name, number = (value, key) if isinstance(value, str) and key.lstrip("-").isdigit() else (key, value)
+        if isinstance(number, list | tuple):
+            raise DataError(
+                f"{where}: label {name!r} is a region, {list(number)}; regions are not read: give every class "
+                "one integer, and put organ and lesion into one of the label space's `groups`"
+            )
+        try:
+            number = int(number) if not isinstance(number, bool | float) else None
+        except (TypeError, ValueError):
+            number = None
+        if number is None or number < 0:
+            raise DataError(f"{where}: label {key!r}: {value!r} is not a whole number from 0 on")
+        if name.lower() == "ignore":
+            raise DataError(
+                f"{where}: the label 'ignore' is not read; give its voxels to the background, or list per case "
+                'in "annotated" which classes are complete'
+            )
+        name = BACKGROUND if name.lower() == BACKGROUND else name
+        if name in table:
+            raise DataError(f"{where}: label {name!r} is in the table twice")
+        if number in table.values():
+            other = next(known for known, integer in table.items() if integer == number)
+            raise DataError(f"{where}: labels {other!r} and {name!r} share the integer {number}")
+        table[name] = number
+    zero = next((name for name, number in table.items() if number == 0), None)
+    if zero not in (None, BACKGROUND) or table.get(BACKGROUND, 0) != 0:
+        raise DataError(f'{where}: the integer 0 must be {BACKGROUND!r}, got "labels": {dict(labels)!r}')
+    return {BACKGROUND: 0} | table if zero is None else table
+
+
+def annotated_in(case: str, listed: Any, names: Iterable[str], where: str) -> tuple[str, ...]:
+    """The label names that a case annotates. listed: the table file's key "annotated", None if it has none.
+
+    Raises DataError for a case that is not listed, and for a name that is not in the table.
+    """
+    known = [name for name in names if name != BACKGROUND]
+    if listed is None:
+        return tuple(known)
+    if not isinstance(listed, Mapping):
+        raise DataError(f'{where}: the key "annotated" must be a table of cases, {{case: [label names]}}')
+    if case not in listed:
+        raise DataError(
+            f'{where}: case {case!r} has a label file but is not in "annotated"; list the labels that were '
+            "drawn in it, [] for none"
+        )
+    given = listed[case]
+    if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+        raise DataError(f'{where}: "annotated" of case {case!r} must be a list of label names, got {given!r}')
+    wrong = [name for name in given if name not in known]
+    if wrong:
+        raise DataError(
+            f'{where}: "annotated" of case {case!r} names {wrong[0]!r}, which is not in the table; '
+            f"known: {', '.join(known)}"
+        )
+    return tuple(name for name in known if name in given)
+
+
+def stem(path: Path) -> str:
+    """The name of a NIfTI file without .nii or .nii.gz."""
+    return path.name.removesuffix(".gz").removesuffix(".nii")

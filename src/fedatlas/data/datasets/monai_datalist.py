@@ -1,0 +1,16 @@
+"""MONAI datalist: a JSON file with lists "training", "validation" and "test", and a table "labels".
+
+An entry is {"image": path or one path per channel, "label": path}, with two optional keys of ours:
+"annotated", the label names drawn in it, and "patient". The key "fold" of Auto3DSeg is not used. Where a site
+lists validation cases, those are its validation cases and none are split from the training cases.
+"""
+
+from fedatlas.data.datasets import datalist
+from fedatlas.data.datasets.listing import Layout, Listing, parse_table, read_json
+
+
+def read(layout: Layout) -> Listing:
+    """MONAI datalist: a JSON file with lists of training, validation and test entries."""
+    found = read_json(layout.root / layout.table, layout.site)
+    where = f"site {layout.site}: {layout.root / layout.table}"
+    return datalist.listing(layout, found, parse_table(found.get("labels"), where), None)

@@ -1,0 +1,1 @@
+"""How good a model is, where labels are missing: metrics, scoring at a site, averages, statistics."""

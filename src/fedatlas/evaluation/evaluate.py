@@ -1,0 +1,234 @@
+"""Scoring models at a site, and choosing among rounds.
+
+Shapes: C classes, *S spatial.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedatlas import inference
+from fedatlas.data.batch import Volume
+from fedatlas.errors import FederationError
+from fedatlas.evaluation.metrics import METRICS, EmptyPolicy, score
+from fedatlas.evaluation.statistics import client_wise_index, macro_over_classes, select
+from fedatlas.inference import Inference
+from fedatlas.labels import LabelSpace
+from fedatlas.method import at_site
+from fedatlas.options import not_known, option, options
+from fedatlas.tensors import Tensors
+
+
+@options
+class Evaluation:
+    """What is measured, when, and how the best round is chosen."""
+
+    validation: float = option(
+        0.2, "Share of a site's training patients that is kept from training for validation.", ge=0, lt=1
+    )
+    every: int = option(1, "Rounds between validations; the last round is always validated.", ge=1)
+    metrics: tuple[str, ...] = option(
+        ("dice", "hd95", "asd", "nsd"), "Of the final evaluation.", min_length=1
+    )
+    round_metrics: tuple[str, ...] = option(("dice",), "Of the validations during training; dice selects.")
+    tolerance: float = option(2.0, "Of nsd, in mm.", gt=0)
+    empty: EmptyPolicy = option(
+        "nan", "Empty masks: nan leaves what is not defined out, zero is Fed-MENU's code."
+    )
+    select_weights: Literal["classes", "sites"] = option(
+        "classes",
+        "The best round by the mean over all classes of all sites, or by the client-wise global index.",
+    )
+    local_models: bool = option(
+        True, "Whether every site's local model is evaluated at every site at the end."
+    )
+    overlays: bool = option(True, "Whether sites keep overlays of their worst, median and best cases.")
+    inference: Inference = option(Inference(), "How a volume is predicted.")
+
+    def __post_init__(self) -> None:
+        for name in (*self.metrics, *self.round_metrics):
+            if name not in METRICS:
+                raise not_known("evaluation: the metric", name, METRICS)
+        if "dice" not in self.round_metrics:
+            raise FederationError(
+                f"evaluation: round_metrics are {list(self.round_metrics)}; dice, which selects, must be in"
+            )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value. known: could training see this class in this case; reason: why a value is not defined."""
+
+    split: str
+    grid: str
+    model: str
+    round: int
+    site: str
+    case: str
+    class_: str
+    metric: str
+    value: float | None
+    known: bool
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """With the key "class" for class_."""
+        return {name.rstrip("_"): value for name, value in vars(self).items()}
+
+
+class EvaluationSite(Protocol):
+    """What evaluation needs of a site."""
+
+    name: str
+    folder: Path
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module: ...
+    def volumes(self, split: str) -> Iterator[Volume]: ...
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Scores models at a site; the same at every site of a federation. patch, context: as `inference` takes them."""
+
+    options: Evaluation
+    patch: tuple[int, ...]
+    context: int
+    space: LabelSpace
+
+    @at_site
+    def evaluate(
+        self,
+        site: EvaluationSite,
+        members: list[dict[str, Any]],
+        split: str,
+        model: str,
+        round: int,
+        grid: str,
+        metrics: list[str],
+        overlays: bool,
+    ) -> dict[str, Any]:
+        """Rows for every case of a split, and every class that has a truth there.
+
+        members: of the model to evaluate, {"model": tensors, "classes": those it may speak for or None}.
+        grid: "original" scores on the file's voxels, "federation" on the common grid. overlays: keep pictures
+        in the site's own folder; they are never part of the answer.
+        """
+        nets = [site.network(member["model"]) for member in members]
+        pictures = _Pictures(self.space)
+        rows: list[dict[str, Any]] = []
+        for volume in site.volumes(split):
+            found = self._predict(nets, members, volume.image)
+            if grid == "original":
+                prediction, spacing = volume.restore(found), volume.raw_spacing
+            else:
+                prediction, spacing = _decide(found, self.space.exclusive), volume.spacing
+            truth = volume.truth(grid)
+            scores = score(
+                prediction,
+                truth,
+                self.space,
+                volume.scored.tolist(),
+                spacing,
+                metrics,
+                tolerance=self.options.tolerance,
+                empty=self.options.empty,
+            )
+            for s in scores:
+                name, known = self.space.names[s.class_index], bool(volume.known[s.class_index])
+                row = Row(
+                    split,
+                    grid,
+                    model,
+                    round,
+                    site.name,
+                    volume.case,
+                    name,
+                    s.metric,
+                    s.value,
+                    known,
+                    s.reason,
+                )
+                rows.append(row.to_dict())
+                if overlays and s.metric == "dice" and s.value is not None:
+                    on_grid = prediction if grid == "federation" else _decide(found, self.space.exclusive)
+                    pictures.see(volume, on_grid, s.class_index, s.value)
+        if overlays:
+            pictures.write(site.folder / "overlays" / split / model.replace("/", "_"))
+        return {"rows": rows}
+
+    def _predict(
+        self, nets: Sequence[nn.Module], members: Sequence[Mapping[str, Any]], image: Tensor
+    ) -> Tensor:
+        maps = []
+        for net, member in zip(nets, members, strict=True):
+            found = inference.probabilities(
+                net, image, self.patch, self.context, self.options.inference, exclusive=self.space.exclusive
+            )
+            if member["classes"] is not None:
+                found = inference.restrict(found, member["classes"], self.space.exclusive)
+            maps.append(found)
+        return inference.merge(maps, self.space.exclusive)
+
+
+def _decide(probabilities: Tensor, exclusive: bool) -> np.ndarray:
+    return (probabilities.argmax(0) if exclusive else (probabilities > 0.5)).to(torch.uint8).numpy()
+
+
+class _Pictures:
+    """The slice of every case and class with the largest truth; of each class the worst, median and best stay."""
+
+    def __init__(self, space: LabelSpace) -> None:
+        self.space = space
+        self.seen: dict[int, list[tuple[float, str, dict[str, np.ndarray]]]] = {}
+
+    def see(self, volume: Volume, prediction: np.ndarray, c: int, dice: float) -> None:
+        truth = volume.truth("federation")
+        truth, prediction = (m == c if self.space.exclusive else m[c] > 0 for m in (truth, prediction))
+        image = volume.image[0].float().numpy()
+        if truth.ndim == 3:
+            area = truth.sum((0, 1)) if truth.any() else prediction.sum((0, 1))
+            z = int(area.argmax())
+            image, truth, prediction = image[..., z], truth[..., z], prediction[..., z]
+        low, high = np.percentile(image, [0.5, 99.5])
+        # rows run from the patient's front to back, columns from the right side to the left, as viewers show it
+        picture = {
+            "image": np.clip((image - low) / max(high - low, 1e-6), 0, 1).T[::-1, ::-1].astype(np.float32),
+            "truth": truth.T[::-1, ::-1].copy(),
+            "prediction": prediction.T[::-1, ::-1].copy(),
+            "spacing": np.asarray(volume.spacing[:2][::-1], dtype=np.float64),
+        }
+        self.seen.setdefault(c, []).append((dice, volume.case, picture))
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for c, seen in self.seen.items():
+            ranked = sorted(seen, key=lambda entry: entry[:2])
+            name = self.space.names[c]
+            for rank, at in (("worst", 0), ("median", (len(ranked) - 1) // 2), ("best", len(ranked) - 1)):
+                dice, case, picture = ranked[at]
+                safe = "".join(letter if letter.isalnum() or letter in "-_. " else "_" for letter in name)
+                told: dict[str, Any] = {
+                    "dice": np.float64(dice),
+                    "case": np.str_(case),
+                    "class": np.str_(name),
+                }
+                with (folder / f"{safe}--{rank}.npz").open("wb") as file:
+                    np.savez_compressed(file, **picture, **told)
+
+
+def selection_score(rows: Iterable[Mapping[str, Any]], weights: str = "classes") -> float | None:
+    """The validation score of a round: Dice on annotated classes only. None if no value is defined.
+
+    weights: "classes": mean over the classes of all sites (each site's class once, ConDistFL);
+    "sites": the client-wise global index (Fed-MENU).
+    """
+    dice = select(rows, metric="dice", known=True)
+    if weights == "sites":
+        return client_wise_index(dice)
+    # a class at a site is one entry
+    return macro_over_classes([{**row, "class": (row["site"], row["class"])} for row in dice])

@@ -1,0 +1,164 @@
+"""Overlap and surface metrics of segmentations, in millimetres, with a stated rule for empty masks.
+
+All surface metrics of a pair of masks come from one computation: surfaces are the voxels that a face-connected
+erosion removes (a voxel at the border of the volume is on the surface), and distances run between the centres of
+surface voxels. Conventions and values are MONAI's.
+
+Shapes: C classes, *S spatial.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.ndimage import binary_erosion, distance_transform_edt
+from scipy.spatial import KDTree
+
+from fedatlas.labels import LabelSpace
+
+METRICS = {
+    "dice": "Dice similarity coefficient, 2|P∩G| / (|P|+|G|), 0 to 1.",
+    "hd95": "Symmetric Hausdorff distance, the larger of the two directed 95th percentiles, in mm.",
+    "hd": "Symmetric Hausdorff distance, the largest distance between the surfaces, in mm.",
+    "asd": "Average symmetric surface distance, in mm.",
+    "nsd": "Normalised surface Dice: the share of both surfaces within a tolerance of the other, 0 to 1.",
+}
+"""name -> what it is."""
+
+EmptyPolicy = Literal["nan", "zero"]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One value, or None and the reason why there is none."""
+
+    class_index: int
+    metric: str
+    value: float | None
+    reason: str = ""
+
+
+def score(
+    prediction: np.ndarray,
+    truth: np.ndarray,
+    space: LabelSpace,
+    scored: Sequence[bool],
+    spacing: Sequence[float],
+    metrics: Sequence[str],
+    *,
+    tolerance: float = 2.0,
+    empty: EmptyPolicy = "nan",
+) -> list[Score]:
+    """Every metric of every foreground class for which there is a truth.
+
+    prediction, truth: class index [*S] if exclusive, else masks [C, *S]. scored [C]: which classes have a
+    truth. spacing: mm per voxel and axis. tolerance: of nsd, in mm.
+    """
+    found = []
+    for c in space.foreground:
+        if scored[c]:
+            pair = (prediction == c, truth == c) if space.exclusive else (prediction[c] > 0, truth[c] > 0)
+            values = score_pair(*pair, spacing, metrics, tolerance=tolerance, empty=empty)
+            found += [Score(c, metric, *values[metric]) for metric in metrics]
+    return found
+
+
+def score_pair(
+    prediction: np.ndarray,
+    truth: np.ndarray,
+    spacing: Sequence[float],
+    metrics: Sequence[str],
+    *,
+    tolerance: float = 2.0,
+    empty: EmptyPolicy = "nan",
+) -> dict[str, tuple[float | None, str]]:
+    """metric -> (value, "") or (None, reason) for two boolean masks [*S].
+
+    Empty masks: without a truth nothing is defined. With a truth and an empty prediction dice and nsd are 0
+    and distances are not defined. `empty="zero"` gives distances of an empty mask as 0 and the overlap of two
+    empty masks as 1, as the public Fed-MENU code does; it flatters a model that predicts nothing.
+
+    Raises ValueError for masks of different shape, or an unknown metric.
+    """
+    if prediction.shape != truth.shape:
+        raise ValueError(
+            f"prediction has the shape {prediction.shape}, truth {truth.shape}; they must be equal"
+        )
+    for metric in metrics:
+        if metric not in METRICS:
+            raise ValueError(f"metric {metric!r} is not known; known: {', '.join(METRICS)}")
+    box = _joint_box(prediction, truth)
+    p, g = prediction[box], truth[box]
+    size_p, size_g = int(np.count_nonzero(p)), int(np.count_nonzero(g))
+    if size_p and size_g:
+        values: dict[str, tuple[float | None, str]] = {}
+        if "dice" in metrics:
+            values["dice"] = (2.0 * int(np.count_nonzero(p & g)) / (size_p + size_g), "")
+        if any(metric != "dice" for metric in metrics):
+            there, back = surface_distances(p, g, spacing)
+            values |= {m: (_of_distances(m, there, back, tolerance), "") for m in metrics if m != "dice"}
+        return values
+    overlaps = ("dice", "nsd")
+    if empty == "zero":
+        both = 0.0 if size_p or size_g else 1.0
+        return {metric: (both if metric in overlaps else 0.0, "") for metric in metrics}
+    if not size_g:
+        return dict.fromkeys(metrics, (None, "truth empty"))
+    return {metric: (0.0, "") if metric in overlaps else (None, "prediction empty") for metric in metrics}
+
+
+def siim_dice(prediction: np.ndarray, truth: np.ndarray) -> float:
+    """The rule of the SIIM-ACR challenge: Dice, with 1 if both masks are empty and 0 if only the truth is."""
+    if not truth.any():
+        return 0.0 if prediction.any() else 1.0
+    return (
+        2.0
+        * int(np.count_nonzero(prediction & truth))
+        / int(np.count_nonzero(prediction) + np.count_nonzero(truth))
+    )
+
+
+def surface_distances(
+    prediction: np.ndarray, truth: np.ndarray, spacing: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Distances in mm from every surface voxel of the prediction to the truth's surface, and back.
+
+    Both masks must hold a voxel. The cheaper of two exact ways is taken: a search tree over the surface
+    points, or a distance map where the surfaces are large for their box.
+    """
+    sampling = np.asarray(spacing, dtype=np.float64)
+    edge_p, edge_g = _surface(prediction), _surface(truth)
+    points = int(np.count_nonzero(edge_p) + np.count_nonzero(edge_g))
+    if points * 4 > edge_p.size:
+        return (
+            distance_transform_edt(~edge_g, sampling=sampling)[edge_p],  # type: ignore[index]
+            distance_transform_edt(~edge_p, sampling=sampling)[edge_g],  # type: ignore[index]
+        )
+    at_p, at_g = np.argwhere(edge_p) * sampling, np.argwhere(edge_g) * sampling
+    return np.asarray(KDTree(at_g).query(at_p)[0]), np.asarray(KDTree(at_p).query(at_g)[0])
+
+
+def _surface(mask: np.ndarray) -> np.ndarray:
+    return mask & ~binary_erosion(mask)
+
+
+def _joint_box(one: np.ndarray, other: np.ndarray) -> tuple[slice, ...]:
+    either = one | other
+    box = []
+    for axis in range(either.ndim):
+        others = tuple(a for a in range(either.ndim) if a != axis)
+        where = np.flatnonzero(either.any(axis=others))
+        box.append(slice(int(where[0]), int(where[-1]) + 1) if len(where) else slice(0, 0))
+    return tuple(box)
+
+
+def _of_distances(metric: str, there: np.ndarray, back: np.ndarray, tolerance: float) -> float:
+    if metric == "hd":
+        return float(max(there.max(), back.max()))
+    if metric == "hd95":
+        return float(max(np.percentile(there, 95), np.percentile(back, 95)))
+    if metric == "asd":
+        return float((there.sum() + back.sum()) / (len(there) + len(back)))
+    within = np.count_nonzero(there <= tolerance) + np.count_nonzero(back <= tolerance)
+    return float(within / (len(there) + len(back)))

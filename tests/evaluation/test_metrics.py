@@ -1,0 +1,115 @@
+"""metrics.py against MONAI, published vectors, and cases worked out by hand."""
+
+import numpy as np
+import pytest
+import torch
+from monai.metrics.hausdorff_distance import compute_hausdorff_distance
+from monai.metrics.surface_dice import compute_surface_dice
+from monai.metrics.surface_distance import compute_average_surface_distance
+from scipy.ndimage import gaussian_filter
+
+from fedatlas.evaluation.metrics import METRICS, score, score_pair, siim_dice
+from fedatlas.labels import LabelSpace
+
+ALL = tuple(METRICS)
+
+
+def blob(shape: tuple[int, ...], seed: int, level: float) -> np.ndarray:
+    field = gaussian_filter(np.random.default_rng(seed).standard_normal(shape), 2)
+    return field / field.std() > level
+
+
+def noise(shape: tuple[int, ...], seed: int, share: float) -> np.ndarray:
+    return np.random.default_rng(seed).random(shape) < share
+
+
+PAIRS = [
+    ("blobs", blob((20, 24, 16), 0, 1.0), blob((20, 24, 16), 1, 1.0), (1.0, 1.5, 3.0)),
+    ("dense noise", noise((9, 8, 7), 2, 0.4), noise((9, 8, 7), 3, 0.5), (1.0, 1.0, 1.0)),
+    ("sparse noise", noise((20, 20, 20), 4, 0.002), noise((20, 20, 20), 5, 0.003), (2.0, 0.7, 1.3)),
+    ("at the border", np.ones((6, 5, 4), bool), blob((6, 5, 4), 6, 0.0), (1.0, 2.0, 1.0)),
+    ("2D", blob((30, 26), 7, 0.8), blob((30, 26), 8, 0.9), (0.8, 1.2)),
+]
+
+
+@pytest.mark.parametrize(("name", "p", "g", "spacing"), PAIRS, ids=[pair[0] for pair in PAIRS])
+def test_values_are_monais(name, p, g, spacing) -> None:
+    ours = {metric: value for metric, (value, _) in score_pair(p, g, spacing, ALL, tolerance=2.0).items()}
+    hot = [torch.from_numpy(np.stack([~m, m]))[None] for m in (p, g)]
+    kept = {"include_background": False, "spacing": spacing}
+    theirs = {
+        "hd": compute_hausdorff_distance(*hot, **kept),
+        "hd95": compute_hausdorff_distance(*hot, percentile=95, **kept),
+        "asd": compute_average_surface_distance(*hot, symmetric=True, **kept),
+        "nsd": compute_surface_dice(*hot, [2.0], **kept),
+    }
+    for metric, value in theirs.items():
+        # MONAI computes in float32
+        assert ours[metric] == pytest.approx(float(value), rel=1e-5), metric
+
+
+def test_both_ways_of_measuring_distances_agree() -> None:
+    from fedatlas.evaluation import metrics
+
+    p, g, spacing = blob((20, 24, 16), 0, 1.0), blob((20, 24, 16), 1, 1.0), (1.0, 1.5, 3.0)
+    by_tree = metrics.surface_distances(p, g, spacing)
+    edges = [metrics._surface(m) for m in (p, g)]
+    by_map = metrics.distance_transform_edt(~edges[1], sampling=spacing)[edges[0]]
+    assert np.allclose(by_tree[0], by_map, atol=1e-12)
+
+
+def test_by_hand() -> None:
+    p, g = np.zeros((1, 12), bool), np.zeros((1, 12), bool)
+    p[0, 2:6], g[0, 4:8] = True, True
+    values = score_pair(p, g, (1.0, 0.5), ALL, tolerance=0.5)
+    assert values["dice"] == (0.5, "")
+    # a line of one voxel is all surface: distances in voxels are 2,1,0,0 and 0,0,1,2
+    assert values["asd"][0] == pytest.approx(6 * 0.5 / 8)
+    assert values["hd"][0] == 1.0
+    assert values["nsd"][0] == pytest.approx(6 / 8)
+
+
+def test_identical_symmetric_and_scaled() -> None:
+    p, g = blob((16, 16, 16), 0, 0.8), blob((16, 16, 16), 1, 0.8)
+    same = score_pair(p, p, (1, 1, 1), ALL)
+    assert (same["dice"][0], same["nsd"][0], same["hd95"][0], same["asd"][0]) == (1, 1, 0, 0)
+    one, other = score_pair(p, g, (1, 1, 1), ALL), score_pair(g, p, (1, 1, 1), ALL)
+    assert one == other
+    twice = score_pair(p, g, (2, 2, 2), ALL, tolerance=4.0)
+    assert twice["hd95"][0] == pytest.approx(2 * one["hd95"][0]) and twice["nsd"] == one["nsd"]
+    moved = score_pair(np.pad(p, 3), np.pad(g, 3), (1, 1, 1), ("dice",))
+    assert moved["dice"] == one["dice"]
+
+
+def test_empty_masks() -> None:
+    some, none = np.ones((3, 3), bool), np.zeros((3, 3), bool)
+    assert set(score_pair(none, none, (1, 1), ALL).values()) == {(None, "truth empty")}
+    assert set(score_pair(some, none, (1, 1), ALL).values()) == {(None, "truth empty")}
+    missed = score_pair(none, some, (1, 1), ALL)
+    assert missed["dice"] == missed["nsd"] == (0.0, "")
+    assert missed["hd95"] == missed["asd"] == (None, "prediction empty")
+    zero = score_pair(none, some, (1, 1), ALL, empty="zero")
+    assert zero["asd"] == (0.0, "") and zero["dice"] == (0.0, "")
+    assert score_pair(none, none, (1, 1), ALL, empty="zero")["dice"] == (1.0, "")
+    assert (siim_dice(none, none), siim_dice(some, none), siim_dice(none, some), siim_dice(some, some)) == (
+        1,
+        0,
+        0,
+        1,
+    )
+
+
+def test_only_scored_classes_are_scored() -> None:
+    space = LabelSpace(("background", "a", "b"))
+    labels = np.array([[0, 1, 2]])
+    assert [s.class_index for s in score(labels, labels, space, [True, False, True], (1, 1), ["dice"])] == [2]
+    masks = np.array([[[1, 0]], [[1, 1]]])
+    overlapping = LabelSpace(("a", "b"), exclusive=False)
+    assert [s.value for s in score(masks, masks, overlapping, [True, True], (1, 1), ["dice"])] == [1, 1]
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="must be equal"):
+        score_pair(np.ones((2, 2), bool), np.ones((2, 3), bool), (1, 1), ["dice"])
+    with pytest.raises(ValueError, match="known: dice"):
+        score_pair(np.ones((2, 2), bool), np.ones((2, 2), bool), (1, 1), ["dsc"])

@@ -1,0 +1,102 @@
+"""statistics.py: averages as the papers define them, tests, tables on disk."""
+
+import numpy as np
+import pytest
+
+from fedatlas.errors import RunFolderError
+from fedatlas.evaluation.evaluate import Row, selection_score
+from fedatlas.evaluation.statistics import (
+    bootstrap_interval,
+    client_wise_index,
+    forgetting_matrix,
+    holm,
+    macro_over_classes,
+    paired,
+    read_rows,
+    summarise,
+    table,
+    write_rows,
+)
+
+
+def row(
+    site: str, name: str, value: float | None, *, known: bool = True, case: str = "1", model: str = "best"
+) -> dict:
+    return Row(
+        "test",
+        "original",
+        model,
+        3,
+        site,
+        case,
+        name,
+        "dice",
+        value,
+        known,
+        "" if value is not None else "truth empty",
+    ).to_dict()
+
+
+def test_the_printed_global_index() -> None:
+    """Fed-MENU, Table II: clients 94.07, 95.94, 80.05, 94.65 and one with five organs give 91.14."""
+    rows = [row(str(i), "organ", value) for i, value in enumerate((94.07, 95.94, 80.05, 94.65))]
+    rows += [row("amos", str(i), value) for i, value in enumerate((96.70, 93.74, 82.14, 96.34, 86.08))]
+    assert client_wise_index(rows) == pytest.approx(91.142, abs=5e-4)
+
+
+def test_averages_skip_what_is_not_defined_or_not_annotated() -> None:
+    rows = [
+        row("a", "x", 1.0),
+        row("a", "x", 0.0, case="2"),
+        row("a", "y", None),
+        row("b", "x", 0.2, known=False),
+    ]
+    assert client_wise_index(rows) == 0.5
+    assert macro_over_classes(rows, known=None) == pytest.approx(0.4)
+    assert macro_over_classes(rows, known=False) == 0.2
+    assert client_wise_index([row("a", "y", None)]) is None
+    found = summarise(rows)
+    assert (found.n, found.n_undefined) == (3, 1) and found.sd == pytest.approx(np.std([1, 0, 0.2], ddof=1))
+    assert table(rows, "site", "class")["a", "y"].mean is None
+
+
+def test_selection_counts_every_annotated_class_of_every_site_once() -> None:
+    rows = [row("a", "x", 1.0), row("a", "x", 0.8, case="2"), row("a", "y", 0.5), row("b", "x", 0.1)]
+    assert selection_score(rows) == pytest.approx((0.9 + 0.5 + 0.1) / 3)
+    assert selection_score(rows, "sites") == pytest.approx(((0.9 + 0.5) / 2 + 0.1) / 2)
+    assert selection_score([row("a", "x", 0.9, known=False)]) is None
+
+
+def test_forgetting_counts_sites_that_never_saw_the_class() -> None:
+    rows = [row("a", "x", 1.0, model="local/b"), row("b", "x", 0.0, known=False, model="local/b")]
+    assert forgetting_matrix(rows)["local/b", "x"].mean == 0.5
+
+
+def test_holm_by_hand() -> None:
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_paired_tests() -> None:
+    rng = np.random.default_rng(0)
+    one = rng.random(20)
+    assert paired(one, one) == {"t": 1.0, "wilcoxon": 1.0}
+    p = paired(one, one + 0.1 + 0.01 * rng.random(20))
+    assert p["t"] < 1e-6 and p["wilcoxon"] < 1e-4
+    with pytest.raises(ValueError, match="at least 2"):
+        paired([1.0], [2.0])
+
+
+def test_bootstrap_covers_the_mean_and_repeats() -> None:
+    values = np.random.default_rng(1).normal(5, 1, 50).tolist()
+    low, high = bootstrap_interval(values, np.random.default_rng(2))
+    assert low < np.mean(values) < high and 0.3 < high - low < 0.9
+    assert (low, high) == bootstrap_interval(values, np.random.default_rng(2))
+
+
+def test_rows_survive_on_disk(tmp_path) -> None:
+    rows = [row("a", "x, y", 0.1 + 0.2), row("b", "z", None, known=False)]
+    write_rows(tmp_path / "rows.csv", rows)
+    assert read_rows(tmp_path / "rows.csv") == rows
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(RunFolderError, match="not a table of results"):
+        read_rows(tmp_path / "rows.csv")

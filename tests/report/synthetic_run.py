@@ -1,0 +1,200 @@
+"""Writes a run folder as the engine and the evaluation leave it, with invented but plausible numbers."""
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+ORGANS = ("brainstem", "spinal_cord", "parotid_left", "parotid_right", "mandible", "larynx", "oesophagus")
+COLUMNS = ["split", "grid", "model", "round", "site", "case", "class", "metric", "value", "known", "reason"]
+
+
+def write_run(
+    folder: Path,
+    *,
+    classes: Sequence[str] = ORGANS,
+    sites: Sequence[str] = ("site-a", "site-b", "site-c", "site-d"),
+    rounds: int = 6,
+    planned: int | None = None,
+    final: bool = True,
+    overlays: bool = True,
+    evaluated: bool = True,
+    lost_always: str | None = None,
+    never_scored: Sequence[str] = (),
+    nan_loss: bool = False,
+    cases: int = 5,
+    splits: Sequence[str] = ("validation", "test"),
+    models: Sequence[str] = ("best", "last"),
+) -> Path:
+    """Each site annotates every len(sites)-th pair of classes; every case is scored for every class."""
+    rng = np.random.default_rng(3)
+    folder.mkdir(parents=True)
+    annotated = {
+        site: [name for place, name in enumerate(classes) if place // 2 % len(sites) == number]
+        for number, site in enumerate(sites)
+    }
+    present = [site for site in sites if site != lost_always]
+    level = {name: float(rng.uniform(0.45, 0.9)) for name in classes}
+
+    def rows(split: str, grid: str, model: str, number: int, progress: float, metrics: Sequence[str]) -> list:
+        lines = []
+        for site in sites:
+            for case in range(cases):
+                for name in classes:
+                    if name in never_scored:
+                        continue
+                    known = name in annotated[site]
+                    owner = model.removeprefix("local/")
+                    seen = not model.startswith("local/") or name in annotated.get(owner, ())
+                    dice = level[name] * progress * (1.0 if known else 0.82) * (1.0 if seen else 0.0)
+                    dice = float(np.clip(dice + rng.normal(0, 0.05), 0, 1)) if seen else 0.0
+                    for metric in metrics:
+                        value, reason = dice, ""
+                        if metric in ("hd95", "asd"):
+                            value = 2 + (30 if metric == "hd95" else 12) * (1 - dice)
+                            if dice == 0:
+                                value, reason = None, "prediction empty"
+                        elif metric == "nsd":
+                            value = min(1.0, dice * 1.05)
+                        if case == 0 and name == classes[-1]:
+                            value, reason = None, "truth empty"
+                        lines.append(
+                            dict(
+                                zip(
+                                    COLUMNS,
+                                    (split, grid, model, number, site, f"{site}-{case:03d}", name, metric,
+                                     value, known, reason),
+                                    strict=True,
+                                )
+                            )
+                        )  # fmt: skip
+        return lines
+
+    (folder / "federation.yaml").write_text("name: head & neck\nrounds: 6\nlabels: <all>\n", encoding="utf-8")
+    (folder / "run.json").write_text(
+        json.dumps(
+            {
+                "id": folder.name,
+                "name": "Head and neck, four hospitals",
+                "hash": "3f9c0b7a51e2",
+                "versions": {"fedatlas": "0.1.0", "torch": "2.13.0", "monai": "1.6.1"},
+                "git": "a318b2f",
+                "started": "2026-01-05T10:00:00+00:00",
+                "finished": "2026-01-05T10:07:41+00:00" if final else None,
+                "machine": {"platform": "Linux", "processor": "x86_64", "cores": 2, "torch_threads": 2},
+                "method": "condistfl",
+                "net": "unet2d",
+                "n_parameters": 1_234_567,
+                "rounds": planned or rounds,
+                "seed": 0,
+                "labels": {"names": ["background", *classes], "groups": [], "exclusive": True},
+                "sites": {
+                    site: {
+                        "annotated": annotated[site],
+                        "cases": {"train": 9 + number, "validation": cases, "test": cases},
+                        "labelled": {name: 9 + number - (number % 2) for name in annotated[site]},
+                        "voxels": {
+                            name: 1500 * 7 ** (place % 4) for place, name in enumerate(annotated[site])
+                        },
+                        "spacing": [[0.98, 0.98, 2.5 + number], [1.17, 1.17, 3.0]],
+                        "orientation": ["LPS"] if number % 2 else ["LPS", "RAS"],
+                    }
+                    for number, site in enumerate(sites)
+                },
+            }
+        ),
+        encoding="utf-8",
+    )
+    start = {"round": 0, "sites": {}, "phases": {}, "lost": {}, "server_peak_mb": 0.0}
+    start["cost"] = {
+        site: {"seconds": 0.1, "peak_mb": 90.0, "bytes_down": 64, "bytes_up": 128} for site in present
+    }
+    for name in ("0000", ".0009.part"):
+        place = folder / "rounds" / name
+        place.mkdir(parents=True)
+        (place / "log.json").write_text(json.dumps(start) if name == "0000" else "{", encoding="utf-8")
+        (place / "rows.json").write_text("[]", encoding="utf-8")
+    for number in range(1, rounds + 1):
+        progress = 1 - np.exp(-2.2 * number / rounds)
+        place = folder / "rounds" / f"{number:04d}"
+        place.mkdir(parents=True)
+        lost = {lost_always: "did not answer within 60 s"} if lost_always else {}
+        if number == 3 and not lost_always:
+            lost = {sites[-1]: "update not finite: loss <inf>"}
+        active = [site for site in sites if site not in lost]
+        log = {
+            "round": number,
+            "sites": {
+                site: {
+                    "loss": float("nan")
+                    if nan_loss and site == sites[0]
+                    else 1.6 - progress + rng.normal(0, 0.03),
+                    "marginal": 1.1 - 0.7 * progress + rng.normal(0, 0.02),
+                    "condist": 0.5 - 0.3 * progress + rng.normal(0, 0.02),
+                    "steps": 40,
+                    "step_seconds": 8.4,
+                }
+                for site in active
+            },
+            "cost": {
+                site: {
+                    "seconds": 9.0 + rng.normal(0, 0.2),
+                    "peak_mb": 812.0 + 3 * len(site),
+                    "bytes_down": 4_938_268,
+                    "bytes_up": 4_938_268 + 640,
+                    "evaluate_seconds": 5.1,
+                    "evaluate_peak_mb": 640.0,
+                    "evaluate_bytes_down": 4_938_268,
+                    "evaluate_bytes_up": 2_048,
+                }
+                for site in active
+            },
+            "phases": {"round": 37.0 + rng.normal(0, 1), "evaluate": 5.5 + rng.normal(0, 0.3)},
+            "lost": lost,
+            "server_peak_mb": 133.0,
+        }
+        (place / "log.json").write_text(json.dumps(log), encoding="utf-8")
+        entries = rows("validation", "federation", "global", number, progress, ["dice"]) if evaluated else []
+        (place / "rows.json").write_text(json.dumps(entries), encoding="utf-8")
+    if rounds and evaluated:
+        (folder / "best.json").write_text(json.dumps({"round": rounds, "score": 0.7131}), encoding="utf-8")
+    if final:
+        with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            for split in splits:
+                for model in (*models, *(f"local/{site}" for site in present)):
+                    writer.writerows(
+                        rows(split, "original", model, rounds, 0.9, ["dice", "hd95", "asd", "nsd"])
+                    )
+    if overlays and final:
+        for site in sites:
+            for name in classes:
+                if name not in never_scored:
+                    for rank, shift in (("worst", 9), ("median", 4), ("best", 1)):
+                        _overlay(folder, site, name, rank, shift + rng.uniform(0, 2), rng)
+    return folder
+
+
+def _overlay(folder: Path, site: str, name: str, rank: str, shift: float, rng: np.random.Generator) -> None:
+    spacing = (3.0, 1.0)
+    y, x = np.mgrid[:50, :160].astype(float)
+    y, x = (y - 25) * spacing[0], (x - 80) * spacing[1]
+    body = (x / 70) ** 2 + (y / 65) ** 2 < 1
+    truth = ((x - 15) / 14) ** 2 + ((y + 5) / 20) ** 2 < 1
+    prediction = ((x - 15 - shift) / 14) ** 2 + ((y + 5) / 18) ** 2 < 1
+    image = 0.45 * body + 0.15 * truth + 0.04 * rng.normal(size=body.shape)
+    path = folder / "sites" / site / "overlays" / "test" / "best" / f"{name.replace('/', '_')}--{rank}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    dice = 2 * (truth & prediction).sum() / (truth.sum() + prediction.sum())
+    np.savez(
+        path,
+        image=np.clip(image, 0, 1).astype(np.float32),
+        truth=truth,
+        prediction=prediction,
+        spacing=np.array(spacing),
+        case=np.array(f"{site}-{rank}"),
+        **{"class": np.array(name), "value": np.float64(dice)},
+    )

@@ -1,0 +1,422 @@
+import csv
+import json
+import re
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from synthetic_run import write_run
+
+from fedatlas.errors import RunFolderError
+from fedatlas.report import figures, page, tables
+
+SMALL = {"classes": ("liver", "spleen", "left kidney"), "sites": ("alpha", "beta"), "rounds": 3, "cases": 3}
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Outline(HTMLParser):
+    """Checks that tags nest, and collects ids, links, text and tag names."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.targets: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            elif name in ("href", "src", "xlink:href"):
+                self.targets.append(value)
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.stack.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_run(tmp_path_factory.mktemp("runs") / "abc123", **SMALL)
+    page.write(folder)
+    return folder
+
+
+def test_one_page_without_network_and_with_every_section(finished: Path) -> None:
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    outline = Outline(text)
+    assert len(outline.ids) == len(set(outline.ids))
+    assert "https:" not in text
+    assert "http:" not in text
+    for target in outline.targets:
+        assert target.startswith(("#", "data:image/png;base64,")), target
+        assert not target.startswith("#") or target[1:] in outline.ids, target
+    headings = {"labels", "curves", "boxes", "results", "overlays", "forgetting", "cost", "configuration"}
+    assert headings <= set(outline.ids)
+    assert text.count('class="aid"') >= len(headings)
+    assert outline.tags.count("table") == outline.tags.count("caption") > 8
+    assert text.count("<svg") == text.count('role="img" aria-label=')
+    words = " ".join(outline.text)
+    for expected in (
+        "condistfl",
+        "1,234,567",
+        "labels: <all>",
+        "4,938,268 B",
+        "4.94 MB",
+        "update not finite",
+    ):
+        assert expected in words
+
+
+def test_the_same_folder_gives_the_same_bytes(finished: Path, tmp_path: Path) -> None:
+    again = page.write(finished, tmp_path / "deep" / "other.html")
+    assert again == tmp_path / "deep" / "other.html"
+    assert again.read_bytes() == (finished / "report.html").read_bytes()
+    assert [path.name for path in again.parent.iterdir()] == ["other.html"]
+
+
+def test_bytes_are_exact_and_count_start_and_evaluation(finished: Path) -> None:
+    words = " ".join(Outline((finished / "report.html").read_text(encoding="utf-8")).text)
+    down = 64 + 3 * (4_938_268 + 4_938_268)
+    assert f"{down:,} B" in words
+    assert "4,938,268 + 4,938,268 / 4,938,908 + 2,048" in words
+    assert "64 / 128" in words
+    assert "over 3 rounds" in words
+
+
+def test_the_report_needs_no_torch() -> None:
+    code = "import sys, fedatlas.report.page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_headline_numbers_are_those_of_the_rows(finished: Path) -> None:
+    """A literal version of the three averages, straight from the file."""
+    with (finished / "rows.csv").open(encoding="utf-8") as file:
+        rows = [
+            r
+            for r in csv.DictReader(file)
+            if (r["split"], r["model"], r["metric"]) == ("test", "best", "dice")
+        ]
+    sites = sorted({r["site"] for r in rows})
+    classes = sorted({r["class"] for r in rows})
+
+    def pair(site: str, name: str, known: str) -> float | None:
+        values = [
+            float(r["value"])
+            for r in rows
+            if (r["site"], r["class"], r["known"]) == (site, name, known) and r["value"]
+        ]
+        return sum(values) / len(values) if values else None
+
+    def mean(values: list) -> float:
+        values = [v for v in values if v is not None]
+        return sum(values) / len(values)
+
+    clientwise = mean([mean([pair(s, c, "True") for c in classes]) for s in sites])
+    known = mean([pair(s, c, "True") for s in sites for c in classes])
+    unknown = mean([pair(s, c, "False") for s in sites for c in classes])
+    assert abs(clientwise - known) > 1e-3
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    shown = re.findall(r'<p class="big">([^<]*)</p>', text)
+    assert shown == [f"{clientwise:.3f}", f"{known:.3f}", f"{unknown:.3f}"]
+
+
+def _row(value: float | None, **other: object) -> tables.Row:
+    base = dict(split="test", grid="original", model="best", round=1, site="a", case="1", class_="x",
+                metric="dice", value=value, known=True, reason="" if value is not None else "truth empty")  # fmt: skip
+    return tables.Row(**{**base, **other})  # type: ignore[arg-type]
+
+
+def test_mean_and_standard_deviation() -> None:
+    mean = tables.mean_of([_row(v) for v in (0.2, 0.4, None, 0.9)])
+    assert (mean.n, mean.scored, dict(mean.undefined)) == (3, 4, {"truth empty": 1})
+    assert mean.mean == pytest.approx(0.5)
+    assert mean.sd == pytest.approx(np.std([0.2, 0.4, 0.9], ddof=1))
+    assert tables.mean_of([_row(0.3)]).sd is None
+    assert tables.mean_of([_row(None)]).mean is None
+
+
+def test_clientwise_is_the_published_global_index() -> None:
+    """Fed-MENU's table: clients 94.07, 95.94, 80.05, 94.65 and one of five organs give 91.14."""
+    clients = [[94.07], [95.94], [80.05], [94.65], [96.70, 93.74, 82.14, 96.34, 86.08]]
+    rows = [
+        _row(v, site=str(k), class_=f"organ {c}")
+        for k, values in enumerate(clients)
+        for c, v in enumerate(values)
+    ]
+    found = tables.verdict([*rows, _row(1.0, metric="hd95"), _row(40.0, known=False)])
+    assert found.clientwise == pytest.approx(91.142)
+    assert found.unknown == 40.0
+    assert (found.n_sites, found.n_known, found.n_unknown) == (5, 9, 1)
+
+
+def test_bold_goes_to_the_best_and_never_to_a_model_that_left_cases_out() -> None:
+    def cell(*values: float | None) -> tables.Mean:
+        return tables.mean_of([_row(v) for v in values])
+
+    assert tables.leaders({"best": cell(0.8, 0.8), "local/a": cell(0.7, 0.8)}, "dice") == {"best"}
+    assert tables.leaders({"best": cell(8, 9), "local/a": cell(3, 4)}, "hd95") == {"local/a"}
+    assert tables.leaders({"best": cell(8, 9), "local/a": cell(3, None)}, "hd95") == {"best"}
+    assert tables.leaders({"best": cell(0.8, 0.8), "local/a": cell(0.8001, 0.8)}, "dice") == {
+        "best",
+        "local/a",
+    }
+    assert tables.leaders({"best": cell(0.8)}, "dice") == set()
+    assert tables.leaders({"best": cell(0.8), "local/a": cell(0.7)}, "unheard of") == set()
+
+
+def test_undefined_values_have_a_footnote_with_their_reason(finished: Path) -> None:
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    assert re.search(r'<li id="test-hd95-known-a"><sup>a</sup> truth empty: \d+ values? not defined', text)
+    assert "prediction empty" in text
+    assert '<td class="num" data-v="">not defined<sup>' in text
+
+
+def test_names_are_escaped_everywhere(tmp_path: Path) -> None:
+    names = ('<b>bold</b> "q" $x_1$ & --', "'); </script><script>alert(1)", "Leber größe 肝")
+    run = write_run(tmp_path / "run", classes=names, sites=("a&b", "<i>c"), rounds=2, cases=2)
+    text = page.write(run).read_text(encoding="utf-8")
+    outline = Outline(text)
+    assert outline.tags.count("script") == 1
+    assert "<b>bold" not in text
+    assert "<i>c" not in text
+    words = " ".join(outline.text)
+    assert names[0] in words
+    assert names[1] in words
+    assert names[2] in words
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"rounds": 0, "planned": 3, "final": False},
+            ["No round is complete", "No case is scored yet", "--resume"],
+        ),
+        ({"rounds": 1}, ["a single point"]),
+        (
+            {"rounds": 2, "planned": 5, "final": False},
+            ["2 of 5 rounds", "no final evaluation yet", "rows.csv"],
+        ),
+        ({"overlays": False}, ["No overlays in this folder"]),
+        ({"lost_always": "beta"}, ["beta trained in no round", "Lost sites (3)", "took part in no round"]),
+        ({"never_scored": ["liver"]}, ["never scored", "No overlay: the class was never scored"]),
+        ({"never_scored": ["liver", "spleen", "left kidney"]}, ["No case is scored yet"]),
+        ({"nan_loss": True}, ["not finite, left out of the curves", "loss at alpha in round 1"]),
+        ({"evaluated": False, "final": False}, ["No round was evaluated"]),
+        ({"sites": ("only",)}, ["never annotated"]),
+        ({"splits": ["validation"]}, ["Validation cases"]),
+        ({"models": ["last"], "evaluated": False}, ["Dice of global (last), test cases"]),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_what_is_missing_is_said(tmp_path: Path, change: dict, said: list[str]) -> None:
+    run = write_run(tmp_path / "run", **{**SMALL, **change})
+    text = page.write(run).read_text(encoding="utf-8")
+    words = " ".join(Outline(text).text)
+    for sentence in said:
+        assert sentence in words
+
+
+def test_a_run_folder_of_its_run_json_alone_gives_a_page(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"labels": {"names": ["background", "liver"]}, "sites": {}}')
+    text = page.write(tmp_path).read_text(encoding="utf-8")
+    assert "run.json names no site" in text
+    assert "federation.yaml is missing" in text
+
+
+def _no_folder(run: Path) -> str:
+    shutil.rmtree(run)
+    return "no such folder"
+
+
+def _no_run_json(run: Path) -> str:
+    (run / "run.json").unlink()
+    return "run.json is missing"
+
+
+def _cut_log(run: Path) -> str:
+    (run / "rounds" / "0002" / "log.json").write_text('{"round": 2, "si')
+    return "log.json: not valid JSON"
+
+
+def _no_labels(run: Path) -> str:
+    info = json.loads((run / "run.json").read_text())
+    del info["labels"], info["sites"]
+    (run / "run.json").write_text(json.dumps(info))
+    return "labels.names and sites missing"
+
+
+def _cut_overlay(run: Path) -> str:
+    path = next((run / "sites").rglob("*.npz"))
+    path.write_bytes(path.read_bytes()[:300])
+    return path.name
+
+
+def _no_column(run: Path) -> str:
+    text = (run / "rows.csv").read_text()
+    (run / "rows.csv").write_text(text.replace("metric", "measure", 1))
+    return "no 'metric'"
+
+
+def _bad_value(run: Path) -> str:
+    with (run / "rows.csv").open("a") as file:
+        file.write("test,original,best,3,alpha,x,liver,dice,many,True,\n")
+    return "rows.csv, line "
+
+
+@pytest.mark.parametrize(
+    "spoil", [_no_folder, _no_run_json, _cut_log, _no_labels, _cut_overlay, _no_column, _bad_value]
+)
+def test_what_is_damaged_is_named(tmp_path: Path, finished: Path, spoil) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    expected = spoil(run)
+    with pytest.raises(RunFolderError, match=re.escape(expected)) as raised:
+        page.write(run, tmp_path / "out.html")
+    assert str(run) in str(raised.value)
+    assert not (tmp_path / "out.html").exists()
+
+
+def test_an_overlay_is_drawn_in_millimetres(tmp_path: Path) -> None:
+    mask = np.zeros((10, 40), bool)
+    mask[2:4, 10:30] = True
+    path = figures._contours(mask, (3.0, 0.5))
+    points = np.array([[float(v) for v in point.split()] for point in re.split("[ML]", path.strip("Z"))[1:]])
+    assert points.min(0) == pytest.approx([10 * 0.5, 2 * 3.0])
+    assert points.max(0) == pytest.approx([30 * 0.5, 4 * 3.0])
+
+    wide = write_run(tmp_path / "run", **SMALL)
+    entry = tables.overlays(tables.read(wide), "test")["liver"][0]
+    image, truth, prediction, spacing = entry.arrays()
+    rows, columns = figures._window(truth | prediction, spacing)
+    outside = np.ones_like(truth)
+    outside[rows, columns] = False
+    assert not (outside & (truth | prediction)).any()
+    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', figures.overlay(entry, "#fff"))
+    assert box is not None
+    width, height = image[rows, columns].shape[1] * spacing[1], image[rows, columns].shape[0] * spacing[0]
+    assert [float(v) for v in box.groups()] == pytest.approx([width, height])
+    assert width == pytest.approx(height, abs=2 * max(spacing))
+
+
+def test_the_window_of_an_empty_slice_is_the_whole_slice() -> None:
+    assert figures._window(np.zeros((4, 5), bool), (1.0, 1.0)) == (slice(None), slice(None))
+
+
+def test_worst_median_and_best_are_taken_over_sites() -> None:
+    def stored(site: str, rank: str, dice: float) -> tables.Overlay:
+        return tables.Overlay(Path(), site, "x", f"{site}-{rank}", dice, rank)
+
+    every = [stored("a", "worst", 0.4), stored("a", "median", 0.6), stored("a", "best", 0.9)]
+    every += [stored("b", "worst", 0.1), stored("b", "median", 0.5), stored("b", "best", 0.7)]
+    every += [stored("c", "worst", 0.2), stored("c", "median", 0.8), stored("c", "best", 0.95)]
+    assert [(rank, o.case) for rank, o in tables.pick(every)] == [
+        ("worst", "b-worst"),
+        ("median", "a-median"),
+        ("best", "c-best"),
+    ]
+    assert [rank for rank, _ in tables.pick([stored("a", "worst", 0.4)])] == ["only case"]
+    assert [rank for rank, _ in tables.pick([stored("a", "worst", float("nan"))])] == ["not scored"]
+
+
+def test_colours_are_legible_in_both_themes() -> None:
+    for theme in (0, 1):
+        paper = figures._rgb(figures.THEME["paper"][theme])
+        for name in ("ink", "muted", "accent", "bad"):
+            assert figures.contrast(figures._rgb(figures.THEME[name][theme]), paper) >= 4.5, name
+        for colours in (*figures.CLASS_COLOURS, *figures.SITE_COLOURS):
+            assert figures.contrast(figures._rgb(colours[theme]), paper) >= 3, colours
+    rules = re.findall(r"background:(#\w{6});color:(#\w{6})", figures.heat_stylesheet())
+    assert len(rules) == 42
+    for ground, ink in rules:
+        assert figures.contrast(figures._rgb(ground), figures._rgb(ink)) >= 4.5
+    lights = [light for palette in (figures.THEME.values(), figures.CLASS_COLOURS, figures.SITE_COLOURS,
+                                    figures.PHASE_COLOURS) for light, _ in palette]  # fmt: skip
+    assert len(lights) == len(set(lights)), "a light colour stands for one CSS variable"
+
+
+def test_no_colour_of_a_figure_is_left_fixed(finished: Path) -> None:
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    plots = "".join(re.findall(r'<svg class="plot".*?</svg>', text, flags=re.S))
+    assert "var(--c0)" in plots
+    assert "var(--s0)" in plots
+    assert set(re.findall(r"(?:fill|stroke): #\w+", plots)) == set()
+
+
+# ------------------------------------------------------------------------------------------- in a real browser
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium on this machine; install it with: apt-get install chromium"
+)
+
+
+def _browser(profile: Path, html: Path, *arguments: str) -> str:
+    assert BROWSER is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    flags += ["--disable-component-update", "--disable-sync", "--no-first-run", "--hide-scrollbars"]
+    flags += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}"]
+    done = subprocess.run(
+        [BROWSER, *flags, *arguments, html.as_uri()], capture_output=True, timeout=50, text=True, check=True
+    )
+    return done.stdout
+
+
+@needs_browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_browser_draws_the_page(finished: Path, tmp_path: Path, theme: str) -> None:
+    dark = ["--blink-settings=preferredColorScheme=0"] if theme == "dark" else []
+    shot = tmp_path / "shot.png"
+    _browser(
+        tmp_path / "profile",
+        finished / "report.html",
+        *dark,
+        "--window-size=1300,4000",
+        f"--screenshot={shot}",
+    )
+    pixels = imread(shot)[..., :3]
+    assert pixels.shape[:2] == (4000, 1300)
+    assert np.allclose(
+        pixels[2, 2], np.array(figures._rgb(figures.THEME["paper"][theme == "dark"])) / 255, atol=0.02
+    )
+    filled = [part.std() > 0.01 for part in np.array_split(pixels, 20)]
+    assert sum(filled) >= 18, "most of the page carries content"
+
+
+@needs_browser
+def test_tables_sort_on_a_click(finished: Path, tmp_path: Path) -> None:
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    click = (
+        "<script>const t = [...document.querySelectorAll('table.sort')].find(t => t.caption.textContent"
+        ".startsWith('Dice on test, classes annotated'));"
+        "t.tHead.rows[0].cells[3].firstChild.click();"
+        "document.title = [...t.tBodies[0].rows].map(r => r.cells[3].dataset.v).join(' ')</script></body>"
+    )
+    changed = tmp_path / "clicked.html"
+    changed.write_text(text.replace("</body>", click), encoding="utf-8")
+    found = re.search(r"<title>([^<]*)</title>", _browser(tmp_path / "profile", changed, "--dump-dom"))
+    assert found is not None
+    values = [float(value) for value in found[1].split()]
+    assert len(values) == 3
+    assert values == sorted(values, reverse=True)
