@@ -160,5 +160,7 @@ def _of_distances(metric: str, there: np.ndarray, back: np.ndarray, tolerance: f
         return float(max(np.percentile(there, 95), np.percentile(back, 95)))
     if metric == "asd":
         return float((there.sum() + back.sum()) / (len(there) + len(back)))
+    # a distance of exactly the tolerance is within it, however its square root was rounded
+    tolerance = tolerance * (1 + 1e-6)
     within = np.count_nonzero(there <= tolerance) + np.count_nonzero(back <= tolerance)
     return float(within / (len(there) + len(back)))
