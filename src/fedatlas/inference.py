@@ -38,13 +38,13 @@ def probabilities(
     """[C, *S] float32 on the CPU for an image [I, *S].
 
     patch: three numbers for windows in 3D, two for slices along the last axis with `context` neighbours on
-    either side. Softmax if exclusive, else sigmoid; probabilities are blended, not logits. The net's mode is
-    put back.
+    either side. Softmax if exclusive, else sigmoid, in float32; probabilities are blended, not logits. A volume
+    smaller than a patch is padded with 0 on both sides. The mode of the net and of each of its modules is put back.
     """
-    mode = net.training
+    modes = [(module, module.training) for module in net.modules()]
     net.eval()
     try:
-        device = next(net.parameters()).device
+        device = next((tensor.device for tensor in net.parameters()), image.device)
 
         def predict(windows: Tensor) -> Tensor:
             logits = net(windows).float()
@@ -67,7 +67,8 @@ def probabilities(
             slices.append(slide(neighbours(image, index, context).to(device)).cpu())
         return torch.cat(slices).movedim(0, -1).contiguous()
     finally:
-        net.train(mode)
+        for module, mode in modes:
+            module.training = mode
 
 
 def restrict(probabilities: Tensor, classes: Sequence[int], exclusive: bool) -> Tensor:
@@ -77,7 +78,8 @@ def restrict(probabilities: Tensor, classes: Sequence[int], exclusive: bool) -> 
     for c in sorted(classes):
         kept[c] = probabilities[c]
     if exclusive:
-        kept[0] = 1 - kept[1:].sum(0)
+        others = [c for c in range(1, len(probabilities)) if c not in classes]
+        kept[0] = probabilities[[0, *others]].sum(0)
     return kept
 
 

@@ -92,7 +92,12 @@ class Replies(Protocol):
     sites: list[str]
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(site, reply), decoded one at a time; a reply is freed when the next is asked for."""
+        """(site, reply), decoded one at a time."""
+        ...
+
+    def each(self, key: str) -> Iterator[Any]:
+        """One value of every reply, in the order of `sites`, as `average` takes them: the rest of a reply is
+        never held, and the value itself only by who keeps it."""
         ...
 
     def plain(self, key: str) -> list[Any]:

@@ -31,7 +31,7 @@ from fedatlas.engine import wire
 from fedatlas.engine.host import Host
 from fedatlas.engine.local import LocalClients, Workers, in_process
 from fedatlas.engine.run import Round, RunFolder, read_json, run, to_json
-from fedatlas.engine.store import write_atomic
+from fedatlas.engine.store import read_whole, write_atomic
 from fedatlas.errors import FederationError, RunFolderError
 from fedatlas.evaluation.evaluate import Evaluator, selection_score
 from fedatlas.evaluation.statistics import read_rows, write_rows
@@ -260,7 +260,7 @@ class Running:
         self, site: str, file: Path, *, round: int, split: str, metrics: Sequence[str]
     ) -> list[dict[str, Any]]:
         """Rows of one site's local model at every site."""
-        kept: Any = wire.decode(bytearray(file.read_bytes()), copy=False)
+        kept: Any = wire.decode(read_whole(file), copy=False)
         shared = {"members": [{"model": kept["model"], "classes": kept["classes"]}]}
         what = {"split": split, "model": f"local/{site}", "round": round, "grid": "original"}
         return self._ask(None, shared, **what, metrics=list(metrics), overlays=False)
@@ -544,7 +544,7 @@ class Trained:
             site = self.model.removeprefix("local/")
             if site not in local:
                 raise not_known(f"{self.folder.path}: the local model", site, local)
-            kept: Any = wire.decode(bytearray(local[site].read_bytes()), copy=False)
+            kept: Any = wire.decode(read_whole(local[site]), copy=False)
             return [Member(kept["model"], None if kept["classes"] is None else tuple(kept["classes"]))]
         if self.model not in ("best", "last"):
             raise RunFolderError(f"model {self.model!r}: not known; allowed: best, last, local/<site>")

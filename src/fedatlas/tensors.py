@@ -140,6 +140,7 @@ def average(
             raise ValueError(f"average: {len(common)} weights, but more models than that")
         for name, tensor in model.items():
             _add(total, name, tensor, rule.get(name, common)[count])
+        del model, tensor
         count += 1
     if count == 0 or count != len(common):
         raise ValueError(

@@ -47,7 +47,7 @@ class Walk:
         replies = clients.call(
             self.step, each={s: {"scale": i + 1.0} for i, s in enumerate(clients.sites)}, model=state.model
         )
-        model = average((reply["model"] for _, reply in replies), replies.plain("n"))
+        model = average(replies.each("model"), replies.plain("n"))
         return replace(state, model=model, round=state.round + 1)
 
     @at_site

@@ -294,6 +294,17 @@ def test_stable_at_large_logits(loss: MarginalDiceCE, size: float) -> None:
     assert torch.isfinite(value) and torch.isfinite(grad).all()
 
 
+@pytest.mark.parametrize(("z1", "cut"), [(-12.0, True), (-7.0, False)])
+def test_clamp_bounds_the_loss_and_stops_the_gradient_below(z1: float, cut: bool) -> None:
+    z = torch.tensor([0.0, z1, -30.0], dtype=torch.float64).reshape(1, 3, 1, 1).requires_grad_()
+    batch = merge(z, torch.ones(1, 1, 1, dtype=torch.uint8), torch.tensor([[True, True, False]]))
+    loss = marginal_ce(batch, clamp=1e-4)
+    (grad,) = torch.autograd.grad(loss, z)
+    expected = -math.log(1e-4) if cut else math.log(1 + math.exp(z1)) - z1
+    assert loss.item() == pytest.approx(expected, abs=1e-9)
+    assert bool((grad == 0).all()) is cut
+
+
 def test_large_logits_keep_their_cross_entropy() -> None:
     z = torch.tensor([[1e4, -1e4, 0.0]]).reshape(1, 3, 1, 1)
     batch = merge(z, torch.ones(1, 1, 1, dtype=torch.uint8), torch.tensor([[True, True, False]]))

@@ -85,6 +85,9 @@ class FakeReplies:
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         return iter((site, self.replies[site]) for site in self.sites)
 
+    def each(self, key: str) -> Iterator[Any]:
+        return iter(self.replies[site][key] for site in self.sites)
+
     def plain(self, key: str) -> list[Any]:
         return [self.replies[site][key] for site in self.sites]
 

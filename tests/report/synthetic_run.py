@@ -1,14 +1,14 @@
 """Writes a run folder as the engine and the evaluation leave it, with invented but plausible numbers."""
 
-import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from fedatlas.evaluation.statistics import COLUMNS, write_rows
+
 ORGANS = ("brainstem", "spinal_cord", "parotid_left", "parotid_right", "mandible", "larynx", "oesophagus")
-COLUMNS = ["split", "grid", "model", "round", "site", "case", "class", "metric", "value", "known", "reason"]
 
 
 def write_run(
@@ -161,14 +161,11 @@ def write_run(
     if rounds and evaluated:
         (folder / "best.json").write_text(json.dumps({"round": rounds, "score": 0.7131}), encoding="utf-8")
     if final:
-        with (folder / "rows.csv").open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            for split in splits:
-                for model in (*models, *(f"local/{site}" for site in present)):
-                    writer.writerows(
-                        rows(split, "original", model, rounds, 0.9, ["dice", "hd95", "asd", "nsd"])
-                    )
+        lines = []
+        for split in splits:
+            for model in (*models, *(f"local/{site}" for site in present)):
+                lines += rows(split, "original", model, rounds, 0.9, ["dice", "hd95", "asd", "nsd"])
+        write_rows(folder / "rows.csv", lines)
     if overlays and final:
         for site in sites:
             for name in classes:

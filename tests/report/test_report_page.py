@@ -13,6 +13,7 @@ from matplotlib.image import imread
 from synthetic_run import write_run
 
 from fedatlas.errors import RunFolderError
+from fedatlas.evaluation.statistics import Summary, summarise
 from fedatlas.report import figures, page, tables
 
 SMALL = {"classes": ("liver", "spleen", "left kidney"), "sites": ("alpha", "beta"), "rounds": 3, "cases": 3}
@@ -132,35 +133,32 @@ def test_headline_numbers_are_those_of_the_rows(finished: Path) -> None:
         values = [v for v in values if v is not None]
         return sum(values) / len(values)
 
-    clientwise = mean([mean([pair(s, c, "True") for c in classes]) for s in sites])
-    known = mean([pair(s, c, "True") for s in sites for c in classes])
-    unknown = mean([pair(s, c, "False") for s in sites for c in classes])
+    clientwise = mean([mean([pair(s, c, "1") for c in classes]) for s in sites])
+    known = mean([pair(s, c, "1") for s in sites for c in classes])
+    unknown = mean([pair(s, c, "0") for s in sites for c in classes])
     assert abs(clientwise - known) > 1e-3
     text = (finished / "report.html").read_text(encoding="utf-8")
     shown = re.findall(r'<p class="big">([^<]*)</p>', text)
     assert shown == [f"{clientwise:.3f}", f"{known:.3f}", f"{unknown:.3f}"]
 
 
-def _row(value: float | None, **other: object) -> tables.Row:
-    base = dict(split="test", grid="original", model="best", round=1, site="a", case="1", class_="x",
-                metric="dice", value=value, known=True, reason="" if value is not None else "truth empty")  # fmt: skip
-    return tables.Row(**{**base, **other})  # type: ignore[arg-type]
+def _row(value: float | None, **other: object) -> dict:
+    row = {"site": "a", "class": "x", "metric": "dice", "value": value, "known": True}
+    return {**row, "reason": "" if value is not None else "truth empty", **other}
 
 
-def test_mean_and_standard_deviation() -> None:
-    mean = tables.mean_of([_row(v) for v in (0.2, 0.4, None, 0.9)])
-    assert (mean.n, mean.scored, dict(mean.undefined)) == (3, 4, {"truth empty": 1})
-    assert mean.mean == pytest.approx(0.5)
-    assert mean.sd == pytest.approx(np.std([0.2, 0.4, 0.9], ddof=1))
-    assert tables.mean_of([_row(0.3)]).sd is None
-    assert tables.mean_of([_row(None)]).mean is None
+def test_a_cell_counts_what_is_not_defined_and_why() -> None:
+    rows = [_row(v) for v in (0.2, 0.4, None, 0.9)] + [_row(None, reason="prediction empty")]
+    (cell,) = tables.cells(rows, "site", "class").values()
+    assert (cell.summary.n, cell.scored) == (3, 5)
+    assert cell.undefined == {"truth empty": 1, "prediction empty": 1}
 
 
 def test_clientwise_is_the_published_global_index() -> None:
     """Fed-MENU's table: clients 94.07, 95.94, 80.05, 94.65 and one of five organs give 91.14."""
     clients = [[94.07], [95.94], [80.05], [94.65], [96.70, 93.74, 82.14, 96.34, 86.08]]
     rows = [
-        _row(v, site=str(k), class_=f"organ {c}")
+        _row(v, site=str(k), **{"class": f"organ {c}"})
         for k, values in enumerate(clients)
         for c, v in enumerate(values)
     ]
@@ -171,8 +169,8 @@ def test_clientwise_is_the_published_global_index() -> None:
 
 
 def test_bold_goes_to_the_best_and_never_to_a_model_that_left_cases_out() -> None:
-    def cell(*values: float | None) -> tables.Mean:
-        return tables.mean_of([_row(v) for v in values])
+    def cell(*values: float | None) -> Summary:
+        return summarise([_row(v) for v in values])
 
     assert tables.leaders({"best": cell(0.8, 0.8), "local/a": cell(0.7, 0.8)}, "dice") == {"best"}
     assert tables.leaders({"best": cell(8, 9), "local/a": cell(3, 4)}, "hd95") == {"local/a"}
@@ -281,8 +279,8 @@ def _no_column(run: Path) -> str:
 
 def _bad_value(run: Path) -> str:
     with (run / "rows.csv").open("a") as file:
-        file.write("test,original,best,3,alpha,x,liver,dice,many,True,\n")
-    return "rows.csv, line "
+        file.write("test,original,best,3,alpha,x,liver,dice,many,1,\n")
+    return "rows.csv: not a table of results"
 
 
 @pytest.mark.parametrize(

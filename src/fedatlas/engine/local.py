@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from fedatlas.engine import wire
 from fedatlas.engine.host import Host
-from fedatlas.engine.store import write_atomic
+from fedatlas.engine.store import read_whole, write_atomic
 from fedatlas.engine.wire import Data
 from fedatlas.engine.worker import read_frame, write_frame
 from fedatlas.errors import FedAtlasError, NameMismatch, SiteLost, WireError
@@ -54,10 +54,18 @@ class Spool:
 
     def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for site, path in self.files.items():
-            tree = wire.decode(bytearray(path.read_bytes()), copy=False)
+            tree = wire.decode(read_whole(path), copy=False)
             assert isinstance(tree, dict)
             yield site, tree["value"]  # type: ignore[misc]
             del tree
+
+    def each(self, key: str) -> Iterator[Any]:
+        for path in self.files.values():
+            tree: Any = wire.decode(read_whole(path), copy=False)
+            item = tree["value"][key]
+            del tree
+            yield item
+            del item
 
     def plain(self, key: str) -> list[Any]:
         return [self._forms(site)[key] for site in self.sites]
@@ -143,6 +151,7 @@ class LocalClients:
             record.logs[site], record.cost[site] = head["log"], cost  # type: ignore[assignment]
             files[site] = folder / f"{site}.fa"
             write_atomic(files[site], answer)
+            del answer
             if self.watch:
                 self.watch(site, function.__name__, record.logs[site], record.cost[site])
         self._call += 1

@@ -14,7 +14,7 @@ from torch import nn
 from fedatlas.engine import wire
 from fedatlas.engine.host import peak_mb, reset_peak
 from fedatlas.engine.local import Call, Spool
-from fedatlas.engine.store import sync_folder, write_atomic
+from fedatlas.engine.store import read_whole, sync_folder, write_atomic
 from fedatlas.errors import FedAtlasError, RunFolderError, WireError
 from fedatlas.method import Clients, Method, State, declared
 from fedatlas.tensors import from_tree, to_tree
@@ -188,7 +188,7 @@ class RunFolder:
     def state(self, path: Path, method: Method) -> State:
         """A kept state. Raises RunFolderError if the file is missing, damaged or of another method."""
         try:
-            return from_tree(declared(method, "state"), wire.decode(bytearray(path.read_bytes()), copy=False))
+            return from_tree(declared(method, "state"), wire.decode(read_whole(path), copy=False))
         except FileNotFoundError:
             raise RunFolderError(f"{path}: missing; the run has no complete round yet") from None
         except (WireError, TypeError, OSError) as error:

@@ -27,6 +27,14 @@ def write_atomic(path: Path, data: Data) -> None:
     sync_folder(path.parent)
 
 
+def read_whole(path: Path) -> bytearray:
+    """A file's bytes, in memory that may be written to, held once."""
+    with path.open("rb") as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        del data[file.readinto(data) :]
+    return data
+
+
 def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)

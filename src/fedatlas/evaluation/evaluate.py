@@ -3,10 +3,12 @@
 Shapes: C classes, *S spatial.
 """
 
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -116,10 +118,11 @@ class Evaluator:
 
         members: of the model to evaluate, {"model": tensors, "classes": those it may speak for or None}.
         grid: "original" scores on the file's voxels, "federation" on the common grid. overlays: keep pictures
-        in the site's own folder; they are never part of the answer.
+        in the site's own folder; they are never part of the answer, and need dice among the metrics.
         """
         nets = [site.network(member["model"]) for member in members]
-        pictures = _Pictures(self.space)
+        folder = site.folder / "overlays" / split / model.replace("/", "_")
+        pictures = _Pictures(self.space, folder) if overlays else None
         rows: list[dict[str, Any]] = []
         for volume in site.volumes(split):
             found = self._predict(nets, members, volume.image)
@@ -154,11 +157,11 @@ class Evaluator:
                     s.reason,
                 )
                 rows.append(row.to_dict())
-                if overlays and s.metric == "dice" and s.value is not None:
-                    on_grid = prediction if grid == "federation" else _decide(found, self.space.exclusive)
-                    pictures.see(volume, on_grid, s.class_index, s.value)
-        if overlays:
-            pictures.write(site.folder / "overlays" / split / model.replace("/", "_"))
+            if pictures:
+                dice = {s.class_index: s.value for s in scores if s.metric == "dice" and s.value is not None}
+                pictures.see(volume, _decide(found, self.space.exclusive), dice)
+        if pictures:
+            pictures.close()
         return {"rows": rows}
 
     def _predict(
@@ -179,46 +182,59 @@ def _decide(probabilities: Tensor, exclusive: bool) -> np.ndarray:
     return (probabilities.argmax(0) if exclusive else (probabilities > 0.5)).to(torch.uint8).numpy()
 
 
+RANKS = ("worst", "median", "best")
+
+
 class _Pictures:
-    """The slice of every case and class with the largest truth; of each class the worst, median and best stay."""
+    """One slice of every case and class, written to the site's folder as it is seen; of each class the worst,
+    the median and the best case by Dice stay. A folder of an earlier evaluation is replaced."""
 
-    def __init__(self, space: LabelSpace) -> None:
-        self.space = space
-        self.seen: dict[int, list[tuple[float, str, dict[str, np.ndarray]]]] = {}
+    def __init__(self, space: LabelSpace, folder: Path) -> None:
+        self.space, self.folder = space, folder
+        self.scratch = folder.with_name(f".{folder.name}.part")
+        self.seen: dict[int, list[tuple[float, str, Path]]] = {}
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        self.scratch.mkdir(parents=True)
 
-    def see(self, volume: Volume, prediction: np.ndarray, c: int, dice: float) -> None:
-        truth = volume.truth("federation")
-        truth, prediction = (m == c if self.space.exclusive else m[c] > 0 for m in (truth, prediction))
-        image = volume.image[0].float().numpy()
-        if truth.ndim == 3:
-            area = truth.sum((0, 1)) if truth.any() else prediction.sum((0, 1))
-            z = int(area.argmax())
-            image, truth, prediction = image[..., z], truth[..., z], prediction[..., z]
-        low, high = np.percentile(image, [0.5, 99.5])
-        # rows run from the patient's front to back, columns from the right side to the left, as viewers show it
-        picture = {
-            "image": np.clip((image - low) / max(high - low, 1e-6), 0, 1).T[::-1, ::-1].astype(np.float32),
-            "truth": truth.T[::-1, ::-1].copy(),
-            "prediction": prediction.T[::-1, ::-1].copy(),
-            "spacing": np.asarray(volume.spacing[:2][::-1], dtype=np.float64),
-        }
-        self.seen.setdefault(c, []).append((dice, volume.case, picture))
+    def see(self, volume: Volume, prediction: np.ndarray, dice: Mapping[int, float]) -> None:
+        """prediction: on the federation's grid. dice: class -> its value in this case, where it is defined."""
+        truth = volume.truth("federation") if dice else prediction
+        for c, value in dice.items():
+            masks = [m == c if self.space.exclusive else m[c] > 0 for m in (truth, prediction)]
+            path = self.scratch / f"{c}-{len(self.seen.setdefault(c, []))}.npz"
+            told = {"case": volume.case, "class": self.space.names[c], "metric": "dice", "value": value}
+            with path.open("wb") as file:
+                np.savez_compressed(file, **_picture(volume, *masks), **told)
+            self.seen[c].append((value, volume.case, path))
 
-    def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def close(self) -> None:
+        """Puts the chosen pictures in place: <class>--<worst|median|best>.npz, the name percent-encoded."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir()
         for c, seen in self.seen.items():
-            ranked = sorted(seen, key=lambda entry: entry[:2])
-            name = self.space.names[c]
-            for rank, at in (("worst", 0), ("median", (len(ranked) - 1) // 2), ("best", len(ranked) - 1)):
-                dice, case, picture = ranked[at]
-                safe = "".join(letter if letter.isalnum() or letter in "-_. " else "_" for letter in name)
-                told: dict[str, Any] = {
-                    "dice": np.float64(dice),
-                    "case": np.str_(case),
-                    "class": np.str_(name),
-                }
-                with (folder / f"{safe}--{rank}.npz").open("wb") as file:
-                    np.savez_compressed(file, **picture, **told)
+            ranked = [path for _, _, path in sorted(seen)]
+            name = quote(self.space.names[c], safe=" ")
+            for rank, path in zip(
+                RANKS, (ranked[0], ranked[(len(ranked) - 1) // 2], ranked[-1]), strict=True
+            ):
+                shutil.copyfile(path, self.folder / f"{name}--{rank}.npz")
+        shutil.rmtree(self.scratch)
+
+
+def _picture(volume: Volume, truth: np.ndarray, prediction: np.ndarray) -> dict[str, np.ndarray]:
+    """The axial slice with the largest area of the truth (without one: of the prediction), image in 0..1, as
+    viewers show it: rows from the patient's front to the back, columns from the right side to the left."""
+    image = volume.image[0].float().numpy()
+    if truth.ndim == 3:
+        area = (truth if truth.any() else prediction).sum((0, 1))
+        z = int(area.argmax())
+        image, truth, prediction = image[..., z], truth[..., z], prediction[..., z]
+    low, high = np.percentile(image, [0.5, 99.5])
+    shown = np.clip((image - low) / max(high - low, 1e-6), 0, 1).astype(np.float32)
+    turned = {"image": shown, "truth": truth, "prediction": prediction}
+    return {name: plane.T[::-1, ::-1] for name, plane in turned.items()} | {
+        "spacing": np.asarray(volume.spacing[:2][::-1], dtype=np.float64)
+    }
 
 
 def selection_score(rows: Iterable[Mapping[str, Any]], weights: str = "classes") -> float | None:

@@ -41,10 +41,9 @@ def masked_dice(
     pooled: bool = True,
 ) -> Tensor:
     """The soft Dice loss of sigmoids [B, C, *S] over the known channels; 0 where nothing is known."""
-    mask = known.reshape(*known.shape, *[1] * (z.dim() - 2))
     return dice_loss(
         z.sigmoid(),
-        torch.where(mask, target.to(z.dtype), 0),
+        target.to(z.dtype),
         valid=known,
         power=power,
         smooth_numerator=smooth_numerator,

@@ -42,7 +42,7 @@ class FedAvg:
     def round(self, state: State, clients: Clients) -> State:
         replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
         weights = site_weights(replies, self.weights)
-        model = average((reply["model"] for _, reply in replies), weights)  # Alg. 1, w_{t+1}
+        model = average(replies.each("model"), weights)  # Alg. 1, w_{t+1}
         return dataclasses.replace(state, model=model, round=state.round + 1)
 
     @at_site

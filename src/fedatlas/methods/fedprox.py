@@ -44,7 +44,7 @@ class FedProx:
     def round(self, state: State, clients: Clients) -> State:
         replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
         weights = site_weights(replies, self.weights)
-        model = average((reply["model"] for _, reply in replies), weights)  # Alg. 2, line 6
+        model = average(replies.each("model"), weights)  # Alg. 2, line 6
         return dataclasses.replace(state, model=model, round=state.round + 1)
 
     @at_site

@@ -26,8 +26,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from fedatlas.evaluation.statistics import RowDict, grouped, mean_of_defined, select, table
 from fedatlas.report import tables
-from fedatlas.report.tables import Overlay, Row, Run
+from fedatlas.report.tables import Overlay, Run
 
 # name of the CSS variable -> (on light, on dark). In a figure the light value stands for the variable.
 THEME = {
@@ -193,7 +194,7 @@ def site_curves(run: Run) -> str:
                 values = [
                     (
                         r.number,
-                        tables.average(
+                        mean_of_defined(
                             m for (n, k, at, _), m in dice.items() if (n, k, at) == (r.number, known, site)
                         ),
                     )
@@ -230,7 +231,7 @@ def class_curves(run: Run) -> str:
                 values = [
                     (
                         r.number,
-                        tables.average(
+                        mean_of_defined(
                             m for (n, k, _, c), m in dice.items() if (n, k, c) == (r.number, known, name)
                         ),
                     )
@@ -264,20 +265,16 @@ def _round_means(run: Run) -> dict[tuple[int, bool, str, str], float | None]:
     return {
         (entry.number, *key): mean.mean
         for entry in run.rounds
-        for key, mean in tables.means(
-            (r for r in entry.rows if r.metric == "dice"), lambda r: (r.known, r.site, r.class_)
-        ).items()
+        for key, mean in table(select(entry.rows, metric="dice"), "known", "site", "class").items()
     }
 
 
 # ---------------------------------------------------------------------------------------------- box plots
 
 
-def box_plots(run: Run, rows: Sequence[Row], split: str) -> str:
+def box_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
     """Dice per class over all scored cases: one box for the global model, one per local model."""
-    dice = tables.group(
-        (r for r in rows if r.metric == "dice" and r.value is not None), lambda r: (r.class_, r.model)
-    )
+    dice = grouped((r for r in select(rows, metric="dice") if r["value"] is not None), "class", "model")
     names = tables.compared(rows)
     columns = _columns(len(run.classes), *((2, 3) if len(run.classes) <= 6 else (3, 4)))
 
@@ -286,7 +283,7 @@ def box_plots(run: Run, rows: Sequence[Row], split: str) -> str:
         for axis, class_ in zip(axes, run.classes, strict=True):
             colour = CLASS_COLOURS[run.classes.index(class_) % len(CLASS_COLOURS)][0]
             for place, model in enumerate(names):
-                values = [row.value or 0.0 for row in dice.get((class_, model), [])]
+                values = [row["value"] for row in dice.get((class_, model), [])]
                 if values:
                     _box(axis, values, place, colour, filled=run.annotates(model, class_))
             axis.set_yticks(range(len(names)), [_short(model_title(m), 22) for m in names])
@@ -362,7 +359,7 @@ def cost_figure(run: Run) -> str:
             values = [(r.number, tables.number(r.cost.get(site, {}).get("seconds"))) for r in run.rounds]
             _line(axes[1], values, **_site_style(run, site))
         axes[1].set_title("seconds per round, by site")
-        axes[1].set_ylim(bottom=0)
+        axes[1].set_ylim(0, 1.08 * axes[1].get_ylim()[1])
         for axis in axes:
             _round_axis(axis, run, best=False)
         _legend(figure, _site_handles(run))

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas import __version__
+from fedatlas.evaluation.statistics import RowDict, mean_of_defined, select
 from fedatlas.report import figures, tables
-from fedatlas.report.tables import METRICS, Mean, Metric, Row, Run
+from fedatlas.report.tables import METRICS, Cell, Metric, Run
 
 RESUME = "<code>fedatlas run federation.yaml --resume</code>"
 
@@ -106,8 +107,8 @@ def _verdicts(run: Run) -> str:
         return _note(f"No case is scored yet. The final evaluation follows the last round; {RESUME} goes on.")
     splits = tables.splits(rows)
     model = tables.models(rows)[0]
-    split = next(s for s in splits if any(r.split == s and r.model == model for r in rows))
-    numbers = tables.verdict(r for r in rows if r.split == split and r.model == model)
+    split = next(s for s in splits if select(rows, split=s, model=model))
+    numbers = tables.verdict(select(rows, split=split, model=model))
     which = "of the last evaluated round" if provisional else f"of {_text(figures.model_title(model))}"
     cards = [
         (
@@ -134,7 +135,7 @@ def _verdicts(run: Run) -> str:
         for title, value, sub in cards
     )
     if provisional:
-        best = f"Validation rows of round {rows[0].round}; there is no final evaluation yet. "
+        best = f"Validation rows of round {rows[0]['round']}; there is no final evaluation yet. "
     elif model == tables.GLOBAL and run.best_round is not None:
         score = "" if run.best_score is None else f", validation score {run.best_score:.3f}"
         best = f"Global model: best round {run.best_round}{score}. "
@@ -145,7 +146,7 @@ def _verdicts(run: Run) -> str:
     for name in tables.models(rows):
         cells = [f'<th scope="row">{_text(figures.model_title(name))}</th>']
         for at in splits:
-            found = tables.verdict(r for r in rows if r.split == at and r.model == name)
+            found = tables.verdict(select(rows, split=at, model=name))
             cells += [_cell(value, 3) for value in found[:3]]
         body.append("".join(cells))
     every = _table("Dice of every model in the same three numbers", head, body, sort=True)
@@ -157,10 +158,10 @@ def _verdicts(run: Run) -> str:
     )
 
 
-def _scored(run: Run) -> tuple[list[Row], bool]:
+def _scored(run: Run) -> tuple[list[RowDict], bool]:
     """The rows of the final evaluation on the original grid, or else those of the last evaluated round."""
     if run.rows:
-        original = [row for row in run.rows if row.grid == "original"]
+        original = select(run.rows, grid="original")
         return original or list(run.rows), False
     latest = next((entry.rows for entry in reversed(run.rounds) if entry.rows), ())
     return list(latest), True
@@ -280,8 +281,8 @@ def _boxes(run: Run) -> str:
     if not run.locals:
         parts.append(_note("No local model was evaluated, so the global model stands alone."))
     for position, split in enumerate(tables.splits(rows)):
-        chosen = [r for r in rows if r.split == split]
-        if not any(r.value is not None and r.metric == "dice" for r in chosen):
+        chosen = select(rows, split=split)
+        if not any(r["value"] is not None for r in select(chosen, metric="dice")):
             continue
         figure = _figure(figures.box_plots(run, chosen, split), f"Dice on {_text(split)} cases")
         parts.append(figure if position == 0 else _details(f"The same on {_text(split)} cases", figure))
@@ -303,14 +304,16 @@ def _results(run: Run) -> str:
     parts = [aid]
     if provisional:
         parts.append(
-            _note(f"Provisional: validation rows of round {rows[0].round}, on the training grid. {_NO_ROWS}")
+            _note(
+                f"Provisional: validation rows of round {rows[0]['round']}, on the training grid. {_NO_ROWS}"
+            )
         )
     for position, split in enumerate(tables.splits(rows)):
-        of_split = [row for row in rows if row.split == split]
+        of_split = select(rows, split=split)
         parts.append(f"<h3>{_text(split).capitalize()} cases</h3>")
         parts.append(_glance(run, of_split, split))
         for metric in tables.metrics(of_split):
-            chosen = [row for row in of_split if row.metric == metric]
+            chosen = select(of_split, metric=metric)
             content = "".join(_metric_table(run, chosen, metric, split, known) for known in (True, False))
             described = METRICS.get(metric, Metric(metric, "", 3, True))
             unit = f", {described.unit}" if described.unit else ""
@@ -328,12 +331,10 @@ def _results(run: Run) -> str:
     return "".join(parts)
 
 
-def _glance(run: Run, rows: Sequence[Row], split: str) -> str:
+def _glance(run: Run, rows: Sequence[RowDict], split: str) -> str:
     """The global model's mean Dice as a class × site matrix, outlined where the site annotates the class."""
     model = tables.models(rows)[0]
-    found = tables.means(
-        (r for r in rows if r.metric == "dice" and r.model == model), lambda r: (r.class_, r.site)
-    )
+    found = tables.cells(select(rows, metric="dice", model=model), "class", "site")
     body = []
     for class_ in run.classes:
         cells = [_class_header(run, class_)]
@@ -355,10 +356,10 @@ def _glance(run: Run, rows: Sequence[Row], split: str) -> str:
     )
 
 
-def _metric_table(run: Run, rows: Sequence[Row], metric: str, split: str, known: bool) -> str:
+def _metric_table(run: Run, rows: Sequence[RowDict], metric: str, split: str, known: bool) -> str:
     """site × class × model of one metric on one split, either of annotated classes or of the others."""
     described = METRICS.get(metric, Metric(metric, "", 3, True))
-    of_kind = [row for row in rows if row.known is known]
+    of_kind = select(rows, known=known)
     title = "annotated by the site" if known else "never annotated here: found or not"
     if not of_kind:
         if known:
@@ -368,7 +369,7 @@ def _metric_table(run: Run, rows: Sequence[Row], metric: str, split: str, known:
             "cases with full labels, listed for evaluation, would show it."
         )
     names = tables.compared(rows)
-    found = tables.means((r for r in of_kind if r.model in names), lambda r: (r.class_, r.site, r.model))
+    found = tables.cells((r for r in of_kind if r["model"] in names), "class", "site", "model")
     reasons = list(dict.fromkeys(reason for cell in found.values() for reason in sorted(cell.undefined)))
     letters = {reason: _letter(index) for index, reason in enumerate(reasons)}
     anchor = f"{split}-{metric}-{'known' if known else 'unknown'}"
@@ -381,7 +382,7 @@ def _metric_table(run: Run, rows: Sequence[Row], metric: str, split: str, known:
             cells = {m: found[class_, site, m] for m in names if (class_, site, m) in found}
             if not cells:
                 continue
-            leading = tables.leaders(cells, metric)
+            leading = tables.leaders({model: cell.summary for model, cell in cells.items()}, metric)
             line = [
                 _class_header(run, class_),
                 f"<td>{_text(site)}</td>",
@@ -418,7 +419,7 @@ def _footnote(anchor: str, letter: str, reason: str, total: int, places: dict[st
 
 
 def _mean_cell(
-    cell: Mean | None, metric: Metric, bold: bool, letters: dict[str, str], anchor: str, bar: bool
+    cell: Cell | None, metric: Metric, bold: bool, letters: dict[str, str], anchor: str, bar: bool
 ) -> str:
     if cell is None:
         return '<td class="num">–</td>'
@@ -427,14 +428,15 @@ def _mean_cell(
         f'not defined: {_text(reason)}">{letters[reason]}</a></sup>'
         for reason in sorted(cell.undefined)
     )
-    if cell.mean is None:
+    mean, sd = cell.summary.mean, cell.summary.sd
+    if mean is None:
         return f'<td class="num" data-v="">not defined{marks}</td>'
-    value = f"{cell.mean:.{metric.decimals}f}"
-    spread = "(–)" if cell.sd is None else f"({cell.sd:.{metric.decimals}f})"
+    value = f"{mean:.{metric.decimals}f}"
+    spread = "(–)" if sd is None else f"({sd:.{metric.decimals}f})"
     shown = f"<b>{value}</b>" if bold else value
-    width = f' style="--v:{100 * min(max(cell.mean, 0), 1):.0f}%"' if bar else ""
+    width = f' style="--v:{100 * min(max(mean, 0), 1):.0f}%"' if bar else ""
     kind = "num bar" if bar else "num"
-    return f'<td class="{kind}" data-v="{cell.mean:.6g}"{width}>{shown} <i>{spread}</i>{marks}</td>'
+    return f'<td class="{kind}" data-v="{mean:.6g}"{width}>{shown} <i>{spread}</i>{marks}</td>'
 
 
 # ---------------------------------------------------------------------------------------------- overlays
@@ -498,9 +500,7 @@ def _forgetting(run: Run) -> str:
     if not run.locals:
         parts.append(_note("No local model was evaluated, so there is one row only."))
     for split in tables.splits(rows):
-        found = tables.means(
-            (r for r in rows if r.split == split and r.metric == "dice"), lambda r: (r.model, r.class_)
-        )
+        found = tables.cells(select(rows, split=split, metric="dice"), "model", "class")
         body = []
         for model in tables.compared(rows):
             cells = [f'<th scope="row">{_text(figures.model_title(model))}</th>']
@@ -512,7 +512,7 @@ def _forgetting(run: Run) -> str:
                         ("trained with it", "trained without it"),
                     )
                 )
-            mean = tables.average(found[model, c].mean for c in run.classes if (model, c) in found)
+            mean = mean_of_defined(found[model, c].summary.mean for c in run.classes if (model, c) in found)
             cells.append(_cell(mean, 2))
             body.append("".join(cells))
         caption = f"Mean Dice on {split} cases, model × class"
@@ -520,15 +520,15 @@ def _forgetting(run: Run) -> str:
     return "".join(parts)
 
 
-def _heat(cell: Mean | None, outlined: bool, words: tuple[str, str]) -> str:
+def _heat(cell: Cell | None, outlined: bool, words: tuple[str, str]) -> str:
     kind = " own" if outlined else ""
     word = words[0] if outlined else words[1]
-    if cell is None or cell.mean is None:
+    if cell is None or cell.summary.mean is None:
         why = "not scored" if cell is None else "not defined"
         return f'<td class="blank{kind}" title="{why}; {word}">–<span class="sr"> {why}; {word}</span></td>'
-    step = round(20 * min(max(cell.mean, 0.0), 1.0))
+    step = round(20 * min(max(cell.summary.mean, 0.0), 1.0))
     return (
-        f'<td class="h{step}{kind}" title="{cell.mean:.3f} over {_count(cell.n, "case")}; {word}">{cell.mean:.2f}'
+        f'<td class="h{step}{kind}" title="{cell.summary.mean:.3f} over {_count(cell.summary.n, "case")}; {word}">{cell.summary.mean:.2f}'
         f'<span class="sr"> {word}</span></td>'
     )
 
@@ -555,7 +555,7 @@ def _cost(run: Run) -> str:
     total = sum(sum(values) for values in seconds.values())
     if phases:
         body = [
-            f'<th scope="row">{_text(phase)}</th>{_cell(sum(values), 1)}{_cell(tables.average(values), 2)}'
+            f'<th scope="row">{_text(phase)}</th>{_cell(sum(values), 1)}{_cell(mean_of_defined(values), 2)}'
             f"{_cell(min(values, default=None), 2)}{_cell(max(values, default=None), 2)}"
             f"{_cell(100 * sum(values) / total if total else None, 1, ' %')}"
             for phase, values in seconds.items()
@@ -564,7 +564,9 @@ def _cost(run: Run) -> str:
             f'<th scope="row">all</th>{_cell(total, 1)}{_cell(total / len(run.rounds), 2)}<td></td><td></td><td class="num">100.0 %</td>'
         )
         head = ["Phase", "total, s", "per round, s", "least", "most", "share"]
-        parts.append(_table(f"Seconds per phase over {_count(len(run.rounds), 'round')}", head, body))
+        parts.append(
+            _table(f"Seconds per phase over {_count(len(run.rounds), 'round')}", head, body, kind="numbers")
+        )
 
     names = sorted({*run.info["sites"], *(site for entry in run.rounds for site in entry.cost)})
     parts.append(_site_costs(run, names))
@@ -578,7 +580,7 @@ def _cost(run: Run) -> str:
         "Bytes down / up, exact, by round and site; those of the evaluation behind a plus",
         ["Round", *names],
         body,
-        kind="wide",
+        kind="wide numbers",
     )
     parts.append(_details("Bytes of every round and site", table))
     return "".join(parts)
@@ -616,9 +618,9 @@ def _site_costs(run: Run, names: Sequence[str]) -> str:
             _cell(100 * steps / spent if spent and steps else None, 1, " %"),
             _cell(sum(of(site, "evaluate_seconds")) or None, 1),
             _cell(peak, 0),
-            _bytes(tables.average(of(site, "bytes_down"))),
-            _bytes(tables.average(of(site, "bytes_up"))),
-            _bytes(tables.average(evaluated)),
+            _bytes(mean_of_defined(of(site, "bytes_down"))),
+            _bytes(mean_of_defined(of(site, "bytes_up"))),
+            _bytes(mean_of_defined(evaluated)),
             _bytes(total(site, *down)),
             _bytes(total(site, *up)),
             _cell(100 * total(site, *down, *up) / everything if everything else None, 1, " %"),
@@ -638,7 +640,7 @@ def _site_costs(run: Run, names: Sequence[str]) -> str:
         "up / round",
     ]
     head += ["evaluation / round", "down, all", "up, all", "share"]
-    return _table("Time, memory and bytes by site", head, body, kind="wide")
+    return _table("Time, memory and bytes by site", head, body, kind="wide numbers")
 
 
 def _exact_bytes(cost: Mapping[str, float]) -> str:
@@ -865,7 +867,7 @@ td.num,th.num{text-align:right;white-space:nowrap}
 td i{color:var(--muted);font-style:normal}
 td small{display:block}
 sup{font-size:10.5px;line-height:0;margin-left:2px}
-table.wide thead th:nth-child(n+3){text-align:right}
+table.wide thead th:nth-child(n+3),table.numbers thead th:nth-child(n+2){text-align:right}
 table.wide{min-width:60%}
 table.wide th,table.wide td{white-space:nowrap}
 table.sort button{all:unset;cursor:pointer;color:inherit}

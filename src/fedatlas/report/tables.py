@@ -1,11 +1,10 @@
 """Reads a run folder and sums it up in numbers. The layout is that of `docs/explanation/reading-a-report.md`."""
 
-import csv
 import json
 import math
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,23 +12,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedatlas.errors import RunFolderError
+from fedatlas.evaluation.statistics import (
+    COLUMNS,
+    RowDict,
+    Summary,
+    client_wise_index,
+    grouped,
+    mean_of_defined,
+    read_rows,
+    select,
+    summarise,
+    table,
+)
 from fedatlas.labels import BACKGROUND
 
 GLOBAL = "best"
 RANKS = ("worst", "median", "best")
-COLUMNS = (
-    "split",
-    "grid",
-    "model",
-    "round",
-    "site",
-    "case",
-    "class",
-    "metric",
-    "value",
-    "known",
-    "reason",
-)
 BOOKKEEPING = frozenset({"steps", "step_seconds", "seconds", "cases"})
 """Numbers that a site logs beside its loss terms."""
 
@@ -49,26 +47,6 @@ METRICS = {
     "asd": Metric("ASD", "mm", 2, False),
     "nsd": Metric("NSD", "", 3, True),
 }
-
-
-class Row(NamedTuple):
-    """One measured value: a line of rows.csv, or an entry of a round's rows.json.
-
-    value is None where the metric is not defined; `reason` then says why. known: the class is annotated in
-    this case, so that training could have seen it at this site.
-    """
-
-    split: str
-    grid: str
-    model: str
-    round: int
-    site: str
-    case: str
-    class_: str
-    metric: str
-    value: float | None
-    known: bool
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -93,7 +71,7 @@ class Round:
     phases: Mapping[str, float]
     lost: Mapping[str, str]
     server_peak_mb: float | None
-    rows: tuple[Row, ...]
+    rows: tuple[RowDict, ...]
 
 
 @dataclass(frozen=True)
@@ -138,7 +116,7 @@ class Run:
     rounds: tuple[Round, ...]
     best_round: int | None
     best_score: float | None
-    rows: tuple[Row, ...] | None
+    rows: tuple[RowDict, ...] | None
     federation: str | None
 
     @property
@@ -186,15 +164,16 @@ def read(folder: Path) -> Run:
         )
     assert isinstance(labels, dict)
     rounds = tuple(_rounds(folder / "rounds"))
-    rows = _csv_rows(folder / "rows.csv") if (folder / "rows.csv").is_file() else None
+    csv = folder / "rows.csv"
+    rows = _rows(read_rows(csv), csv) if csv.is_file() else None
     every = [*(rows or ()), *(row for entry in rounds for row in entry.rows)]
 
     names = [str(name) for name in labels["names"]]
     if labels.get("exclusive", True) and names[:1] == [BACKGROUND]:
         names = names[1:]
-    classes = dict.fromkeys([*names, *sorted({row.class_ for row in every} - set(names))])
+    classes = dict.fromkeys([*names, *sorted({row["class"] for row in every} - set(names))])
     sites = {str(name): _site(entry) for name, entry in sorted(info["sites"].items())}
-    for name in sorted({row.site for row in every} - set(sites)):
+    for name in sorted({row["site"] for row in every} - set(sites)):
         sites[name] = SiteInfo()
 
     best = _json(folder / "best.json") if (folder / "best.json").is_file() else {}
@@ -271,40 +250,26 @@ def _rounds(folder: Path) -> Iterator[Round]:
             phases=log.get("phases") or {},
             lost=log.get("lost") or {},
             server_peak_mb=number(log.get("server_peak_mb")),
-            rows=tuple(_row(entry, rows) for entry in _json(rows)) if rows.is_file() else (),
+            rows=_rows(_json(rows), rows) if rows.is_file() else (),
         )
 
 
-def _row(entry: Mapping[str, Any], source: object) -> Row:
-    value, known = entry.get("value"), entry.get("known")
-    try:
-        return Row(
-            split=str(entry["split"]),
-            grid=str(entry["grid"]),
-            model=str(entry["model"]),
-            round=int(entry["round"] or 0),
-            site=str(entry["site"]),
-            case=str(entry["case"]),
-            class_=str(entry["class"]),
-            metric=str(entry["metric"]),
-            value=None if value in (None, "") else number(float(value)),
-            known=known if isinstance(known, bool) else str(known).strip().lower() in ("true", "1"),
-            reason=str(entry.get("reason") or ""),
+def _rows(found: Any, source: Path) -> tuple[RowDict, ...]:
+    """Rows with every column; a value that is not finite is not defined."""
+    rows = []
+    for row in found:
+        missing = [column for column in COLUMNS if column not in row]
+        if missing:
+            raise RunFolderError(
+                f"{source}: no {', '.join(map(repr, missing))}; a row has {', '.join(COLUMNS)}. "
+                "Evaluate the run again"
+            )
+        value = number(row["value"])
+        reason = row["reason"] or (
+            "" if value is not None else "not finite" if row["value"] else "no reason given"
         )
-    except KeyError as error:
-        raise RunFolderError(
-            f"{source}: no {error.args[0]!r}; a row has {', '.join(COLUMNS)}. Evaluate the run again"
-        ) from error
-    except (TypeError, ValueError) as error:
-        raise RunFolderError(
-            f"{source}: {error}; round and value are numbers. Evaluate the run again"
-        ) from error
-
-
-def _csv_rows(path: Path) -> tuple[Row, ...]:
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        return tuple(_row(entry, f"{path}, line {reader.line_num}") for entry in reader)
+        rows.append({**row, "value": value, "reason": reason})
+    return tuple(rows)
 
 
 def _site(entry: Mapping[str, Any]) -> SiteInfo:
@@ -358,78 +323,50 @@ class _opened:
 # ---------------------------------------------------------------------------------------------- numbers
 
 
-class Mean(NamedTuple):
-    """n defined values, their mean and standard deviation (n - 1; None below two), and, of those that are not
-    defined, how often for which reason."""
+class Cell(NamedTuple):
+    """The values of one cell of a table: their summary, and how often which reason left one undefined."""
 
-    n: int
-    mean: float | None
-    sd: float | None
+    summary: Summary
     undefined: Counter[str]
 
     @property
     def scored(self) -> int:
         """All values, defined or not."""
-        return self.n + self.undefined.total()
+        return self.summary.n + self.summary.n_undefined
 
 
-def mean_of(rows: Iterable[Row]) -> Mean:
-    """Mean and standard deviation of the defined values of some rows."""
-    values: list[float] = []
-    undefined: Counter[str] = Counter()
-    for row in rows:
-        if row.value is None:
-            undefined[row.reason or "no reason given"] += 1
-        else:
-            values.append(row.value)
-    mean = math.fsum(values) / len(values) if values else None
-    sd = None
-    if mean is not None and len(values) > 1:
-        sd = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
-    return Mean(len(values), mean, sd, undefined)
+def cells(rows: Iterable[RowDict], *columns: str) -> dict[tuple[Any, ...], Cell]:
+    """A cell per combination of columns, as ("class", "site", "model")."""
+    return {
+        key: Cell(summarise(members), Counter(row["reason"] for row in members if row["value"] is None))
+        for key, members in grouped(rows, *columns).items()
+    }
 
 
-def group(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
-    """Rows by a key, in the order in which the keys first occur."""
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
-
-
-def means(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, Mean]:
-    """`mean_of` per group."""
-    return {name: mean_of(members) for name, members in group(rows, key).items()}
-
-
-def average(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are defined; None if none is."""
-    defined = [value for value in values if value is not None]
-    return math.fsum(defined) / len(defined) if defined else None
-
-
-def models(rows: Iterable[Row]) -> tuple[str, ...]:
+def models(rows: Iterable[RowDict]) -> tuple[str, ...]:
     """The models of some rows: best, last, then the local ones by site."""
-    return tuple(sorted({row.model for row in rows}, key=lambda m: (m != GLOBAL, m != "last", m)))
+    return tuple(sorted({row["model"] for row in rows}, key=lambda m: (m != GLOBAL, m != "last", m)))
 
 
-def compared(rows: Iterable[Row]) -> tuple[str, ...]:
+def compared(rows: Iterable[RowDict]) -> tuple[str, ...]:
     """The models that stand side by side: the global one ("best", or "last" where there is no best), which
     comes first, and every local one."""
     every = models(rows)
     return every[:1] + tuple(model for model in every[1:] if model.startswith("local/"))
 
 
-def splits(rows: Iterable[Row]) -> tuple[str, ...]:
+def splits(rows: Iterable[RowDict]) -> tuple[str, ...]:
     """The splits of some rows, the test cases first."""
-    return tuple(sorted({row.split for row in rows}, key=lambda s: (s != "test", s != "validation", s)))
+    return tuple(sorted({row["split"] for row in rows}, key=lambda s: (s != "test", s != "validation", s)))
 
 
-def metrics(rows: Iterable[Row]) -> tuple[str, ...]:
+def metrics(rows: Iterable[RowDict]) -> tuple[str, ...]:
     """The metrics of some rows in the order of METRICS, unknown ones last."""
     order = list(METRICS)
     return tuple(
-        sorted({row.metric for row in rows}, key=lambda m: (order.index(m) if m in order else len(order), m))
+        sorted(
+            {row["metric"] for row in rows}, key=lambda m: (order.index(m) if m in order else len(order), m)
+        )
     )
 
 
@@ -450,39 +387,36 @@ class Verdict(NamedTuple):
     n_unknown: int
 
 
-def verdict(rows: Iterable[Row]) -> Verdict:
+def verdict(rows: Iterable[RowDict]) -> Verdict:
     """The verdict of the Dice rows of one model on one split; rows of other metrics are left out."""
-    pairs = means((r for r in rows if r.metric == "dice"), lambda r: (r.known, r.site, r.class_))
-    of = {
-        flag: {(site, name): m.mean for (known, site, name), m in pairs.items() if known is flag and m.n}
-        for flag in (True, False)
+    dice = select(rows, metric="dice")
+    pairs = {
+        key: mean
+        for key, summary in table(dice, "known", "site", "class").items()
+        if (mean := summary.mean) is not None
     }
-    sites = dict.fromkeys(site for site, _ in of[True])
-    per_site = [average(value for (at, _), value in of[True].items() if at == site) for site in sites]
     return Verdict(
-        clientwise=average(per_site),
-        known=average(of[True].values()),
-        unknown=average(of[False].values()),
-        n_sites=len(sites),
-        n_known=len(of[True]),
-        n_unknown=len(of[False]),
+        clientwise=client_wise_index(dice),
+        known=mean_of_defined(mean for (known, *_), mean in pairs.items() if known),
+        unknown=mean_of_defined(mean for (known, *_), mean in pairs.items() if not known),
+        n_sites=len({site for known, site, _ in pairs if known}),
+        n_known=sum(bool(known) for known, *_ in pairs),
+        n_unknown=sum(not known for known, *_ in pairs),
     )
 
 
-def leaders(cells: Mapping[str, Mean], metric: str) -> set[str]:
+def leaders(models: Mapping[str, Summary], metric: str) -> set[str]:
     """Which of several models is best at a metric, ties included.
 
     Only models with the most defined values are compared: a model that left out the hard cases, as HD95
     does where a prediction is empty, does not win by it. One model alone is no comparison.
     """
     described = METRICS.get(metric)
-    compared = {name: cell for name, cell in cells.items() if cell.mean is not None}
-    if described is None or len(cells) < 2 or not compared:
+    defined = {name: (found.n, found.mean) for name, found in models.items() if found.mean is not None}
+    if described is None or len(models) < 2 or not defined:
         return set()
-    most = max(cell.n for cell in compared.values())
-    shown = {
-        name: round(cell.mean or 0.0, described.decimals) for name, cell in compared.items() if cell.n == most
-    }
+    most = max(n for n, _ in defined.values())
+    shown = {name: round(mean, described.decimals) for name, (n, mean) in defined.items() if n == most}
     best = (max if described.higher_is_better else min)(shown.values())
     return {name for name, value in shown.items() if value == best}
 

@@ -1,0 +1,70 @@
+"""The server's peak memory for one round of FedAvg at 4 and at 64 sites, in float32 models.
+
+The sites are played by one prepared reply on disk, so the process holds what a server holds.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks.timing import show
+from fedatlas.engine import wire
+from fedatlas.engine.host import peak_mb, reset_peak
+from fedatlas.engine.local import LocalClients
+from fedatlas.engine.store import read_whole
+from fedatlas.method import State, at_site
+from fedatlas.seeds import generator
+from fedatlas.tensors import average
+
+MODEL_MB = 64
+
+
+@at_site
+def update() -> None:
+    """Named in the call; the replies are prepared."""
+
+
+def one_round(sites: int) -> dict[str, float]:
+    rng = generator("model")
+    model = {f"layer {i}": torch.randn(1024, 1024, generator=rng) for i in range(MODEL_MB // 4)}
+    with tempfile.TemporaryDirectory() as folder:
+        reply = Path(folder) / "reply"
+        reply.write_bytes(wire.encode({"value": {"model": model, "n": 3}, "log": {}, "cost": {"seconds": 0.0}}))
+
+        def serve(*_: object) -> bytearray:
+            return read_whole(reply)
+
+        clients = LocalClients([f"site {i:02d}" for i in range(sites)], serve, Path(folder) / "scratch")
+        state = State(model)
+        del model
+        reset_peak()
+        before = peak_mb()
+        replies = clients.call(update, model=state.model)
+        state = State(average(replies.each("model"), replies.plain("n")))
+        return {"models": 1 + (peak_mb() - before) / MODEL_MB}
+
+
+def main() -> dict[str, float]:
+    found = {}
+    # glibc keeps freed blocks of a few MiB; with the threshold fixed they go back, and what is left is the need
+    for allocator, settings in (("as it is", {}), ("returning blocks", {"MALLOC_MMAP_THRESHOLD_": str(2**20)})):
+        peaks = []
+        for sites in (4, 64):
+            command = [sys.executable, "-m", "benchmarks.server_memory", str(sites)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | settings)
+            peaks.append(json.loads(done.stdout)["models"])
+            found[f"allocator {allocator}, {sites} sites, peak in models"] = peaks[-1]
+        found[f"allocator {allocator}, 64 sites over 4"] = peaks[1] / peaks[0]
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(one_round(int(sys.argv[1]))))
+    else:
+        show(main())

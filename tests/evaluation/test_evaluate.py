@@ -1,0 +1,250 @@
+"""evaluate.py: what a site answers, and what it keeps for itself, on volumes of a few voxels."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedatlas.engine import wire
+from fedatlas.errors import FederationError
+from fedatlas.evaluation.evaluate import Evaluation, Evaluator
+from fedatlas.evaluation.statistics import COLUMNS
+from fedatlas.labels import LabelSpace
+from fedatlas.method import functions_of
+from fedatlas.options import from_dict
+
+SPACE = LabelSpace(("background", "liver", "a/b"))
+
+
+class Paints(nn.Module):
+    """Class 1 where the image is about 1, class 2 where it is about 2; `sure` scales the logits."""
+
+    def __init__(self, sure: float = 10.0, moved: float = 0.0) -> None:
+        super().__init__()
+        self.sure, self.moved = nn.Parameter(torch.tensor(sure)), nn.Parameter(torch.tensor(moved))
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = (x[:, :1] - self.moved).clamp(min=0)
+        return -self.sure * torch.cat([(value - c).abs() for c in range(3)], dim=1)
+
+
+@dataclass
+class FakeVolume:
+    """Its raw grid is the federation's with every voxel doubled along the last axis."""
+
+    case: str
+    labels: np.ndarray
+    shown: np.ndarray
+    known: Tensor
+    scored: Tensor
+    spacing: tuple[float, ...] = (1.0, 2.0, 4.0)
+    raw_spacing: tuple[float, ...] = (1.0, 2.0, 2.0)
+    read: list[str] = field(default_factory=list)
+
+    @property
+    def image(self) -> Tensor:
+        return torch.from_numpy(self.shown).float()[None]
+
+    def truth(self, grid: str) -> np.ndarray:
+        self.read.append(grid)
+        return self.labels if grid == "federation" else self.labels.repeat(2, axis=-1)
+
+    def restore(self, probabilities: Tensor) -> np.ndarray:
+        return probabilities.argmax(0).numpy().repeat(2, axis=-1)
+
+
+@dataclass
+class FakeSite:
+    name: str
+    folder: Path
+    cases: list[FakeVolume]
+
+    def network(self, model: dict[str, Tensor] | None = None, name: str = "main") -> nn.Module:
+        net = Paints()
+        assert model is not None
+        net.load_state_dict(model)
+        return net
+
+    def volumes(self, split: str) -> Iterator[FakeVolume]:
+        return iter(self.cases if split == "test" else [])
+
+
+def volume(case: str, *, shift: int = 0, known: tuple[int, ...] = (0, 1), scored=(0, 1, 2)) -> FakeVolume:
+    """Two bars, 4 long, along the first axis; what the net sees is moved by `shift` along it."""
+    labels = np.zeros((8, 6, 3), np.uint8)
+    labels[1:5, 1, 1], labels[1:5, 4, 2] = 1, 2
+    shown = np.roll(labels, shift, axis=0)
+    flags = [torch.tensor([c in held for c in range(3)]) for held in (known, scored)]
+    return FakeVolume(case, labels, shown, *flags)
+
+
+def member(classes: list[int] | None = None, **values: float) -> dict[str, Any]:
+    net = Paints(**values)
+    return {"model": {k: v.detach().clone() for k, v in net.state_dict().items()}, "classes": classes}
+
+
+def ask(site: FakeSite, *members: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
+    evaluator = Evaluator(Evaluation(overlays=False), (4, 4), 0, SPACE)
+    what: dict[str, Any] = {"split": "test", "model": "best", "round": 7, "grid": "original"}
+    what |= {"metrics": ["dice"], "overlays": False} | changes
+    reply = functions_of(evaluator)["evaluate"](site, list(members or [member()]), **what)  # type: ignore[arg-type]
+    assert sorted(reply) == ["rows"]
+    return reply["rows"]
+
+
+def test_a_row_for_every_case_scored_class_and_metric(tmp_path) -> None:
+    cases = [volume("p1"), volume("p2", shift=1, scored=(0, 1))]
+    rows = ask(FakeSite("s", tmp_path, cases), metrics=["dice", "hd95"])
+    assert [(r["case"], r["class"], r["metric"]) for r in rows] == [
+        ("p1", "liver", "dice"),
+        ("p1", "liver", "hd95"),
+        ("p1", "a/b", "dice"),
+        ("p1", "a/b", "hd95"),
+        ("p2", "liver", "dice"),
+        ("p2", "liver", "hd95"),
+    ]
+    assert tuple(rows[0]) == COLUMNS
+    assert [r["value"] for r in rows[:4]] == [1, 0, 1, 0]
+    # moved by one of four voxels of 1 mm
+    assert rows[4]["value"] == 0.75 and rows[5]["value"] == pytest.approx(0.85)
+    assert [r["known"] for r in rows] == [True, True, False, False, True, True]
+    assert {(r["site"], r["round"], r["split"]) for r in rows} == {("s", 7, "test")}
+    assert not list(tmp_path.iterdir())
+
+
+def test_both_grids_are_scored_in_millimetres(tmp_path) -> None:
+    """A bar seen one slice too high: 4 mm on the federation's grid; on the raw grid two slices of 2 mm, of which
+    the nearer one is 2 mm away."""
+    case = volume("p")
+    case.shown = np.roll(case.labels, -1, axis=2)
+    site = FakeSite("s", tmp_path, [case])
+    (liver, _) = ask(site, grid="federation", metrics=["hd"])
+    assert liver["value"] == 4.0 and case.read == ["federation"]
+    (liver, _) = ask(site, grid="original", metrics=["hd"])
+    assert liver["value"] == 4.0 and case.read == ["federation", "original"]
+    (liver, _) = ask(site, grid="original", metrics=["asd"])
+    assert liver["value"] == 3.0
+
+
+def test_a_member_speaks_for_its_classes_alone(tmp_path) -> None:
+    site = FakeSite("s", tmp_path, [volume("p")])
+    rows = ask(site, member([1]))
+    assert [(r["class"], r["value"]) for r in rows] == [("liver", 1.0), ("a/b", 0.0)]
+    rows = ask(site, member([1]), member([2]))
+    assert [r["value"] for r in rows] == [1.0, 1.0]
+
+
+def test_the_surer_member_wins(tmp_path) -> None:
+    site = FakeSite("s", tmp_path, [volume("p")])
+    # the second sees every value lower by 1: class 2 as class 1
+    right, wrong = member(sure=10.0), member(sure=5.0, moved=1.0)
+    assert [r["value"] for r in ask(site, right, wrong)] == [1.0, 1.0]
+    assert ask(site, member(sure=5.0), member(sure=10.0, moved=1.0))[1]["value"] == 0.0
+
+
+def test_what_is_missed_is_told(tmp_path) -> None:
+    blind = volume("p")
+    blind.shown = np.zeros_like(blind.labels)
+    nothing = volume("q")
+    nothing.labels = np.zeros_like(nothing.labels)
+    rows = ask(FakeSite("s", tmp_path, [blind, nothing]), metrics=["dice", "asd"])
+    told = {(r["case"], r["metric"]): (r["value"], r["reason"]) for r in rows}
+    assert told == {
+        ("p", "dice"): (0.0, ""),
+        ("p", "asd"): (None, "prediction empty"),
+        ("q", "dice"): (None, "truth empty"),
+        ("q", "asd"): (None, "truth empty"),
+    }
+
+
+@pytest.fixture
+def pictured(tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
+    cases = [volume(f"p{shift}", shift=shift) for shift in (1, 0, 3, 2)]
+    rows = ask(FakeSite("s", tmp_path, cases), overlays=True, model="local/x")
+    return tmp_path / "overlays" / "test" / "local_x", rows
+
+
+def test_overlays_are_the_worst_median_and_best(pictured) -> None:
+    folder, _ = pictured
+    names = [f"{c}--{rank}.npz" for c in ("a%2Fb", "liver") for rank in ("best", "median", "worst")]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert [path.name for path in folder.parent.iterdir()] == ["local_x"], "scratch files are left"
+    for rank, case, dice in (("worst", "p3", 0.25), ("median", "p2", 0.5), ("best", "p0", 1.0)):
+        with np.load(folder / f"liver--{rank}.npz", allow_pickle=False) as kept:
+            assert (str(kept["case"]), float(kept["value"]), str(kept["metric"])) == (case, dice, "dice")
+            assert str(kept["class"]) == "liver"
+
+
+def test_an_overlay_shows_the_slice_with_the_truth_as_viewers_do(pictured) -> None:
+    folder, _ = pictured
+    with np.load(folder / "a%2Fb--worst.npz", allow_pickle=False) as kept:
+        stored = dict(kept)
+    truth = np.zeros((8, 6), bool)
+    truth[1:5, 4] = True
+    assert np.array_equal(stored["truth"], truth.T[::-1, ::-1])
+    assert np.array_equal(stored["prediction"], np.roll(truth, 3, axis=0).T[::-1, ::-1])
+    assert stored["spacing"].tolist() == [2.0, 1.0]
+    image = stored["image"]
+    assert image.dtype == np.float32 and image.min() == 0 and image.max() == 1
+
+
+def test_overlays_are_read_by_the_report(pictured) -> None:
+    from fedatlas.report.tables import Overlay
+
+    folder, _ = pictured
+    image, truth, _, spacing = Overlay(folder / "liver--best.npz", "s", "liver", "p0", 1.0, "best").arrays()
+    assert image.shape == truth.shape == (6, 8) and spacing == (2.0, 1.0)
+
+
+def test_a_second_evaluation_replaces_the_overlays(pictured, tmp_path) -> None:
+    folder, _ = pictured
+    ask(FakeSite("s", tmp_path, [volume("new", scored=(0, 1))]), overlays=True, model="local/x")
+    assert sorted(p.name for p in folder.iterdir()) == [f"liver--{r}.npz" for r in ("best", "median", "worst")]
+
+
+def test_no_voxel_is_sent(pictured) -> None:
+    _, rows = pictured
+    tree = wire.decode(wire.encode({"rows": rows}))
+    assert tree == {"rows": rows}
+    assert all(value is None or isinstance(value, bool | int | float | str) for r in rows for value in r.values())
+    assert len(rows) == 4 * 2
+
+
+def test_overlapping_classes(tmp_path) -> None:
+    """Without exclusive classes a voxel may be of both: sigmoid, masks, no background."""
+
+    class Masks(FakeVolume):
+        def truth(self, grid: str) -> np.ndarray:
+            return np.stack([self.labels > 0, self.labels > 1]).astype(np.uint8)
+
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x[:, :1] - 0.5, x[:, :1] - 1.5], dim=1)
+
+    class Site(FakeSite):
+        def network(self, model: Any = None, name: str = "main") -> nn.Module:
+            return Both()
+
+    one = volume("p")
+    case = Masks(one.case, one.labels, one.shown, torch.tensor([True, True]), torch.tensor([True, True]))
+    evaluator = Evaluator(Evaluation(), (4, 4), 0, LabelSpace(("organ", "lesion"), exclusive=False))
+    found = evaluator.evaluate(
+        Site("s", tmp_path, [case]), [member()], "test", "best", 1, "federation", ["dice"], True
+    )
+    assert [(r["class"], r["value"]) for r in found["rows"]] == [("organ", 1.0), ("lesion", 1.0)]
+    with np.load(tmp_path / "overlays" / "test" / "best" / "organ--best.npz") as kept:
+        assert np.array_equal(kept["truth"], kept["prediction"])
+
+
+def test_bad_options() -> None:
+    with pytest.raises(FederationError, match=r"'dise' does not exist; did you mean 'dice'"):
+        from_dict(Evaluation, {"metrics": ["dise"]}, what="evaluation")
+    with pytest.raises(FederationError, match="dice, which selects, must be in"):
+        from_dict(Evaluation, {"round_metrics": ["asd"]}, what="evaluation")
+    with pytest.raises(FederationError, match="validation"):
+        from_dict(Evaluation, {"validation": 1.0}, what="evaluation")
