@@ -45,6 +45,26 @@ def test_slices_see_their_neighbours(shape, context) -> None:
     assert torch.equal(neighbours(image, torch.tensor([0]), context)[0, :2], image[..., 0])
 
 
+def test_the_mode_of_every_module_is_put_back() -> None:
+    net = nn.Sequential(Pointwise(1, 3), nn.Dropout(0.5))
+    net[0].eval()
+    image = torch.rand(1, 4, 4, 4, generator=torch.Generator().manual_seed(1))
+    found = [probabilities(net, image, (4, 4, 4), 0, Inference(), exclusive=True) for _ in range(2)]
+    assert torch.equal(*found), "dropout is on"
+    assert (net.training, net[0].training, net[1].training) == (True, False, True)
+
+
+def test_float32_comes_out_of_a_half_precision_net() -> None:
+    class Half(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, 2 * x], dim=1).bfloat16()
+
+    image = torch.rand(1, 5, 9, 6, generator=torch.Generator().manual_seed(1))
+    found = probabilities(Half(), image, (4, 4, 4), 0, Inference(), exclusive=True)
+    logits = Half()(image[None])[0].float()
+    assert found.dtype == torch.float32 and torch.allclose(found, logits.softmax(0), atol=1e-6)
+
+
 def test_restricted_models_give_the_rest_to_the_background() -> None:
     p = torch.tensor([0.1, 0.2, 0.3, 0.4])[:, None]
     assert torch.allclose(restrict(p, [2], True)[:, 0], torch.tensor([0.7, 0, 0.3, 0]))

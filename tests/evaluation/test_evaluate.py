@@ -110,8 +110,8 @@ def test_a_row_for_every_case_scored_class_and_metric(tmp_path) -> None:
     ]
     assert tuple(rows[0]) == COLUMNS
     assert [r["value"] for r in rows[:4]] == [1, 0, 1, 0]
-    # moved by one of four voxels of 1 mm
-    assert rows[4]["value"] == 0.75 and rows[5]["value"] == pytest.approx(0.85)
+    # moved by one of four voxels of 1 mm: of eight surface voxels two are 1 mm away, more than 5 %
+    assert rows[4]["value"] == 0.75 and rows[5]["value"] == 1.0
     assert [r["known"] for r in rows] == [True, True, False, False, True, True]
     assert {(r["site"], r["round"], r["split"]) for r in rows} == {("s", 7, "test")}
     assert not list(tmp_path.iterdir())
@@ -193,6 +193,15 @@ def test_an_overlay_shows_the_slice_with_the_truth_as_viewers_do(pictured) -> No
     assert image.dtype == np.float32 and image.min() == 0 and image.max() == 1
 
 
+def test_the_slice_is_chosen_by_the_truth(tmp_path) -> None:
+    case = volume("p", scored=(0, 1))
+    case.shown = case.labels.copy()
+    case.shown[:, :, 2] = 1
+    ask(FakeSite("s", tmp_path, [case]), overlays=True)
+    with np.load(tmp_path / "overlays" / "test" / "best" / "liver--best.npz") as kept:
+        assert kept["truth"].sum() == kept["prediction"].sum() == 4
+
+
 def test_overlays_are_read_by_the_report(pictured) -> None:
     from fedatlas.report.tables import Overlay
 
@@ -204,14 +213,18 @@ def test_overlays_are_read_by_the_report(pictured) -> None:
 def test_a_second_evaluation_replaces_the_overlays(pictured, tmp_path) -> None:
     folder, _ = pictured
     ask(FakeSite("s", tmp_path, [volume("new", scored=(0, 1))]), overlays=True, model="local/x")
-    assert sorted(p.name for p in folder.iterdir()) == [f"liver--{r}.npz" for r in ("best", "median", "worst")]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        f"liver--{r}.npz" for r in ("best", "median", "worst")
+    ]
 
 
 def test_no_voxel_is_sent(pictured) -> None:
     _, rows = pictured
     tree = wire.decode(wire.encode({"rows": rows}))
     assert tree == {"rows": rows}
-    assert all(value is None or isinstance(value, bool | int | float | str) for r in rows for value in r.values())
+    assert all(
+        value is None or isinstance(value, bool | int | float | str) for r in rows for value in r.values()
+    )
     assert len(rows) == 4 * 2
 
 

@@ -8,7 +8,7 @@ import torch
 from monai.metrics.hausdorff_distance import compute_hausdorff_distance
 from monai.metrics.surface_dice import compute_surface_dice
 from monai.metrics.surface_distance import compute_average_surface_distance
-from scipy.ndimage import gaussian_filter
+from scipy.ndimage import binary_erosion, gaussian_filter
 
 from fedatlas.evaluation.metrics import METRICS, score, score_pair, siim_dice
 from fedatlas.labels import LabelSpace
@@ -115,12 +115,32 @@ def test_bad_input() -> None:
         score_pair(np.ones((2, 2), bool), np.ones((2, 3), bool), (1, 1), ["dice"])
     with pytest.raises(ValueError, match="known: dice"):
         score_pair(np.ones((2, 2), bool), np.ones((2, 2), bool), (1, 1), ["dsc"])
+    for spacing in ((1,), (1, 0), (1, 1, 1)):
+        with pytest.raises(ValueError, match="expected 2 positive lengths in mm"):
+            score_pair(np.ones((2, 2), bool), np.ones((2, 2), bool), spacing, ["asd"])
 
 
-def test_against_the_public_fedmenu_code() -> None:
-    """Its Hausdorff distance is ITK's, with other edge voxels than ours: only the overlap is comparable."""
+def test_against_the_public_fedmenu_code(monkeypatch) -> None:
+    """Overlap and Hausdorff distance agree, in mm. Its ASD counts as surface what touches the outside with an
+    edge or a corner too: with such surfaces ours is the same number, with face-connected ones it is larger."""
+    from fedatlas.evaluation import metrics
+
     kept = np.load(Path(__file__).parents[1] / "vectors" / "fedmenu_metrics.npz")
-    p, g = kept["pred"] > 0, kept["gt"] > 0
+    p, g, spacing = kept["pred"] > 0, kept["gt"] > 0, kept["spacing_xyz"][::-1]
+    values = score_pair(p, g, spacing, ALL)
     both, sizes = 2 * np.count_nonzero(p & g), np.count_nonzero(p) + np.count_nonzero(g)
-    assert score_pair(p, g, (1, 1, 1), ["dice"])["dice"][0] == both / sizes
+    assert values["dice"][0] == both / sizes
     assert float(kept["dsc"]) == pytest.approx((both + 1) / (sizes + 1), abs=1e-6)
+    assert values["hd"][0] == pytest.approx(float(kept["hd"]), abs=1e-6)
+    monkeypatch.setattr(metrics, "_surface", lambda m: m & ~binary_erosion(m, np.ones((3, 3, 3))))
+    thick = score_pair(p, g, spacing, ALL)
+    assert thick["asd"][0] == pytest.approx(float(kept["asd"]), abs=1e-6) and values["asd"] > thick["asd"]
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 5), (6, 7), (1, 1, 1), (5, 4, 6)])
+def test_the_surface_is_what_an_erosion_removes(shape) -> None:
+    from fedatlas.evaluation import metrics
+
+    for seed, share in enumerate((0.0, 0.3, 0.8, 0.95, 1.0)):
+        mask = noise(shape, seed, share)
+        assert np.array_equal(metrics._surface(mask), mask & ~binary_erosion(mask))

@@ -82,7 +82,10 @@ def macro_over_classes(rows: Iterable[RowDict], *, known: bool | None = True) ->
 
 
 def forgetting_matrix(rows: Iterable[RowDict]) -> dict[tuple[str, str], Summary]:
-    """(model, class) -> summary over every site's cases, those of sites that never annotated the class included."""
+    """(model, class) -> summary over every site's cases, those of sites that never annotated the class included.
+
+    rows: of one metric and split, for the global model and every local one.
+    """
     return {(str(model), str(name)): found for (model, name), found in table(rows, "model", "class").items()}
 
 
@@ -114,8 +117,13 @@ def holm(p: Sequence[float]) -> list[float]:
 def bootstrap_interval(
     values: Sequence[float], rng: np.random.Generator, *, level: float = 0.95, draws: int = 2000
 ) -> tuple[float, float]:
-    """The percentile interval of the mean; draws whole values, which should be one per patient."""
+    """The percentile interval of the mean; draws whole values, which should be one per patient.
+
+    Raises ValueError if there are no values.
+    """
     array = np.asarray(values, dtype=float)
+    if not len(array):
+        raise ValueError("bootstrap: no values; at least one is needed")
     means = array[rng.integers(0, len(array), (draws, len(array)))].mean(1)
     low, high = np.percentile(means, [50 * (1 - level), 50 * (1 + level)])
     return float(low), float(high)
