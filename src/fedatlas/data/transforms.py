@@ -1,0 +1,505 @@
+"""From a scan's own grid to the federation's grid, and back.
+
+The federation's grid has canonical axes and a fixed spacing. It shares its centre with the scan's field of
+view, so that neither drifts against the other, and its spacing is exact. Between the two only axes are
+permuted and flipped, and each axis is resampled on its own; oblique scans stay oblique.
+
+Shapes: C classes, I input channels, X, Y, Z the axes of a scan, *S those of the federation's grid.
+"""
+
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import nibabel as nib
+import numpy as np
+import torch
+from nibabel import orientations
+from torch import Tensor
+
+from fedatlas.errors import DataError, FederationError
+from fedatlas.labels import LabelSpace
+from fedatlas.options import option, options
+
+AXES = ("LR", "PA", "IS")
+
+
+@options
+class Preprocessing:
+    """From a site's files to the federation's grid, and the size of what is trained on."""
+
+    orientation: str = option("RAS", "Where the axes point: one letter of L/R, one of P/A, one of I/S.")
+    spacing: tuple[float | None, float | None, float | None] = option(
+        (None, None, None), "Millimetres per voxel along these axes; null keeps the scan's own."
+    )
+    order: Literal[1, 3] = option(1, "Resampling of images: 1 linear, 3 cubic.")
+    window: tuple[float, float] | None = option(
+        None, "Intensities are clipped to this range first, as CT in HU; null: no clipping."
+    )
+    normalise: Literal["auto", "window", "zscore", "meanstd"] = option(
+        "auto",
+        "window: the window to 0..1; zscore: mean 0 and deviation 1 in every scan; meanstd: by the given mean "
+        "and std; auto: window where one is given, else zscore.",
+    )
+    foreground: float | None = option(
+        None, "zscore counts voxels above this intensity only; null: above the scan's least."
+    )
+    mean: float | None = option(None, "Subtracted by meanstd, after clipping.")
+    std: float | None = option(None, "Divided by in meanstd.", gt=0)
+    patch: tuple[int, ...] = option(
+        (64, 64), "Voxels per training patch; two numbers: slices across the last axis.", min_length=2, max_length=3
+    )
+    context: int = option(1, "Neighbouring slices given on each side, for patches of two numbers.", ge=0)
+
+    def __post_init__(self) -> None:
+        letters = sorted(next((pair for pair in AXES if letter in pair), "") for letter in self.orientation)
+        if letters != sorted(AXES):
+            raise FederationError(
+                f"preprocessing: orientation is {self.orientation!r}; allowed: one of L/R, one of P/A and one of "
+                "I/S in any order, as RAS"
+            )
+        if any(mm is not None and not mm > 0 for mm in self.spacing):
+            raise FederationError(f"preprocessing: spacing is {list(self.spacing)}; millimetres are above 0")
+        if any(size < 1 for size in self.patch):
+            raise FederationError(f"preprocessing: patch is {list(self.patch)}; sizes are 1 or more")
+        if self.window is not None and not self.window[0] < self.window[1]:
+            raise FederationError(f"preprocessing: window is {list(self.window)}; the first must be the lower")
+        if self.normalise == "window" and self.window is None:
+            raise FederationError("preprocessing: normalise is 'window', but no window is given")
+        if self.normalise == "meanstd" and (self.mean is None or self.std is None):
+            raise FederationError("preprocessing: normalise is 'meanstd'; it needs both mean and std")
+
+
+@options
+class Sampling:
+    """How training patches are chosen."""
+
+    balanced: float = option(
+        0.5,
+        "Chance that a patch is centred on an annotated class, drawn uniformly from those of the site; "
+        "the others are drawn uniformly from its cases.",
+        ge=0,
+        le=1,
+    )
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+class FileError(DataError):
+    """What is wrong with one file, in parts, so that a site can be named around it."""
+
+    def __init__(self, file: Path, what: str, remedy: str) -> None:
+        super().__init__(f"{file}: {what}; {remedy}")
+        self.file, self.what, self.remedy = file, what, remedy
+
+
+_RESTORE = "copy or convert it again"
+
+
+def read_image(path: Path) -> tuple[np.ndarray, np.ndarray, nib.Nifti1Header]:
+    """The voxels of a NIfTI file [X, Y, Z], or [X, Y, Z, channels], in their own type after the header's
+    scaling; its affine [4, 4] in mm; its header.
+
+    Raises FileError, a DataError, for a file that is missing, truncated, of another format, not 3D, or
+    without a usable affine.
+    """
+    try:
+        image: Any = nib.load(path)
+        if not isinstance(image, nib.Nifti1Image):
+            raise FileError(path, f"a {type(image).__name__}", "only NIfTI is read: .nii or .nii.gz")
+        voxels = np.asanyarray(image.dataobj)
+    except FileNotFoundError:
+        raise FileError(path, "no such file", "add it, or take the case out") from None
+    except nib.filebasedimages.ImageFileError:
+        raise FileError(path, "not a NIfTI file, or its beginning is damaged", _RESTORE) from None
+    except (EOFError, zlib.error, ValueError, OSError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise FileError(path, f"truncated or damaged ({first})", _RESTORE) from None
+    while voxels.ndim > 3 and voxels.shape[-1] == 1:
+        voxels = voxels[..., 0]
+    if voxels.ndim not in (3, 4) or 0 in voxels.shape:
+        raise FileError(path, f"of shape {list(voxels.shape)}, not three-dimensional", "give a 3D volume")
+    if not np.issubdtype(voxels.dtype, np.number) or np.iscomplexobj(voxels):
+        raise FileError(path, f"its voxels are {voxels.dtype}", "give one number per voxel")
+    affine = np.asarray(image.affine, dtype=np.float64)
+    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
+        raise FileError(path, "its affine is not finite or not invertible", "mend qform and sform")
+    return voxels, affine, image.header
+
+
+def write_label_map(path: Path, labels: np.ndarray, like: Path) -> None:
+    """Writes labels, [X, Y, Z] or masks [C, X, Y, Z] (the last axis of the file), in the geometry of the scan
+    `like`: its affine, its qform and sform with their codes, its units. Written whole or not at all.
+
+    Raises DataError where the shapes differ or the folder cannot be written.
+    """
+    source: Any = nib.load(like)
+    shape = labels.shape[-3:]
+    if labels.ndim not in (3, 4) or shape != source.shape[:3]:
+        raise DataError(f"{path}: labels of shape {list(labels.shape)} for {like} of {list(source.shape[:3])}")
+    largest = int(labels.max(initial=0))
+    voxels = np.moveaxis(labels, 0, -1) if labels.ndim == 4 else labels
+    header = source.header.copy()
+    header.set_data_dtype(np.uint8 if largest < 256 else np.int16)
+    header.set_slope_inter(1, 0)
+    header["cal_min"] = header["cal_max"] = 0
+    header["descrip"] = b"FedAtlas labels"
+    image = nib.Nifti1Image(voxels.astype(header.get_data_dtype()), source.affine, header)
+    with saved(path) as temporary:
+        nib.save(image, temporary)
+
+
+@contextmanager
+def saved(path: Path) -> Iterator[Path]:
+    """A temporary name beside `path`, with its ending, that becomes `path` when all went well."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        ending = ".nii.gz" if path.name.endswith(".gz") else path.suffix
+        handle, name = tempfile.mkstemp(prefix=".", suffix=ending, dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({error.strerror or error}); free or change the folder") from None
+
+
+# --------------------------------------------------------------------------------------------- geometry
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A scan's grid and its place on the federation's grid.
+
+    shape, spacing: of the scan's file, in voxels and mm; axes: where its axes point, as "LPS".
+    turned_shape, turned_spacing: the same after reorientation. grid_shape, grid_spacing: *S.
+    """
+
+    affine: np.ndarray
+    shape: tuple[int, ...]
+    spacing: tuple[float, ...]
+    axes: str
+    canonical: str
+    turned_shape: tuple[int, ...]
+    turned_spacing: tuple[float, ...]
+    grid_shape: tuple[int, ...]
+    grid_spacing: tuple[float, ...]
+
+    @property
+    def grid_affine(self) -> np.ndarray:
+        """Voxel indices of the federation's grid -> the scan's world, mm."""
+        turned = self.affine @ orientations.inv_ornt_aff(self._turn(), self.shape)
+        scale = np.divide(self.grid_spacing, self.turned_spacing)
+        middle = lambda shape: (np.asarray(shape) - 1) / 2  # noqa: E731
+        place = np.eye(4)
+        place[:3, :3] = np.diag(scale)
+        place[:3, 3] = middle(self.turned_shape) - scale * middle(self.grid_shape)
+        return turned @ place
+
+    def _turn(self) -> np.ndarray:
+        own = orientations.axcodes2ornt(self.axes)
+        return orientations.ornt_transform(own, orientations.axcodes2ornt(self.canonical))
+
+    def turn(self, voxels: np.ndarray) -> np.ndarray:
+        """[X, Y, Z] of the scan with its axes permuted and flipped to the canonical ones; a view."""
+        return orientations.apply_orientation(voxels, self._turn())
+
+    def turn_back(self, voxels: np.ndarray) -> np.ndarray:
+        """What `turn` did, undone."""
+        own, canonical = orientations.axcodes2ornt(self.axes), orientations.axcodes2ornt(self.canonical)
+        return orientations.apply_orientation(voxels, orientations.ornt_transform(canonical, own))
+
+
+def geometry_of(shape: Sequence[int], affine: np.ndarray, preprocessing: Preprocessing) -> Geometry:
+    """The geometry of a scan of this shape and affine."""
+    spacing = tuple(float(mm) for mm in np.sqrt((affine[:3, :3] ** 2).sum(0)))
+    own = orientations.io_orientation(affine)
+    turn = orientations.ornt_transform(own, orientations.axcodes2ornt(preprocessing.orientation))
+    # turn[i] says which axis of the result the scan's axis i becomes
+    order = np.argsort(turn[:, 0])
+    turned_shape = tuple(int(shape[i]) for i in order)
+    turned_spacing = tuple(spacing[i] for i in order)
+    grid_spacing = tuple(
+        own if wanted is None else float(wanted)
+        for own, wanted in zip(turned_spacing, preprocessing.spacing, strict=True)
+    )
+    grid_shape = tuple(
+        max(1, round(n * old / new))
+        for n, old, new in zip(turned_shape, turned_spacing, grid_spacing, strict=True)
+    )
+    return Geometry(
+        affine,
+        tuple(int(n) for n in shape),
+        spacing,
+        "".join(str(letter) for letter in orientations.ornt2axcodes(own)),
+        preprocessing.orientation,
+        turned_shape,
+        turned_spacing,
+        grid_shape,
+        grid_spacing,
+    )
+
+
+# ------------------------------------------------------------------------------------------- resampling
+
+
+def _taps(old: int, new: int, ratio: float, order: int) -> tuple[Tensor, Tensor]:
+    """Along one axis: which old voxels [new, taps] make a new one, and with what weights [new, taps].
+
+    ratio: new spacing over old. Both axes share their middle; beyond its ends the old one goes on with its last
+    voxel. Where voxels become larger the kernel widens with them, so that all old voxels count (no aliasing).
+    """
+    centre = (np.arange(new) - (new - 1) / 2) * ratio + (old - 1) / 2
+    width = max(1.0, ratio)
+    reach = (1 if order == 1 else 2) * width
+    first = np.floor(centre - reach).astype(np.int64) + 1
+    index = first[:, None] + np.arange(int(np.ceil(2 * reach)))
+    away = np.abs(index - centre[:, None]) / width
+    if order == 1:
+        weight = np.clip(1 - away, 0, None)
+    else:  # Keys' cubic convolution, a = -1/2
+        near, far = (1.5 * away - 2.5) * away**2 + 1, ((2.5 - 0.5 * away) * away - 4) * away + 2
+        weight = np.where(away < 1, near, np.where(away < 2, far, 0))
+    weight /= weight.sum(1, keepdims=True)
+    return torch.from_numpy(index.clip(0, old - 1)), torch.from_numpy(weight.astype(np.float32))
+
+
+def resample(
+    volume: Tensor, shape: Sequence[int], ratio: Sequence[float], *, order: int = 1
+) -> Tensor:
+    """A volume [X, Y, Z] float on a grid of another shape with the same middle, axis by axis.
+
+    ratio: new voxel size over old, per axis.
+    """
+    todo = [
+        (axis, _taps(volume.shape[axis], new, by, order))
+        for axis, (new, by) in enumerate(zip(shape, ratio, strict=True))
+        if new != volume.shape[axis] or abs(by - 1) > 1e-6
+    ]
+    # the axis that shrinks most goes first: less is left for the others
+    for axis, (index, weight) in sorted(todo, key=lambda item: len(item[1][0]) / volume.shape[item[0]]):
+        form = [-1 if other == axis else 1 for other in range(3)]
+        total = volume.index_select(axis, index[:, 0]) * weight[:, 0].reshape(form)
+        for tap in range(1, index.shape[1]):
+            total.addcmul_(volume.index_select(axis, index[:, tap]), weight[:, tap].reshape(form))
+        volume = total
+    return volume
+
+
+def image_to_grid(image: np.ndarray, geometry: Geometry, preprocessing: Preprocessing) -> np.ndarray:
+    """An image [I, X, Y, Z] on the federation's grid [I, *S] float32: turned, resampled, then normalised."""
+    ratio = np.divide(geometry.grid_spacing, geometry.turned_spacing)
+    channels = [
+        normalised(
+            resample(_tensor(geometry.turn(channel)), geometry.grid_shape, ratio, order=preprocessing.order),
+            preprocessing,
+        )
+        for channel in image
+    ]
+    return torch.stack(channels).numpy()
+
+
+def _tensor(voxels: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(voxels, dtype=np.float32))
+
+
+def normalised(channel: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """Intensities as the net sees them. A scan of one intensity becomes 0 under zscore."""
+    rule = preprocessing.normalise
+    if rule == "auto":
+        rule = "zscore" if preprocessing.window is None else "window"
+    if preprocessing.window is not None:
+        channel = channel.clamp(*preprocessing.window)
+    if rule == "window":
+        assert preprocessing.window is not None
+        low, high = preprocessing.window
+        return (channel - low) / (high - low)
+    if rule == "meanstd":
+        assert preprocessing.mean is not None and preprocessing.std is not None
+        return (channel - preprocessing.mean) / preprocessing.std
+    least = float(channel.min()) if preprocessing.foreground is None else preprocessing.foreground
+    inside = channel[channel > least].double()
+    if inside.numel() < 2:
+        inside = channel.double().flatten()
+    deviation = float(inside.std(correction=0))
+    return (channel - float(inside.mean())) / max(deviation, 1e-6)
+
+
+def labels_to_grid(labels: np.ndarray, geometry: Geometry, space: LabelSpace) -> np.ndarray:
+    """Labels on the federation's grid: class index [X, Y, Z] -> [*S], or masks [C, X, Y, Z] -> [C, *S].
+
+    The rule: each class's mask is resampled linearly, as an image, and gives the class's share of every new
+    voxel. A new voxel is foreground where all classes together hold half of it, and takes the class with the
+    largest share; overlapping classes each need half. A class that would vanish keeps the voxel in which its
+    share is largest, so that what is present stays present.
+    """
+    if space.exclusive:
+        classes = [int(c) for c in np.unique(labels) if c != 0]
+    else:
+        classes = [c for c in range(len(labels)) if labels[c].any()]
+    if geometry.grid_shape == geometry.turned_shape and np.allclose(
+        geometry.grid_spacing, geometry.turned_spacing, rtol=1e-6
+    ):
+        turned = [geometry.turn(mask) for mask in (labels[None] if space.exclusive else labels)]
+        return np.ascontiguousarray(turned[0]) if space.exclusive else np.stack(turned)
+    ratio = np.divide(geometry.grid_spacing, geometry.turned_spacing)
+    masks = np.zeros((len(space), *geometry.grid_shape) if not space.exclusive else (), dtype=np.uint8)
+    total = torch.zeros(geometry.grid_shape)
+    best, winner = torch.zeros(geometry.grid_shape), torch.zeros(geometry.grid_shape, dtype=torch.int16)
+    peak: dict[int, int] = {}
+    for c in classes:
+        mask = labels == c if space.exclusive else labels[c]
+        share = resample(_tensor(geometry.turn(mask)), geometry.grid_shape, ratio)
+        peak[c] = int(share.argmax())
+        if space.exclusive:
+            total += share
+            larger = share > best
+            best = torch.where(larger, share, best)
+            winner[larger] = c
+        else:
+            masks[c] = (share >= 0.5).numpy()
+            masks[c].reshape(-1)[peak[c]] = 1
+    if not space.exclusive:
+        return masks
+    # shares that sum to exactly half in the reals may miss it by a rounding
+    index = torch.where(total >= 0.5 - 1e-6, winner, torch.zeros_like(winner)).numpy().astype(labels.dtype)
+    for c in classes:
+        if not (index == c).any():
+            index.reshape(-1)[peak[c]] = c
+    return index
+
+
+def restore(probabilities: Tensor, geometry: Geometry, exclusive: bool) -> np.ndarray:
+    """Probabilities [C, *S] on the federation's grid -> labels on the scan's grid: class index [X, Y, Z] (uint8,
+    int16 from 256 classes on), or masks [C, X, Y, Z] uint8 of classes above one half.
+
+    Probabilities are resampled and the class is decided after, one class at a time, so that memory is that
+    of a few volumes of the scan's size whatever C is.
+    """
+    if tuple(probabilities.shape[1:]) != geometry.grid_shape:
+        raise DataError(
+            f"restore: probabilities of shape {list(probabilities.shape[1:])}, the grid of this scan is "
+            f"{list(geometry.grid_shape)}"
+        )
+    ratio = np.divide(geometry.turned_spacing, geometry.grid_spacing)
+    kind = torch.uint8 if len(probabilities) < 256 else torch.int16
+    best, winner, masks = torch.empty(0), torch.zeros(geometry.turned_shape, dtype=kind), []
+    for c, channel in enumerate(probabilities):
+        value = resample(channel.float().cpu(), geometry.turned_shape, ratio)
+        if not exclusive:
+            masks.append(np.ascontiguousarray(geometry.turn_back((value > 0.5).numpy())).astype(np.uint8))
+        elif c == 0:
+            best = value.clone() if value.data_ptr() == channel.data_ptr() else value
+        else:
+            larger = value > best
+            winner[larger] = c
+            torch.maximum(best, value, out=best)
+    return np.ascontiguousarray(geometry.turn_back(winner.numpy())) if exclusive else np.stack(masks)
+
+
+def stack_slices(image: np.ndarray, at: int, context: int) -> np.ndarray:
+    """Slice `at` of an image [I, X, Y, Z] with `context` neighbours on each side: [I * (2 * context + 1), X, Y].
+
+    Channel i * (2 * context + 1) + k is slice at + k - context of image i; beyond the ends the last slice is
+    repeated.
+    """
+    index = np.clip(np.arange(at - context, at + context + 1), 0, image.shape[-1] - 1)
+    chosen = np.moveaxis(np.asarray(image[..., index]), -1, 1)
+    return chosen.reshape(-1, *chosen.shape[2:])
+
+
+# ------------------------------------------------------------------------------------------- lone scans
+
+
+@dataclass
+class Scan:
+    """A scan without a truth, as `data.batch.Volume`."""
+
+    case: str
+    image: Tensor
+    spacing: tuple[float, ...]
+    raw_spacing: tuple[float, ...]
+    known: Tensor
+    scored: Tensor
+    geometry: Geometry
+    exclusive: bool
+
+    def truth(self, grid: str) -> np.ndarray:
+        """Raises DataError: there is none."""
+        raise DataError(f"{self.case}: a scan given for prediction has no truth to score against")
+
+    def restore(self, probabilities: Tensor) -> np.ndarray:
+        """See `restore`."""
+        return restore(probabilities, self.geometry, self.exclusive)
+
+
+def read_channels(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
+    """The images of one case as [I, X, Y, Z], and their common affine.
+
+    A file per channel, or one 4D file whose last axis is the channel. Raises FileError for what `read_image`
+    refuses, for voxels that are not finite, and for channels of different shape or affine.
+    """
+    channels: list[np.ndarray] = []
+    affine = np.eye(4)
+    for number, path in enumerate(paths):
+        voxels, own, _ = read_image(path)
+        if voxels.ndim == 4 and len(paths) > 1:
+            raise FileError(path, f"of shape {list(voxels.shape)}", "give a 3D file per channel, or one 4D file")
+        if np.issubdtype(voxels.dtype, np.floating) and not np.isfinite(voxels).all():
+            count = int(voxels.size - np.isfinite(voxels).sum())
+            what = f"holds {count} voxels that are NaN or infinite"
+            raise FileError(path, what, "replace them, as by the value of air, or take the case out")
+        if number == 0:
+            affine = own
+        else:
+            require_same_grid(path, voxels.shape, own, paths[0], channels[0].shape, affine)
+        channels += list(np.moveaxis(voxels, -1, 0)) if voxels.ndim == 4 else [voxels]
+    return (channels[0][None] if len(channels) == 1 else np.stack(channels)), affine
+
+
+def require_same_grid(
+    path: Path,
+    shape: Sequence[int],
+    affine: np.ndarray,
+    other: Path,
+    other_shape: Sequence[int],
+    other_affine: np.ndarray,
+) -> None:
+    """Raises FileError unless two files of a case have one shape and one affine: no corner of the volume may
+    differ by more than a thousandth of the smallest voxel per voxel along the longest axis, and 0.1 voxel."""
+    if tuple(shape) != tuple(other_shape):
+        what = f"of shape {list(shape)}, but {other.name} is {list(other_shape)}"
+        raise FileError(path, what, "both must be on one grid: convert them together")
+    size = np.sqrt((other_affine[:3, :3] ** 2).sum(0)).min()
+    corners = np.array([[x, y, z, 1] for x in (0, 1) for y in (0, 1) for z in (0, 1)], dtype=float)
+    corners[:, :3] *= np.asarray(shape[:3]) - 1
+    apart = float(np.abs(corners @ (affine - other_affine).T).max())
+    if apart > 1e-3 * size * max(1, min(max(shape), 100)):
+        what = f"its affine differs from that of {other.name}: voxels lie up to {apart:.3g} mm apart"
+        raise FileError(path, what, "both must be on one grid: resample the label, or copy the image's header")
+
+
+def load_scan(paths: Sequence[Path], preprocessing: Preprocessing, space: LabelSpace) -> Scan:
+    """A lone scan, one file per channel, ready for prediction. Raises DataError naming the file."""
+    image, affine = read_channels(paths)
+    geometry = geometry_of(image.shape[1:], affine, preprocessing)
+    return Scan(
+        case=paths[0].name.removesuffix(".gz").removesuffix(".nii"),
+        image=torch.from_numpy(image_to_grid(image, geometry, preprocessing)),
+        spacing=geometry.grid_spacing,
+        raw_spacing=geometry.spacing,
+        known=torch.zeros(len(space), dtype=torch.bool),
+        scored=torch.zeros(len(space), dtype=torch.bool),
+        geometry=geometry,
+        exclusive=space.exclusive,
+    )
