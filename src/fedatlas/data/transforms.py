@@ -475,8 +475,8 @@ def require_same_grid(
     other_shape: Sequence[int],
     other_affine: np.ndarray,
 ) -> None:
-    """Raises FileError unless two files of a case have one shape and one affine: no corner of the volume may
-    differ by more than a thousandth of the smallest voxel per voxel along the longest axis, and 0.1 voxel."""
+    """Raises FileError unless two files of a case have one shape and one affine: by either, every corner of the
+    volume lies within a hundredth of the smallest voxel of the same place."""
     if tuple(shape) != tuple(other_shape):
         what = f"of shape {list(shape)}, but {other.name} is {list(other_shape)}"
         raise FileError(path, what, "both must be on one grid: convert them together")
@@ -484,7 +484,7 @@ def require_same_grid(
     corners = np.array([[x, y, z, 1] for x in (0, 1) for y in (0, 1) for z in (0, 1)], dtype=float)
     corners[:, :3] *= np.asarray(shape[:3]) - 1
     apart = float(np.abs(corners @ (affine - other_affine).T).max())
-    if apart > 1e-3 * size * max(1, min(max(shape), 100)):
+    if apart > 1e-2 * size:
         what = f"its affine differs from that of {other.name}: voxels lie up to {apart:.3g} mm apart"
         raise FileError(path, what, "both must be on one grid: resample the label, or copy the image's header")
 

@@ -1,0 +1,148 @@
+"""Reading one case of a site, with everything that can be wrong with it. Checking and training share this code.
+
+Shapes: C classes, I input channels, X, Y, Z the axes of the scan's file.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fedatlas.data.datasets.listing import Case, Problem
+from fedatlas.data.index import Naming, SiteIndex
+from fedatlas.data.transforms import FileError, read_channels, read_image, require_same_grid
+from fedatlas.errors import DataError
+from fedatlas.labels import BACKGROUND, LabelSpace, map_labels
+
+
+@dataclass(frozen=True)
+class Label:
+    """A label file, mapped. voxels: class index [X, Y, Z], or masks [C, X, Y, Z]; known: the classes annotated in
+    this case; counts: voxels per known class; strayed: class names drawn though the case does not list them."""
+
+    voxels: np.ndarray
+    known: frozenset[int]
+    counts: dict[int, int]
+    strayed: tuple[str, ...]
+
+
+@dataclass
+class Raw:
+    """A case as it was read. What could not be read is None, and `problems` says why."""
+
+    image: np.ndarray | None = None
+    affine: np.ndarray = field(default_factory=lambda: np.eye(4))
+    label: Label | None = None
+    reference: Label | None = None
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_case(
+    index: SiteIndex,
+    case: Case,
+    space: LabelSpace,
+    naming: tuple[Naming, Naming],
+    *,
+    reference: bool = False,
+) -> Raw:
+    """A case's image [I, X, Y, Z], its label and, if asked for, its reference, each checked.
+
+    Voxels of a class that the case does not annotate are background in what is returned.
+    """
+    raw = Raw()
+    with _noting(index, raw):
+        image, affine = read_channels(case.images)
+        if len(image) != index.channels:
+            what = f"{len(image)} channels, but site {index.name} has {index.channels}"
+            raise FileError(case.images[0], what, "every case of a federation has the same channels")
+        raw.image, raw.affine = image, affine
+    if case.label is not None:
+        with _noting(index, raw):
+            raw.label = _label(raw, case, case.label, naming[0], case.annotated, space, index)
+    if reference and case.reference is not None:
+        with _noting(index, raw):
+            names = case.reference_annotated
+            raw.reference = _label(raw, case, case.reference, naming[1], names, space, index)
+    return raw
+
+
+@contextmanager
+def _noting(index: SiteIndex, raw: Raw) -> Iterator[None]:
+    try:
+        yield
+    except FileError as error:
+        raw.problems.append(Problem(index.name, index.file(error.file), error.what, error.remedy))
+
+
+def _label(
+    raw: Raw,
+    case: Case,
+    path: Path,
+    naming: Naming,
+    annotated: tuple[str, ...],
+    space: LabelSpace,
+    index: SiteIndex,
+) -> Label:
+    known = naming.known(annotated)
+    voxels, affine = read_integers(path)
+    if raw.image is not None:
+        require_same_grid(path, voxels.shape, affine, case.images[0], raw.image.shape[1:], raw.affine)
+    mapped, counts = map_integers(voxels, naming, known, space, path)
+    kept = {c: sum(n for value, n in counts.items() if _class(naming, value, space) == c) for c in known}
+    strayed = {naming.integers[value] for value, n in counts.items() if n} - {BACKGROUND}
+    strayed -= {space.names[c] for c in known}
+    return Label(mapped, known, kept, tuple(sorted(strayed)))
+
+
+def _class(naming: Naming, value: int, space: LabelSpace) -> int | None:
+    name = naming.integers[value]
+    return None if name == BACKGROUND else space.index(name)
+
+
+def read_integers(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """A label file's integers [X, Y, Z] and its affine. Raises FileError for values that are not whole."""
+    voxels, affine, _ = read_image(path)
+    if voxels.ndim != 3:
+        raise FileError(path, f"of shape {list(voxels.shape)}", "a label file holds one integer per voxel, in 3D")
+    if np.issubdtype(voxels.dtype, np.floating):
+        whole = np.rint(voxels)
+        off = ~(np.abs(voxels - whole) < 1e-3)
+        if off.any():
+            what = f"holds {float(voxels[off][0]):g} in {int(off.sum())} voxels; label files hold whole numbers"
+            raise FileError(path, what, "resample labels by nearest neighbour, or export them as integers")
+        voxels = whole.astype(np.int32)
+    return voxels, affine
+
+
+def map_integers(
+    voxels: np.ndarray, naming: Naming, known: frozenset[int], space: LabelSpace, path: Path
+) -> tuple[np.ndarray, dict[int, int]]:
+    """Integers [X, Y, Z] -> class index [X, Y, Z] or masks [C, X, Y, Z], where what is not in `known` is
+    background; and how often each integer occurs. By `map_labels`, applied to the values that occur."""
+    low, high = int(voxels.min()), int(voxels.max())
+    if high - low < 1 << 16:
+        counts = np.bincount((voxels.astype(np.int64) - low).ravel())
+        values = np.flatnonzero(counts) + low
+        numbers = counts[values - low]
+    else:
+        values, numbers = np.unique(voxels, return_counts=True)
+    wrong = [int(value) for value in values if int(value) not in naming.integers]
+    if wrong:
+        table = ", ".join(f"{number}={name}" for number, name in sorted(naming.integers.items()))
+        what = f"holds the label integer {wrong[0]}, which is not in the table ({table})"
+        raise FileError(path, what, "add it to the table under its name, or correct the file")
+    mapped = map_labels(values, naming.integers, space, annotated=known, source=str(path))
+    table = np.zeros((*mapped.shape[:-1], high - low + 1), dtype=mapped.dtype)
+    table[..., values - low] = mapped
+    found = table[..., voxels.astype(np.int64) - low]
+    return found, {int(value): int(n) for value, n in zip(values, numbers, strict=True)}
+
+
+def refuse(problems: list[Problem]) -> None:
+    """Raises DataError for the first fatal problem, and says how many there are."""
+    fatal = [problem for problem in problems if problem.fatal]
+    if fatal:
+        more = f" ({len(fatal) - 1} more: `fedatlas check` lists them)" if len(fatal) > 1 else ""
+        raise DataError(f"{fatal[0]}{more}")
