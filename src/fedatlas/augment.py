@@ -1,129 +1,224 @@
-"""Random views of a batch: pure functions of tensors and a generator, in 2D and in 3D.
+"""Training patches, varied: pure functions of tensors and a generator.
 
-Shapes: B batch, I input channels, C classes, *S spatial.
+Shapes: B batch, I input channels, C classes, *S spatial, two or three axes.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import functional as F
 
+from fedatlas.errors import FederationError
 from fedatlas.options import option, options
-
-Range = tuple[float, float]
 
 
 @options
 class Augmentation:
-    """How training patches are varied. Every sample draws for itself."""
+    """How training patches are varied. Every chance is drawn per patch."""
 
-    spatial: float = option(0.5, "Chance that a sample is rotated, scaled and moved.", ge=0, le=1)
-    rotation: float = option(15.0, "Largest angle in degrees, about every axis in 3D.", ge=0, le=180)
-    scaling: Range = option((0.85, 1.15), "Size of what is seen; above 1 enlarges.")
-    translation: float = option(0.05, "Largest shift, as a share of the patch.", ge=0, le=1)
+    rotation: float = option(15.0, "Largest turn about every axis, degrees.", ge=0, le=180)
+    p_rotation: float = option(0.3, "Chance of a turn.", ge=0, le=1)
+    scaling: tuple[float, float] = option((0.85, 1.15), "Smallest and largest magnification.")
+    p_scaling: float = option(0.3, "Chance of a magnification.", ge=0, le=1)
+    translation: float = option(0.05, "Largest shift along every axis, in parts of the patch.", ge=0, le=0.5)
+    p_translation: float = option(0.2, "Chance of a shift.", ge=0, le=1)
     mirror: tuple[int, ...] = option(
-        (), "Axes of the patch, from 0, that are flipped at random; none keeps left and right."
+        (), "Axes that may be flipped, 0 the first; leave out left-right where classes are left or right."
     )
-    intensity: float = option(0.5, "Chance that a sample's values are changed.", ge=0, le=1)
-    contrast: Range = option((0.8, 1.2), "Factor on the distance of values from their mean.")
-    brightness: float = option(0.1, "Largest amount added, in deviations of the sample's values.", ge=0)
-    gamma: Range = option((0.8, 1.25), "Exponent on the values, scaled to 0..1 and back.")
+    p_mirror: float = option(0.5, "Chance of a flip, for each of these axes.", ge=0, le=1)
+    elastic: float = option(0.0, "Deviation of an elastic deformation at its control points, voxels.", ge=0)
+    p_elastic: float = option(0.2, "Chance of an elastic deformation.", ge=0, le=1)
     noise: float = option(
-        0.05, "Largest deviation of added Gaussian noise, in deviations of the sample's values.", ge=0
+        0.1, "Largest deviation of Gaussian noise, in deviations of the patch's intensities.", ge=0
     )
+    p_noise: float = option(0.15, "Chance of noise.", ge=0, le=1)
+    blur: tuple[float, float] = option((0.5, 1.0), "Smallest and largest deviation of a Gaussian blur, voxels.")
+    p_blur: float = option(0.1, "Chance of a blur.", ge=0, le=1)
+    brightness: tuple[float, float] = option((0.75, 1.25), "Smallest and largest factor of the intensities.")
+    p_brightness: float = option(0.15, "Chance of a factor.", ge=0, le=1)
+    contrast: tuple[float, float] = option(
+        (0.75, 1.25), "Smallest and largest factor of the distance from the mean; the range is kept."
+    )
+    p_contrast: float = option(0.15, "Chance of another contrast.", ge=0, le=1)
+    gamma: tuple[float, float] = option((0.7, 1.5), "Smallest and largest exponent on the patch's range.")
+    p_gamma: float = option(0.15, "Chance of an exponent.", ge=0, le=1)
+
+    def __post_init__(self) -> None:
+        for name in ("scaling", "blur", "brightness", "contrast", "gamma"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise FederationError(
+                    f"augmentation: {name} is {[low, high]}; allowed: two numbers above 0, the lower first"
+                )
+        if any(axis not in (0, 1, 2) for axis in self.mirror):
+            raise FederationError(f"augmentation: mirror is {list(self.mirror)}; axes are 0, 1 and 2")
+
+
+OFF = Augmentation(  # type: ignore[call-arg]
+    p_rotation=0, p_scaling=0, p_translation=0, p_elastic=0, p_noise=0, p_blur=0, p_brightness=0,
+    p_contrast=0, p_gamma=0,
+)  # fmt: skip
+"""No augmentation."""
 
 
 def augment(
-    image: Tensor, target: Tensor, options: Augmentation, rng: torch.Generator
+    image: Tensor,
+    target: Tensor,
+    how: Augmentation,
+    rng: torch.Generator,
+    *,
+    spacing: Tensor | None = None,
+    images: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """A varied copy of a batch on the CPU.
+    """Varies a batch: image [B, I, *S] float; target [B, *S] class index, [B, C, *S] masks, or [B, C], which no
+    movement changes. Returns new tensors.
 
-    image: [B, I, *S] float; target: [B, *S] class index, or masks [B, C, *S]. The image is interpolated
-    linearly, the target takes its nearest neighbour; what comes from outside is the border's value in the
-    image and 0 in the target.
+    spacing: [B, axes] voxel size, so that turns are turns in mm; None: voxels are cubes.
+    images: the I channels belong to so many images (a slice and its neighbours to one); intensities are varied
+        per image.
     """
-    if options.spatial > 0:
-        image, target = _spatial(image, target, options, rng)
-    for axis in options.mirror:
-        image, target = _mirror(image, target, axis, rng)
-    return (_intensity(image, options, rng) if options.intensity > 0 else image), target
+    image, target = move(image, target, how, rng, spacing=spacing)
+    return vary_intensity(image, how, rng, images=images), target
 
 
-def _uniform(n: int, low: float, high: float, rng: torch.Generator) -> Tensor:
-    return low + (high - low) * torch.rand(n, generator=rng)
-
-
-def _chosen(n: int, chance: float, rng: torch.Generator) -> Tensor:
-    return torch.rand(n, generator=rng) < chance
-
-
-def _spatial(
-    image: Tensor, target: Tensor, options: Augmentation, rng: torch.Generator
+def move(
+    image: Tensor,
+    target: Tensor,
+    how: Augmentation,
+    rng: torch.Generator,
+    *,
+    spacing: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    n, dims = len(image), image.dim() - 2
-    chosen = _chosen(n, options.spatial, rng)
-    turn = torch.eye(dims).repeat(n, 1, 1)
-    for i in range(dims):
-        for j in range(i + 1, dims):
-            angle = _uniform(n, -options.rotation, options.rotation, rng) * math.pi / 180
-            plane = torch.eye(dims).repeat(n, 1, 1)
-            plane[:, i, i] = plane[:, j, j] = angle.cos()
-            plane[:, i, j], plane[:, j, i] = -angle.sin(), angle.sin()
-            turn = turn @ plane
-    turn = turn / _uniform(n, *options.scaling, rng)[:, None, None]
-    shift = _uniform(n * dims, -2 * options.translation, 2 * options.translation, rng).reshape(n, dims, 1)
-    if not bool(chosen.any()):
+    """Turn, magnification, shift, flips and elastic deformation in one resampling: linear for images, nearest for
+    targets. What comes in from beyond the patch repeats its edge, in both alike."""
+    size, axes = image.shape[2:], image.dim() - 2
+    matrix, shift, moved = _placements(len(image), axes, how, rng)
+    bent = _chance(len(image), how.p_elastic if how.elastic else 0.0, rng)
+    chosen = (moved | bent).nonzero()[:, 0]
+    if len(chosen) == 0:
         return image, target
-    # angles are those of voxels: grid coordinates run from -1 to 1 along every axis, whatever its length,
-    # and name the last axis first
-    sizes = torch.tensor(image.shape[2:], dtype=torch.float32).flip(0)
-    turn = turn * (sizes[None, None, :] / sizes[None, :, None])
-    some = chosen.nonzero()[:, 0]
-    theta = torch.cat([turn, shift], 2)[some]
-    grid = F.affine_grid(theta, [len(some), 1, *image.shape[2:]], align_corners=False)
-    masks = target if target.dim() == image.dim() else target[:, None]
-    moved = F.grid_sample(image[some], grid, mode="bilinear", padding_mode="border", align_corners=False)
-    labels = F.grid_sample(
-        masks[some].float(), grid, mode="nearest", padding_mode="zeros", align_corners=False
+    matrix, shift, bent = matrix[chosen], shift[chosen], bent[chosen]
+    if spacing is not None:
+        mm = spacing.to(matrix)[chosen]
+        matrix = matrix * mm[:, None, :] / mm[:, :, None]
+    extent = torch.tensor([float(n) for n in size])
+    matrix = matrix * extent[None, None, :] / extent[None, :, None]
+    # grid_sample counts axes from the last one
+    theta = torch.cat([matrix.flip(1, 2), 2 * shift.flip(1)[:, :, None]], dim=2)
+    grid = F.affine_grid(theta, [len(chosen), 1, *size], align_corners=False)
+    if bool(bent.any()):
+        coarse = torch.randn((len(chosen), axes, *[min(5, n) for n in size]), generator=rng)
+        coarse = coarse * (how.elastic * bent.float()).reshape(-1, *[1] * (axes + 1))
+        smooth = F.interpolate(
+            coarse, size=list(size), mode="trilinear" if axes == 3 else "bicubic", align_corners=True
+        )
+        voxel = (2 / extent).flip(0)
+        grid = grid + smooth.movedim(1, -1) * voxel
+    grid, chosen = grid.to(image.device), chosen.to(image.device)
+    image, moving = image.clone(), target.dim() > 2
+    image[chosen] = F.grid_sample(
+        image[chosen], grid, mode="bilinear", padding_mode="border", align_corners=False
     )
-    image, masks = image.clone(), masks.clone()
-    image[some], masks[some] = moved, labels.to(masks.dtype)
-    return image, masks if target.dim() == image.dim() else masks[:, 0]
-
-
-def _mirror(image: Tensor, target: Tensor, axis: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    some = _chosen(len(image), 0.5, rng).nonzero()[:, 0]
-    dims = image.dim() - 2
-    image, target = image.clone(), target.clone()
-    image[some] = image[some].flip(axis - dims)
-    target[some] = target[some].flip(axis - dims)
+    if moving:
+        part = target[chosen].float()
+        masks = part.dim() == image.dim()
+        part = F.grid_sample(
+            part if masks else part[:, None], grid, mode="nearest", padding_mode="border", align_corners=False
+        )
+        target = target.clone()
+        target[chosen] = (part if masks else part[:, 0]).to(target.dtype)
     return image, target
 
 
-def _intensity(image: Tensor, options: Augmentation, rng: torch.Generator) -> Tensor:
-    n = len(image)
-    chosen = _chosen(n, options.intensity, rng)
-    draws = {
-        "contrast": _uniform(n, *options.contrast, rng),
-        "brightness": _uniform(n, -options.brightness, options.brightness, rng),
-        "gamma": _uniform(n, *options.gamma, rng),
-        "noise": _uniform(n, 0, options.noise, rng),
-    }
-    gaussian = torch.randn(image.shape, generator=rng) if options.noise > 0 else None
-    some = chosen.nonzero()[:, 0]
-    if not len(some):
-        return image
-    draws = {name: value[some].reshape(-1, *[1] * (image.dim() - 1)) for name, value in draws.items()}
-    values = image[some]
-    axes = tuple(range(1, image.dim()))
-    low, high = values.amin(axes, keepdim=True), values.amax(axes, keepdim=True)
-    span = (high - low).clamp(min=1e-6)
-    values = ((values - low) / span).clamp(min=0).pow(draws["gamma"]) * span + low
-    mean, deviation = values.mean(axes, keepdim=True), values.std(axes, keepdim=True)
-    values = (values - mean) * draws["contrast"] + mean + draws["brightness"] * deviation
-    if gaussian is not None:
-        values = values + draws["noise"] * deviation * gaussian[some]
-    image = image.clone()
-    image[some] = values
+def _chance(count: int, p: float, rng: torch.Generator) -> Tensor:
+    return torch.rand(count, generator=rng) < p
+
+
+def _between(count: int | Sequence[int], low: float, high: float, rng: torch.Generator) -> Tensor:
+    return low + (high - low) * torch.rand(count, generator=rng)
+
+
+def _log_between(count: int | Sequence[int], limits: tuple[float, float], rng: torch.Generator) -> Tensor:
+    """A factor and its inverse are equally likely."""
+    return _between(count, math.log(limits[0]), math.log(limits[1]), rng).exp()
+
+
+def _placements(
+    count: int, axes: int, how: Augmentation, rng: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each output voxel is taken from, relative to the patch's centre: matrices [B, axes, axes], shifts
+    [B, axes] in parts of the patch, and which samples move at all [B]."""
+    matrix = torch.eye(axes).repeat(count, 1, 1)
+    turned = _chance(count, how.p_rotation, rng)
+    for first, second in [(0, 1)] if axes == 2 else [(0, 1), (0, 2), (1, 2)]:
+        angle = _between(count, -1, 1, rng) * math.radians(how.rotation) * turned
+        turn = torch.eye(axes).repeat(count, 1, 1)
+        turn[:, first, first] = turn[:, second, second] = angle.cos()
+        turn[:, first, second], turn[:, second, first] = -angle.sin(), angle.sin()
+        matrix = matrix @ turn
+    scaled = _chance(count, how.p_scaling, rng)
+    factor = torch.where(scaled, 1 / _log_between(count, how.scaling, rng), torch.ones(count))
+    matrix = matrix * factor[:, None, None]
+    moved = turned | scaled
+    for axis in how.mirror:
+        if axis < axes:
+            flipped = _chance(count, how.p_mirror, rng)
+            matrix[:, :, axis] = torch.where(flipped[:, None], -matrix[:, :, axis], matrix[:, :, axis])
+            moved = moved | flipped
+    shifted = _chance(count, how.p_translation, rng)
+    shift = _between((count, axes), -1, 1, rng) * how.translation * shifted[:, None]
+    return matrix, shift, moved | shifted
+
+
+def vary_intensity(image: Tensor, how: Augmentation, rng: torch.Generator, *, images: int = 1) -> Tensor:
+    """Noise, blur, brightness, contrast and gamma, in this order; [B, I, *S] -> a new tensor of the same shape."""
+    shape = image.shape
+    image = image.reshape(shape[0] * images, shape[1] // images, *shape[2:]).clone()
+    count, ones = len(image), [1] * (image.dim() - 1)
+    dims = tuple(range(1, image.dim()))
+
+    def rows(p: float) -> Tensor:
+        # per image; the device's generator is never asked, so that every device draws the same
+        return _chance(count, p, rng).nonzero()[:, 0]
+
+    if len(chosen := rows(how.p_noise)):
+        strength = _between(len(chosen), 0, how.noise, rng).reshape(-1, *ones).to(image.device)
+        drawn = torch.randn((len(chosen), *image.shape[1:]), generator=rng).to(image.device)
+        part = image[chosen.to(image.device)]
+        image[chosen.to(image.device)] = part + drawn * strength * part.std(dims, correction=0, keepdim=True)
+    if len(chosen := rows(how.p_blur)):
+        sigma = _between(len(chosen), *how.blur, rng).to(image.device)
+        image[chosen.to(image.device)] = blurred(image[chosen.to(image.device)], sigma)
+    if len(chosen := rows(how.p_brightness)):
+        factor = _log_between(len(chosen), how.brightness, rng).reshape(-1, *ones).to(image.device)
+        image[chosen.to(image.device)] *= factor
+    if len(chosen := rows(how.p_contrast)):
+        factor = _log_between(len(chosen), how.contrast, rng).reshape(-1, *ones).to(image.device)
+        part = image[chosen.to(image.device)]
+        mean, low, high = part.mean(dims, keepdim=True), part.amin(dims, keepdim=True), part.amax(dims, keepdim=True)
+        image[chosen.to(image.device)] = ((part - mean) * factor + mean).clamp(low, high)
+    if len(chosen := rows(how.p_gamma)):
+        power = _log_between(len(chosen), how.gamma, rng).reshape(-1, *ones).to(image.device)
+        part = image[chosen.to(image.device)]
+        low = part.amin(dims, keepdim=True)
+        span = (part.amax(dims, keepdim=True) - low).clamp_min(1e-6)
+        image[chosen.to(image.device)] = ((part - low) / span).clamp(0, 1) ** power * span + low
+    return image.reshape(shape)
+
+
+def blurred(image: Tensor, sigma: Tensor) -> Tensor:
+    """A Gaussian blur of an image [B, I, *S] by sigma [B] voxels, along every spatial axis; edges are repeated."""
+    reach = max(1, math.ceil(3 * float(sigma.max())))
+    steps = torch.arange(-reach, reach + 1, device=image.device)
+    weight = torch.exp(-0.5 * (steps / sigma[:, None]) ** 2)
+    weight = (weight / weight.sum(1, keepdim=True)).reshape(len(sigma), -1, *[1] * (image.dim() - 1))
+    for axis in range(2, image.dim()):
+        length = image.shape[axis]
+        place = torch.arange(length, device=image.device)
+        total = torch.zeros_like(image)
+        for tap in range(2 * reach + 1):
+            total.addcmul_(image.index_select(axis, (place + tap - reach).clamp(0, length - 1)), weight[:, tap])
+        image = total
     return image

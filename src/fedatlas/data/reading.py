@@ -3,6 +3,7 @@
 Shapes: C classes, I input channels, X, Y, Z the axes of the scan's file.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -112,7 +113,7 @@ def read_integers(path: Path) -> tuple[np.ndarray, np.ndarray]:
         if off.any():
             what = f"holds {float(voxels[off][0]):g} in {int(off.sum())} voxels; label files hold whole numbers"
             raise FileError(path, what, "resample labels by nearest neighbour, or export them as integers")
-        voxels = whole.astype(np.int32)
+        voxels = whole.astype(np.int64)
     return voxels, affine
 
 
@@ -122,22 +123,28 @@ def map_integers(
     """Integers [X, Y, Z] -> class index [X, Y, Z] or masks [C, X, Y, Z], where what is not in `known` is
     background; and how often each integer occurs. By `map_labels`, applied to the values that occur."""
     low, high = int(voxels.min()), int(voxels.max())
-    if high - low < 1 << 16:
-        counts = np.bincount((voxels.astype(np.int64) - low).ravel())
-        values = np.flatnonzero(counts) + low
-        numbers = counts[values - low]
-    else:
-        values, numbers = np.unique(voxels, return_counts=True)
+    slices = range(voxels.shape[2])
+    counted: dict[int, int] = {}
+    for z in slices:  # slice by slice: an index array of the whole scan would be eight times its size
+        for value, n in zip(*np.unique(voxels[..., z], return_counts=True), strict=True):
+            counted[int(value)] = counted.get(int(value), 0) + int(n)
+    values = np.array(sorted(counted))
     wrong = [int(value) for value in values if int(value) not in naming.integers]
     if wrong:
         table = ", ".join(f"{number}={name}" for number, name in sorted(naming.integers.items()))
         what = f"holds the label integer {wrong[0]}, which is not in the table ({table})"
         raise FileError(path, what, "add it to the table under its name, or correct the file")
     mapped = map_labels(values, naming.integers, space, annotated=known, source=str(path))
-    table = np.zeros((*mapped.shape[:-1], high - low + 1), dtype=mapped.dtype)
-    table[..., values - low] = mapped
-    found = table[..., voxels.astype(np.int64) - low]
-    return found, {int(value): int(n) for value, n in zip(values, numbers, strict=True)}
+    found = np.empty((*mapped.shape[:-1], *voxels.shape), dtype=mapped.dtype, order="F")
+    dense = high - low < 1 << 16
+    table_of = np.zeros((*mapped.shape[:-1], high - low + 1), mapped.dtype) if dense else mapped
+    if dense:
+        table_of[..., values - low] = mapped
+    for z in slices:
+        flat = voxels[..., z]
+        place = flat.astype(np.int64) - low if dense else np.searchsorted(values, flat)
+        found[..., z] = table_of[..., place]
+    return found, counted
 
 
 def refuse(problems: list[Problem]) -> None:
@@ -146,3 +153,12 @@ def refuse(problems: list[Problem]) -> None:
     if fatal:
         more = f" ({len(fatal) - 1} more: `fedatlas check` lists them)" if len(fatal) > 1 else ""
         raise DataError(f"{fatal[0]}{more}")
+
+
+def digest(image: np.ndarray) -> str:
+    """A hash of an image's voxels, their type left aside."""
+    mark = hashlib.blake2b(str(image.shape).encode(), digest_size=16)
+    for channel in image:
+        for z in range(channel.shape[-1]):
+            mark.update(np.ascontiguousarray(channel[..., z], dtype=np.float32).tobytes())
+    return mark.hexdigest()

@@ -1,0 +1,154 @@
+"""What can be wrong with a site, and with several together. Nothing is trained, nothing is changed."""
+
+from collections.abc import Callable, Sequence
+
+import nibabel as nib
+
+from fedatlas.data.datasets.listing import Problem
+from fedatlas.data.index import SiteIndex, naming_of
+from fedatlas.data.reading import digest, read_case
+from fedatlas.errors import FederationError
+from fedatlas.labels import BACKGROUND, LabelSpace
+
+
+def layout_problems(index: SiteIndex) -> list[Problem]:
+    """What the layout alone shows: missing files, duplicated cases, a patient in two splits."""
+    found = list(index.problems)
+    seen: dict[str, str] = {}
+    files: dict[str, str] = {}
+    splits: dict[str, tuple[str, str]] = {}
+    for case in index.cases:
+        where = index.file(case.images[0])
+        if case.name in seen and seen[case.name] == case.split:
+            what = f"case {case.name!r} is in the {case.split} cases twice"
+            found.append(Problem(index.name, where, what, "take one out, or rename it"))
+        elif str(case.images[0].resolve()) in files:
+            other = files[str(case.images[0].resolve())]
+            what = f"the same file is case {other!r} and case {case.name!r}"
+            found.append(Problem(index.name, where, what, "take one out"))
+        elif case.patient in splits and splits[case.patient][0] != case.split:
+            split, other = splits[case.patient]
+            what = f"patient {case.patient!r} is in the {split} cases ({other}) and in the {case.split} cases"
+            found.append(Problem(index.name, where, what, "keep every patient in one split"))
+        seen.setdefault(case.name, case.split)
+        files.setdefault(str(case.images[0].resolve()), case.name)
+        splits.setdefault(case.patient, (case.split, case.name))
+    return found
+
+
+def empty_site(index: SiteIndex) -> list[Problem]:
+    """A site that has nothing to train on."""
+    if any(case.split == "train" for case in index.cases):
+        return []
+    what = f"empty: {index.root} holds no training case that can be used"
+    return [Problem(index.name, "", what, "correct `path`, `format`, `table` or `labels`, or take the site out")]
+
+
+def twin_problems(index: SiteIndex, digests: Sequence[tuple[str, str, str, str]]) -> list[Problem]:
+    """Equal scans under two names. digests: (case, split, file, digest of the voxels). Fatal between the test
+    cases and the others."""
+    found, first = [], {}
+    for case, split, file, mark in digests:
+        if mark in first:
+            other, other_split = first[mark]
+            fatal = (split == "test") != (other_split == "test")
+            what = f"the scan of {split} case {case!r} is, voxel by voxel, that of {other_split} case {other!r}"
+            found.append(Problem(index.name, file, what, "take one out", fatal))
+        first.setdefault(mark, (case, split))
+    return found
+
+
+def check_site(
+    index: SiteIndex, space: LabelSpace, *, progress: Callable[[str], None] | None = None
+) -> list[Problem]:
+    """Reads every file of a site. The problems found, those that stop training first; one per file at most.
+
+    Training raises DataError for the same fatal ones: both go through `read_case` and `layout_problems`.
+    """
+    found = [*layout_problems(index), *empty_site(index)]
+    try:
+        naming = naming_of(index, space)
+    except FederationError as error:
+        what = str(error).removeprefix(f"site {index.name}: ")
+        return [Problem(index.name, "", what, "correct `aliases`, `annotated` or `labels.names`"), *found]
+    drawn: dict[int, int] = {}
+    annotated: dict[int, int] = {}
+    digests = []
+    for number, case in enumerate(index.cases, start=1):
+        if progress:
+            progress(f"case {case.name} ({number} of {len(index.cases)})")
+        raw = read_case(index, case, space, naming, reference=True)
+        found += raw.problems
+        file = index.file(case.images[0])
+        if raw.image is not None:
+            digests.append((case.name, case.split, file, digest(raw.image)))
+            header = nib.load(case.images[0]).header  # type: ignore[attr-defined]
+            if int(header["qform_code"]) == 0 and int(header["sform_code"]) == 0:
+                what = "neither qform nor sform is set: left and right are a guess"
+                found.append(
+                    Problem(index.name, file, what, "convert it again from its source, with orientation", False)
+                )
+        if raw.label is None:
+            continue
+        if raw.label.strayed:
+            what = f"holds {', '.join(raw.label.strayed)}, which does not count as annotated in this case"
+            wanted = index.annotated is None
+            if wanted:
+                remedy = 'its voxels count as not annotated; list it in "annotated" if it is complete'
+                assert case.label is not None
+                found.append(Problem(index.name, index.file(case.label), what, remedy, False))
+        if case.split != "test":
+            for c, n in raw.label.counts.items():
+                drawn[c] = drawn.get(c, 0) + n
+                annotated[c] = annotated.get(c, 0) + 1
+    for c in sorted(annotated):
+        if drawn[c] == 0:
+            what = f"{space.names[c]!r} counts as annotated in {annotated[c]} cases and has no voxel in any"
+            remedy = "if it was not drawn, leave it out with `annotated`; if it is verified absent, all is well"
+            found.append(Problem(index.name, index.root.name, what, remedy, False))
+    found += twin_problems(index, digests)
+    return sorted(found, key=lambda problem: not problem.fatal)
+
+
+def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Problem]:
+    """What is wrong between sites; no voxels are read. Fatal ones first."""
+    found: list[Problem] = []
+    by_name: dict[str, SiteIndex] = {}
+    meaning: dict[str, tuple[str, str]] = {}
+    patients: dict[str, str] = {}
+    annotated: set[int] = set()
+    for index in indexes:
+        if index.name in by_name:
+            what = f"two sites have this name ({by_name[index.name].root} and {index.root})"
+            found.append(Problem(index.name, "", what, "every site needs a name of its own"))
+        by_name.setdefault(index.name, index)
+        try:
+            strict, _ = naming_of(index, space)
+        except FederationError as error:
+            what = str(error).removeprefix(f"site {index.name}: ")
+            found.append(Problem(index.name, "", what, "correct `aliases`, `annotated` or `labels.names`"))
+            continue
+        for case in index.cases:
+            if case.split != "test":
+                annotated |= strict.known(case.annotated)
+        for name, c in strict.classes.items():
+            other = meaning.setdefault(name, (index.name, space.names[c]))
+            if other[1] != space.names[c]:
+                what = f"label {name!r} means {space.names[c]!r} here and {other[1]!r} at site {other[0]}"
+                found.append(Problem(index.name, "", what, "one name, one meaning: correct `aliases`"))
+        shared = sorted({case.patient for case in index.cases} & set(patients))
+        if shared:
+            what = f"patient {shared[0]!r} is also at site {patients[shared[0]]}"
+            what += f" ({len(shared)} such names)" if len(shared) > 1 else ""
+            remedy = "if it is the same person, keep all of it at one site; if only the name is, ignore this"
+            found.append(Problem(index.name, "", what, remedy, False))
+        patients |= {case.patient: index.name for case in index.cases if case.patient not in patients}
+        if index.channels != indexes[0].channels:
+            what = f"{index.channels} image channels, but site {indexes[0].name} has {indexes[0].channels}"
+            found.append(Problem(index.name, "", what, "all sites of a federation have the same channels"))
+    for c in space.foreground:
+        if c not in annotated and space.names[c] != BACKGROUND:
+            what = f"no site annotates {space.names[c]!r}"
+            remedy = "take it out of `labels.names`, or add a site that annotates it"
+            found.append(Problem("(all)", "", what, remedy))
+    return sorted(found, key=lambda problem: not problem.fatal)

@@ -1,0 +1,498 @@
+"""A site's cases as training and evaluation see them: checked, preprocessed once, read as patches.
+
+Shapes: B batch, C classes, I input channels, X, Y, Z the axes of a scan's file, *S the federation's grid.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedatlas.augment import Augmentation, augment
+from fedatlas.data import cache as store
+from fedatlas.data.batch import Batch, Volume
+from fedatlas.data.checks import (
+    check_federation,
+    check_site,
+    empty_site,
+    layout_problems,
+    twin_problems,
+)
+from fedatlas.data.datasets.listing import Case, Problem, Split
+from fedatlas.data.index import (
+    Naming,
+    Reference,
+    SiteConfig,
+    SiteIndex,
+    label_space_of,
+    naming_of,
+    read_site,
+    split_validation,
+)
+from fedatlas.data.prefetch import prefetch
+from fedatlas.data.reading import Label, digest, read_case, refuse
+from fedatlas.data.sampling import class_voxels, cut_case, pick_voxel
+from fedatlas.data.transforms import (
+    Geometry,
+    Preprocessing,
+    Sampling,
+    geometry_of,
+    image_to_grid,
+    labels_to_grid,
+    restore,
+)
+from fedatlas.errors import DataError
+from fedatlas.labels import LabelSpace, SiteLabels, known_row
+from fedatlas.seeds import generator, seed_of
+
+__all__ = [
+    "Case",
+    "CaseVolume",
+    "Problem",
+    "Reference",
+    "SiteConfig",
+    "SiteData",
+    "SiteIndex",
+    "check_federation",
+    "check_site",
+    "label_space_of",
+    "pool",
+    "read_site",
+    "split_validation",
+]
+
+NOT_IN_KEY = ("patch", "context")
+"""Options of Preprocessing that do not change what is kept on disk."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One case of one site, in one split."""
+
+    title: str
+    case: Case
+    index: SiteIndex
+    naming: tuple[Naming, Naming]
+    split: Split
+    folder: Path
+
+    @property
+    def known(self) -> frozenset[int]:
+        """The classes annotated in the case."""
+        return self.naming[0].known(self.case.annotated)
+
+    @property
+    def scored(self) -> frozenset[int]:
+        """The classes for which there is a truth."""
+        fuller = self.case.reference_annotated if self.case.reference else ()
+        return self.known | self.naming[1].known(fuller)
+
+
+class SiteData:
+    """The data of a site.
+
+    cache: folder of preprocessed cases, shared by all sites and experiments.
+    validation: part of the training patients that is kept for validation.
+
+    Raises FederationError if the site's label names do not fit the space.
+    """
+
+    def __init__(
+        self,
+        index: SiteIndex,
+        space: LabelSpace,
+        preprocessing: Preprocessing,
+        sampling: Sampling | None = None,
+        augmentation: Augmentation | None = None,
+        *,
+        seed: int = 0,
+        validation: float = 0.2,
+        cache: Path,
+    ) -> None:
+        naming = naming_of(index, space)
+        splits = split_validation(index, seed=seed, fraction=validation)
+        folder = Path(cache) / index.name
+        items = [
+            Item(case.name, case, index, naming, split, folder) for split, cases in splits.items() for case in cases
+        ]
+        self._fill(index.name, items, space, preprocessing, sampling, augmentation)
+
+    def _fill(
+        self,
+        name: str,
+        items: Sequence[Item],
+        space: LabelSpace,
+        preprocessing: Preprocessing,
+        sampling: Sampling | None,
+        augmentation: Augmentation | None,
+    ) -> None:
+        self.name, self.space, self.preprocessing = name, space, preprocessing
+        self.sampling = sampling or Sampling()  # type: ignore[call-arg]
+        self.augmentation = augmentation or Augmentation()  # type: ignore[call-arg]
+        self.items: dict[Split, list[Item]] = {
+            split: [item for item in items if item.split == split] for split in ("train", "validation", "test")
+        }
+        self.indexes = list(dict.fromkeys(id(item.index) for item in items))
+        self.indexes = [next(item.index for item in items if id(item.index) == key) for key in self.indexes]
+        annotated = frozenset(c for split in ("train", "validation") for i in self.items[split] for c in i.known)
+        self.labels = SiteLabels(space, annotated)
+        train = self.items["train"]
+        self.n_train = len(train)
+        rows = [known_row(space, item.known) for item in train]
+        self.n_labelled = torch.tensor(rows, dtype=torch.int64).reshape(-1, len(space)).sum(0)
+        self._entries: dict[tuple[str, str], store.Entry] = {}
+        self._ready = False
+
+    @property
+    def channels(self) -> int:
+        """Images per case, before slices get their neighbours."""
+        return self.indexes[0].channels if self.indexes else 1
+
+    # ---------------------------------------------------------------------------------------- cache
+
+    def prepare(self, progress: Callable[[str], None] | None = None) -> None:
+        """Reads and checks every case and fills the cache, of what is not there yet.
+
+        progress: is told of every case that is read. Raises DataError, naming site, file and remedy, for
+        everything that `check_site` finds fatal.
+        """
+        for index in self.indexes:
+            refuse([*layout_problems(index), *empty_site(index)])
+        everything = [item for items in self.items.values() for item in items]
+        for folder in dict.fromkeys(item.folder for item in everything):
+            store.sweep(folder)
+        for number, item in enumerate(everything, start=1):
+            text = f"case {item.case.name} ({number} of {len(everything)})"
+            self._entry(item, (lambda text=text: progress(text)) if progress else None)
+            if item.split != "train" and item.case.reference is not None:
+                self._reference(item)
+        for index in self.indexes:
+            marks = [
+                (i.case.name, i.split, index.file(i.case.images[0]), self._entry(i).meta["digest"])
+                for i in everything
+                if i.index is index
+            ]
+            refuse(twin_problems(index, marks))
+        self._ready = True
+
+    def _entry(self, item: Item, progress: Callable[[], None] | None = None) -> store.Entry:
+        """The cached image and target of a case."""
+        place = (item.index.name, item.case.name + "/" + item.split)
+        if place not in self._entries:
+            files = [*item.case.images, *([item.case.label] if item.case.label else [])]
+            key = self._key(item, files, self._content(item) | {"annotated": sorted(item.known)})
+
+            def make() -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
+                if progress:
+                    progress()
+                return self._preprocess(item)
+
+            self._entries[place] = store.fetch(item.folder / f"{_safe(item.case.name)}-{key}", make)
+        return self._entries[place]
+
+    def _content(self, item: Item) -> dict[str, Any]:
+        plain = {f.name: getattr(self.preprocessing, f.name) for f in fields(self.preprocessing)}  # type: ignore[arg-type]
+        return {
+            "preprocessing": {name: value for name, value in plain.items() if name not in NOT_IN_KEY},
+            "integers": sorted(item.naming[0].integers.items()),
+            "names": self.space.names,
+            "exclusive": self.space.exclusive,
+            "channels": item.index.channels,
+        }
+
+    def _key(self, item: Item, files: Sequence[Path], content: Mapping[str, Any]) -> str:
+        try:
+            return store.key_of(content, files)
+        except OSError as error:
+            file = item.index.file(Path(error.filename)) if error.filename else item.case.name
+            raise DataError(
+                f"site {item.index.name}: {file}: cannot be read ({error.strerror}); add it, or take the case out"
+            ) from None
+
+    def _preprocess(self, item: Item) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        raw = read_case(item.index, item.case, self.space, item.naming)
+        refuse(raw.problems)
+        assert raw.image is not None
+        geometry = geometry_of(raw.image.shape[1:], raw.affine, self.preprocessing)
+        image = image_to_grid(raw.image, geometry, self.preprocessing)
+        if not np.isfinite(image).all():
+            raise DataError(
+                f"site {item.index.name}: {item.index.file(item.case.images[0])}: its intensities overflow; "
+                "give a window"
+            )
+        label = raw.label or _nothing(geometry, self.space)
+        target = labels_to_grid(label.voxels, geometry, self.space)
+        rows, spans = class_voxels(target, sorted(label.known), self.space.exclusive)
+        # half precision keeps 11 bits; what would lose by it stays in single
+        kind = np.float16 if float(np.abs(image).max()) <= 64 else np.float32
+        arrays = {
+            "image": np.asfortranarray(image.astype(kind)),
+            "target": np.asfortranarray(target),
+            "voxels": rows,
+        }
+        return arrays, {
+            "digest": digest(raw.image),
+            "affine": raw.affine.tolist(),
+            "shape": list(geometry.shape),
+            "spacing": list(geometry.spacing),
+            "grid_spacing": list(geometry.grid_spacing),
+            "axes": geometry.axes,
+            "padding": [float(channel.min()) for channel in image],
+            "voxels": {str(c): n for c, n in label.counts.items()},
+            "spans": {str(c): span for c, span in spans.items()},
+        }
+
+    def _reference(self, item: Item) -> store.Entry:
+        """The cached truth on the federation's grid, where a reference says more than the label."""
+        place = (item.index.name, item.case.name + "/" + item.split + "/reference")
+        if place not in self._entries:
+            assert item.case.reference is not None
+            files = [item.case.images[0], item.case.reference, *([item.case.label] if item.case.label else [])]
+            content = self._content(item) | {
+                "annotated": sorted(item.known),
+                "reference": sorted(item.naming[1].integers.items()),
+                "scored": sorted(item.naming[1].known(item.case.reference_annotated)),
+            }
+
+            def make() -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
+                truth, geometry = self._raw_truth(item)
+                return {"target": np.asfortranarray(labels_to_grid(truth, geometry, self.space))}, {}
+
+            key = self._key(item, files, content)
+            self._entries[place] = store.fetch(item.folder / f"{_safe(item.case.name)}-{key}", make)
+        return self._entries[place]
+
+    def _raw_truth(self, item: Item) -> tuple[np.ndarray, Geometry]:
+        """The truth on the scan's grid: the reference, and from the label what the reference does not hold."""
+        raw = read_case(item.index, item.case, self.space, item.naming, reference=True)
+        refuse(raw.problems)
+        assert raw.image is not None
+        geometry = geometry_of(raw.image.shape[1:], raw.affine, self.preprocessing)
+        if raw.reference is None:
+            return (raw.label or _nothing(geometry, self.space)).voxels, geometry
+        truth = raw.reference.voxels.copy()
+        for c in sorted((raw.label.known if raw.label else frozenset()) - raw.reference.known):
+            assert raw.label is not None
+            if self.space.exclusive:
+                truth[raw.label.voxels == c] = c
+            else:
+                truth[c] = raw.label.voxels[c]
+        return truth, geometry
+
+    # --------------------------------------------------------------------------------------- training
+
+    def batches(
+        self,
+        rng_parts: tuple[str | int, ...],
+        *,
+        batch: int,
+        steps: int | None = None,
+        epochs: float | None = None,
+        device: torch.device | str = "cpu",
+    ) -> "PatchBatches":
+        """Augmented training patches, prefetched by one thread; everything random follows from `rng_parts`.
+
+        An epoch is as many patches as there are training cases. Patches that are not class-balanced visit every
+        case once before any comes again.
+        """
+        if (steps is None) == (epochs is None):
+            raise ValueError(f"batches: steps is {steps} and epochs is {epochs}; give exactly one")
+        if not self._ready:
+            self.prepare()
+        if steps is None:
+            assert epochs is not None
+            steps = max(1, math.ceil(epochs * self.n_train / batch - 1e-9))
+        return PatchBatches(self, rng_parts, batch, steps, torch.device(device))
+
+    # ------------------------------------------------------------------------------------- evaluation
+
+    def volumes(self, split: str) -> Iterator[Volume]:
+        """The cases of a split for which there is a label or a reference, one at a time, in order of name."""
+        if split not in self.items:
+            raise ValueError(f"split {split!r}; allowed: {', '.join(self.items)}")
+        for index in self.indexes:
+            refuse(layout_problems(index))
+        for item in self.items[split]:
+            if item.scored:
+                yield self._volume(item)
+
+    def _volume(self, item: Item) -> "CaseVolume":
+        entry = self._entry(item)
+        image = torch.from_numpy(np.ascontiguousarray(entry.arrays["image"].open(), dtype=np.float32))
+        geometry = geometry_of(entry.meta["shape"], np.asarray(entry.meta["affine"]), self.preprocessing)
+        return CaseVolume(
+            case=item.title,
+            image=image,
+            spacing=geometry.grid_spacing,
+            raw_spacing=geometry.spacing,
+            known=torch.tensor(known_row(self.space, item.known)),
+            scored=torch.tensor(known_row(self.space, item.scored)),
+            geometry=geometry,
+            source=self,
+            item=item,
+        )
+
+    # ---------------------------------------------------------------------------------------- account
+
+    def summary(self) -> dict[str, Any]:
+        """Plain values for the run's record: annotated classes, cases per split, training cases and voxels per
+        annotated class, and the spacings (mm), orientations and shapes of the files. Prepares if need be."""
+        if not self._ready:
+            self.prepare()
+        voxels = {self.space.names[c]: 0 for c in sorted(self.labels.annotated)}
+        for item in self.items["train"]:
+            for c, n in self._entry(item).meta["voxels"].items():
+                voxels[self.space.names[int(c)]] += n
+        metas = [self._entry(item).meta for items in self.items.values() for item in items]
+        return {
+            "annotated": list(voxels),
+            "cases": {split: len(items) for split, items in self.items.items()},
+            "labelled": {self.space.names[c]: int(self.n_labelled[c]) for c in self.space.foreground},
+            "voxels": voxels,
+            "spacing": _unique([round(mm, 3) for mm in meta["spacing"]] for meta in metas),
+            "orientation": _unique(meta["axes"] for meta in metas),
+            "shape": _unique(meta["shape"] for meta in metas),
+        }
+
+
+def _unique(values: Any) -> list[Any]:
+    found = list(values)
+    return sorted(value for number, value in enumerate(found) if value not in found[:number])
+
+
+def _safe(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in name)[:80]
+
+
+def _nothing(geometry: Geometry, space: LabelSpace) -> Label:
+    shape = geometry.shape if space.exclusive else (len(space), *geometry.shape)
+    return Label(np.zeros(shape, dtype=np.uint8), frozenset(), {}, ())
+
+
+@dataclass
+class CaseVolume:
+    """One case for evaluation, as `data.batch.Volume`."""
+
+    case: str
+    image: Tensor
+    spacing: tuple[float, ...]
+    raw_spacing: tuple[float, ...]
+    known: Tensor
+    scored: Tensor
+    geometry: Geometry
+    source: SiteData
+    item: Item
+
+    def truth(self, grid: str) -> np.ndarray:
+        """See `Volume`. On the federation's grid it is what the label files become there."""
+        if grid == "original":
+            return self.source._raw_truth(self.item)[0]
+        if grid != "federation":
+            raise ValueError(f"grid {grid!r}; allowed: federation, original")
+        fuller = self.item.case.reference is not None
+        entry = self.source._reference(self.item) if fuller else self.source._entry(self.item)
+        return np.ascontiguousarray(entry.arrays["target"].open())
+
+    def restore(self, probabilities: Tensor) -> np.ndarray:
+        """See `transforms.restore`."""
+        return restore(probabilities, self.geometry, self.source.space.exclusive)
+
+
+class PatchBatches:
+    """Batches of training patches, to be read in order; every reading gives the same ones."""
+
+    def __init__(
+        self, data: SiteData, rng_parts: tuple[str | int, ...], batch: int, steps: int, device: torch.device
+    ) -> None:
+        self.data, self.parts, self.batch, self.steps, self.device = data, rng_parts, batch, steps, device
+        self.train = data.items["train"]
+        self.entries = [data._entry(item) for item in self.train]
+        self.known = torch.tensor([known_row(data.space, item.known) for item in self.train])
+        self.spacing = torch.tensor([entry.meta["grid_spacing"] for entry in self.entries])
+        self.holders: dict[int, list[int]] = {
+            c: [n for n, entry in enumerate(self.entries) if str(c) in entry.meta["spans"]]
+            for c in sorted(data.labels.annotated)
+        }
+        self.holders = {c: cases for c, cases in self.holders.items() if cases}
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        return prefetch(self._make, self.steps)
+
+    def _make(self, step: int) -> Batch:
+        data, patch = self.data, self.data.preprocessing.patch
+        rng = np.random.default_rng(seed_of(*self.parts, "patches", step))
+        channels = data.channels * (2 * data.preprocessing.context + 1 if len(patch) == 2 else 1)
+        image = np.empty((self.batch, channels, *patch), dtype=np.float32)
+        masks = () if data.space.exclusive else (len(data.space),)
+        target = np.empty((self.batch, *masks, *patch), dtype=np.int64 if data.space.exclusive else np.float32)
+        chosen = []
+        for place in range(self.batch):
+            number, centre = self._choose(step * self.batch + place, rng)
+            entry = self.entries[number]
+            cut_case(
+                entry.arrays["image"].open(),
+                entry.arrays["target"].open(),
+                entry.meta["padding"],
+                patch,
+                data.preprocessing.context,
+                centre,
+                rng,
+                image[place],
+                target[place],
+            )
+            chosen.append(number)
+        moved, labels = augment(
+            torch.from_numpy(image).to(self.device),
+            torch.from_numpy(target).to(self.device),
+            data.augmentation,
+            generator(*self.parts, "augment", step),
+            spacing=self.spacing[chosen][:, : len(patch)],
+            images=data.channels,
+        )
+        titles = [self.train[number].title for number in chosen]
+        return Batch(moved, labels, self.known[chosen].to(self.device), titles)
+
+    def _choose(self, count: int, rng: np.random.Generator) -> tuple[int, np.ndarray | None]:
+        """The case of patch `count`, and the voxel on which it is centred (None: anywhere)."""
+        if self.holders and rng.random() < self.data.sampling.balanced:
+            classes = list(self.holders)
+            c = classes[int(rng.integers(len(classes)))]
+            number = self.holders[c][int(rng.integers(len(self.holders[c])))]
+            first, stop = self.entries[number].meta["spans"][str(c)]
+            rows = self.entries[number].arrays["voxels"].open()[first:stop]
+            return number, pick_voxel(rows, len(self.data.preprocessing.patch) == 2, rng)
+        passes, place = divmod(count, len(self.train))
+        order = np.random.default_rng(seed_of(*self.parts, "order", passes)).permutation(len(self.train))
+        return int(order[place]), None
+
+
+def pool(sites: Sequence[SiteData], name: str = "pooled") -> SiteData:
+    """The union of several sites as one: batches mix all cases, each with its own `known`; cases are called
+    "site/case" and keep their split. The cache is shared with the sites.
+
+    Raises DataError if the sites have different numbers of channels.
+    """
+    first = sites[0]
+    for site in sites:
+        if site.channels != first.channels:
+            raise DataError(
+                f"site {site.name}: {site.channels} image channels, but site {first.name} has {first.channels}; "
+                "all sites of a federation have the same channels"
+            )
+    items = [
+        Item(f"{site.name}/{item.title}", item.case, item.index, item.naming, item.split, item.folder)
+        for site in sites
+        for cases in site.items.values()
+        for item in cases
+    ]
+    pooled = SiteData.__new__(SiteData)
+    pooled._fill(name, items, first.space, first.preprocessing, first.sampling, first.augmentation)
+    return pooled

@@ -1,0 +1,145 @@
+"""experiment.py: the federation file is read strictly, and says what is wrong in its own words."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedatlas.errors import FederationError
+from fedatlas.experiment import hash_of, json_schema, load_federation, parse_federation, resolved
+
+
+def parse(small: dict[str, Any], **changes: Any):
+    return parse_federation(small | changes, base=Path(), source="f.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("roundz", 3, r"'roundz' does not exist; did you mean 'rounds'\?"),
+        ("local", {"lrr": 1}, r"'local.lrr' does not exist; did you mean 'lr'\?"),
+        ("local", {"lr": -1}, r"local\.lr: got -1; input should be greater than 0"),
+        ("local", {"steps": None}, "steps is None and epochs is None"),
+        ("local", 3, "local: got 3; expected a mapping with the keys optimizer"),
+        ("method", {"name": "fedavgg"}, r"fedavgg.*did you mean 'fedavg'\?"),
+        ("method", {"name": "fedprox", "muu": 1}, r"'muu' does not exist; did you mean 'mu'\?"),
+        ("method", {"name": "fedavg", "local": {}}, "the file's own key `local`"),
+        ("method", {"mu": 1}, "method.name: missing"),
+        ("net", {"name": "unett"}, r"unett.*did you mean 'unet'\?"),
+        ("net", {"name": "unet", "filter": [1]}, r"'filter' does not exist; did you mean 'filters'\?"),
+        ("rounds", 0, "rounds: got 0"),
+        ("name", "a/b", "name: got 'a/b'"),
+        ("sites", [], "sites: got"),
+        ("evaluation", {"metrics": ["dise"]}, r"'dise' does not exist; did you mean 'dice'\?"),
+        ("preprocessing", {"orientation": "RAX"}, "orientation is 'RAX'"),
+    ],
+)
+def test_what_is_wrong_is_said(small, key: str, value: Any, text: str) -> None:
+    with pytest.raises(FederationError, match=text):
+        parse(small, **{key: value})
+
+
+def test_two_sites_of_one_name(small) -> None:
+    small["sites"][1]["name"] = small["sites"][0]["name"]
+    with pytest.raises(FederationError, match="two sites are called"):
+        parse(small)
+
+
+def write(path: Path, content: Any) -> Path:
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+def test_files_that_are_none(tmp_path) -> None:
+    with pytest.raises(FederationError, match="no such federation file"):
+        load_federation(tmp_path / "x.yaml")
+    with pytest.raises(FederationError, match="the key 'a' is given twice"):
+        load_federation(write(tmp_path / "x.yaml", "a: 1\na: 2\n"))
+    with pytest.raises(FederationError, match="a mapping of keys, got list"):
+        load_federation(write(tmp_path / "x.yaml", "[1]"))
+    with pytest.raises(FederationError, match="not valid YAML"):
+        load_federation(write(tmp_path / "x.yaml", "a: [1"))
+    with pytest.raises(FederationError, match="extends itself"):
+        load_federation(write(tmp_path / "x.yaml", "extends: x.yaml"))
+
+
+def test_extends_and_overrides(small, tmp_path) -> None:
+    write(tmp_path / "base.yaml", small)
+    file = write(
+        tmp_path / "f.yaml",
+        {"extends": "base.yaml", "local": {"lr": 0.5}, "method": {"name": "fedprox", "mu": 0.1}},
+    )
+    federation = load_federation(file)
+    assert federation.local.lr == 0.5 and federation.local.batch == small["local"]["batch"]
+    assert federation.method == {"name": "fedprox", "mu": 0.1}
+    site = small["sites"][1]["name"]
+    changes = [
+        "local.lr=2e-3",
+        "method.name=condistfl",
+        "method.tau=2",
+        f"sites.{site}.annotated=null",
+        "evaluation.every=7",
+    ]
+    changed = load_federation(file, changes)
+    assert (
+        changed.local.lr == 0.002
+        and changed.method == {"name": "condistfl", "tau": 2}
+        and changed.evaluation.every == 7
+    )
+    for bad in ("local.lr", "sites.nobody.path=x", "rounds.x=1"):
+        with pytest.raises(FederationError, match=f"-o {bad}"):
+            load_federation(file, [bad])
+
+
+def test_paths_are_relative_to_the_file_that_gives_them(small, tmp_path) -> None:
+    (tmp_path / "deep").mkdir()
+    small["sites"][0]["path"] = "here"
+    write(tmp_path / "base.yaml", small)
+    file = write(tmp_path / "deep" / "f.yaml", {"extends": "../base.yaml"})
+    assert load_federation(file).sites[0].path == str((tmp_path / "here").resolve())
+
+
+def test_the_hash_is_of_what_decides_the_result(small) -> None:
+    plain = parse(small)
+    assert hash_of(plain) == hash_of(parse(small, engine={"workers": 5}))
+    elsewhere = [{**site, "path": "/elsewhere"} for site in small["sites"]]
+    assert hash_of(plain) == hash_of(parse(small, sites=elsewhere))
+    for key, value in (
+        ("seed", 9),
+        ("threads_per_site", 2),
+        ("method", {"name": "fedprox"}),
+        ("net", {"name": "unet"}),
+    ):
+        assert hash_of(plain) != hash_of(parse(small, **{key: value})), key
+    # a default that is written out is still the default
+    assert hash_of(plain) == hash_of(parse(small, method={"name": "fedavg", "weights": "cases"}))
+
+
+def test_the_resolved_file_is_a_federation_file(small, tmp_path) -> None:
+    plain = parse(small)
+    again = load_federation(write(tmp_path / "f.yaml", resolved(plain)))
+    assert hash_of(again) == hash_of(plain)
+    assert json.dumps(resolved(plain))
+
+
+def test_the_schema_knows_every_method_and_net() -> None:
+    from fedatlas import methods, nets
+
+    schema = json_schema()
+    for what, registry in (("method", methods.REGISTRY), ("net", nets.REGISTRY)):
+        names = [choice["properties"]["name"]["const"] for choice in schema["properties"][what]["oneOf"]]
+        assert names == list(registry)
+    text = json.dumps(schema)
+    for reference in {part.split('"')[0] for part in text.split('"#/$defs/')[1:]}:
+        assert reference in schema["$defs"], reference
+    assert schema["properties"]["rounds"]["description"]
+
+
+def test_shipped_federation_files_are_read() -> None:
+    root = Path(__file__).parents[1] / "experiments"
+    files = [path for path in sorted(root.rglob("*.yaml"))]
+    assert files
+    for path in files:
+        load_federation(path)
