@@ -400,7 +400,7 @@ def _finish(running: Running, federation: Federation) -> None:
         loaded.pop("last")
     rows = []
     for split in ("validation", "test"):
-        if not any(True for source in running.experiment.sources.values() for _ in source.cases(split)):
+        if not any(source.items[split] for source in running.experiment.sources.values()):
             continue
         for name, state in loaded.items():
             overlays = federation.evaluation.overlays and name == next(iter(loaded))

@@ -1,0 +1,179 @@
+"""The command line, used as a user would."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import yaml
+
+from fedatlas.cli import main
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, phantom, phantom_cache) -> Path:
+    """A run of two rounds on the phantom, with its report."""
+    from fedatlas.data.phantom import phantom_sites
+
+    folder = tmp_path_factory.mktemp("cli")
+    federation = {
+        "name": "trial",
+        "sites": phantom_sites(phantom),
+        "preprocessing": {"spacing": [4, 4, 4], "window": [-100, 200], "patch": [16, 16], "context": 1},
+        "net": {"name": "unet", "filters": [8, 16]},
+        "method": {"name": "condistfl"},
+        "local": {"lr": 0.01, "batch": 8, "steps": 20},
+        "rounds": 3,
+        "evaluation": {"validation": 0.25, "metrics": ["dice", "hd95"]},
+        "engine": {"cache": str(phantom_cache)},
+    }
+    file = folder / "federation.yaml"
+    file.write_text(yaml.safe_dump(federation))
+    assert main(["run", str(file), "--runs", str(folder / "runs"), "--id", "one"]) == 0
+    return folder / "runs" / "one"
+
+
+def output(capsys, *arguments: Any) -> str:
+    status = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    return captured.out
+
+
+def test_run_leaves_what_it_promises(trained: Path) -> None:
+    for name in (
+        "federation.yaml",
+        "run.json",
+        "rows.csv",
+        "best.json",
+        "report.html",
+        "models/best.fa",
+        "models/last.fa",
+    ):
+        assert (trained / name).exists(), name
+    info = json.loads((trained / "run.json").read_text())
+    assert info["hash"] and info["versions"]["torch"] and info["finished"]
+    assert sorted(path.name for path in (trained / "rounds").iterdir()) == ["0000", "0001", "0002", "0003"]
+    assert "<html" in (trained / "report.html").read_text()
+
+
+def test_run_again_says_what_to_do(trained: Path, capsys) -> None:
+    file, runs = trained.parent.parent / "federation.yaml", trained.parent
+    assert main(["run", str(file), "--runs", str(runs), "--id", "one"]) == 1
+    assert "--resume" in capsys.readouterr().err
+    assert main(["run", str(file), "--runs", str(runs), "--id", "one", "--resume", "-o", "local.lr=0.5"]) == 1
+    assert "local.lr: 0.01 there, 0.5 now" in capsys.readouterr().err
+
+
+def test_check(trained: Path, capsys) -> None:
+    file = trained.parent.parent / "federation.yaml"
+    text = output(capsys, "check", file, "--runs", trained.parent)
+    assert "liver" in text and "nothing stands in the way" in text and "MiB" in text
+    found = json.loads(output(capsys, "check", file, "--json", "--runs", trained.parent))
+    assert found["cost"]["bytes_per_round"] == 2 * 3 * found["cost"]["model_bytes"]
+    assert found["sites"]["site-a"]["annotated"] == ["liver"]
+
+
+def test_predict_in_the_scans_own_geometry(trained: Path, phantom: Path, tmp_path, capsys) -> None:
+    scan = phantom / "site-b" / "imagesTs" / "b004_0000.nii.gz"
+    result = json.loads(output(capsys, "predict", trained, scan, "-o", tmp_path, "--json"))
+    labels, source = nib.load(result["scans"][0]["labels"]), nib.load(scan)
+    assert labels.shape == source.shape and np.allclose(labels.affine, source.affine)
+    names = json.loads((tmp_path / "classes.json").read_text())
+    assert set(np.unique(np.asarray(labels.dataobj)).tolist()) <= {int(number) for number in names}
+    # the same scan, turned and mirrored in its file: the same organs at the same places of the world
+    turned = nib.Nifti1Image(
+        np.asarray(source.dataobj).transpose(2, 0, 1)[:, ::-1], source.affine @ turn(source.shape)
+    )
+    nib.save(turned, tmp_path / "turned.nii.gz")
+    again = json.loads(
+        output(capsys, "predict", trained, tmp_path / "turned.nii.gz", "-o", tmp_path, "--json")
+    )
+    there = np.asarray(nib.load(again["scans"][0]["labels"]).dataobj)
+    assert np.array_equal(there[:, ::-1].transpose(1, 2, 0), np.asarray(labels.dataobj))
+
+
+def turn(shape: tuple[int, ...]) -> np.ndarray:
+    """Voxel (k, i', j) of the turned file -> voxel (i, j, k) of the source, with i' counted from the end."""
+    return np.array([[0, -1, 0, shape[0] - 1], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]])
+
+
+def test_evaluate_a_folder(trained: Path, phantom: Path, tmp_path, capsys) -> None:
+    text = output(capsys, "evaluate", trained, "--data", phantom / "site-a", "--table", "all_labels.json",
+                  "--labels", "labelsTr_all", "--test-labels", "labelsTs_all", "--out", tmp_path / "r.csv")  # fmt: skip
+    assert "liver" in text and "aorta" in text and (tmp_path / "r.csv").exists()
+    found = json.loads(
+        output(
+            capsys,
+            "evaluate",
+            trained,
+            "--data",
+            phantom / "site-d" if (phantom / "site-d").exists() else phantom / "site-c",
+            "--json",
+        )
+    )
+    assert {row["class"] for row in found["rows"]} == {"kidney", "tumour"}
+
+
+def test_lists_and_schema(capsys) -> None:
+    assert "condistfl" in output(capsys, "list", "methods")
+    for what in ("nets", "datasets", "losses", "metrics"):
+        entries = json.loads(output(capsys, "list", what, "--json"))
+        assert entries and all(entries.values())
+    assert json.loads(output(capsys, "schema"))["properties"]["sites"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["run", "nothing.yaml"], "no such federation file"),
+        (["report", "."], "run folder"),
+        (["predict", ".", "x.nii.gz", "-o", "out"], "not a run folder"),
+        (["evaluate", ".", "--data", "."], "not a run folder"),
+    ],
+)
+def test_errors_are_sentences(arguments, text, capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and text in err and "Traceback" not in err
+
+
+def test_predict_names_a_bad_scan(trained: Path, tmp_path, capsys) -> None:
+    bad = tmp_path / "scan.nii.gz"
+    bad.write_bytes(b"no image")
+    assert main(["predict", str(trained), str(bad), "-o", str(tmp_path)]) == 1
+    assert "scan.nii.gz" in capsys.readouterr().err
+    assert main(["predict", str(trained), str(bad), "-o", str(tmp_path), "--model", "local/nobody"]) == 1
+    assert "nobody" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_safe(small, tmp_path) -> None:
+    file = tmp_path / "f.yaml"
+    small |= {"rounds": 500}
+    file.write_text(yaml.safe_dump(small))
+    command = [
+        sys.executable,
+        "-m",
+        "fedatlas.cli",
+        "run",
+        str(file),
+        "--runs",
+        str(tmp_path),
+        "--id",
+        "stopped",
+    ]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    rounds = tmp_path / "stopped" / "rounds"
+    deadline = time.monotonic() + 90
+    while not (rounds / "0002").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    child.send_signal(2)
+    text, _ = child.communicate(timeout=60)
+    assert child.returncode == 130 and "--resume" in text and "Traceback" not in text
+    assert (rounds / "0002" / "log.json").exists()
