@@ -29,7 +29,7 @@ def small(phantom: Path, phantom_cache: Path) -> dict[str, Any]:
         "name": "phantom",
         "sites": phantom_sites(phantom),
         "preprocessing": {"spacing": [4, 4, 4], "window": [-100, 200], "patch": [16, 16], "context": 1},
-        "net": {"name": "unet", "filters": [4, 8]},
+        "net": {"name": "unet", "filters": [4, 8, 8]},
         "method": {"name": "fedavg"},
         "local": {"optimizer": "adamw", "lr": 0.01, "batch": 4, "steps": 3},
         "rounds": 2,

@@ -34,7 +34,9 @@ class Augmentation:
         0.1, "Largest deviation of Gaussian noise, in deviations of the patch's intensities.", ge=0
     )
     p_noise: float = option(0.15, "Chance of noise.", ge=0, le=1)
-    blur: tuple[float, float] = option((0.5, 1.0), "Smallest and largest deviation of a Gaussian blur, voxels.")
+    blur: tuple[float, float] = option(
+        (0.5, 1.0), "Smallest and largest deviation of a Gaussian blur, voxels."
+    )
     p_blur: float = option(0.1, "Chance of a blur.", ge=0, le=1)
     brightness: tuple[float, float] = option((0.75, 1.25), "Smallest and largest factor of the intensities.")
     p_brightness: float = option(0.15, "Chance of a factor.", ge=0, le=1)
@@ -197,7 +199,11 @@ def vary_intensity(image: Tensor, how: Augmentation, rng: torch.Generator, *, im
     if len(chosen := rows(how.p_contrast)):
         factor = _log_between(len(chosen), how.contrast, rng).reshape(-1, *ones).to(image.device)
         part = image[chosen.to(image.device)]
-        mean, low, high = part.mean(dims, keepdim=True), part.amin(dims, keepdim=True), part.amax(dims, keepdim=True)
+        mean, low, high = (
+            part.mean(dims, keepdim=True),
+            part.amin(dims, keepdim=True),
+            part.amax(dims, keepdim=True),
+        )
         image[chosen.to(image.device)] = ((part - mean) * factor + mean).clamp(low, high)
     if len(chosen := rows(how.p_gamma)):
         power = _log_between(len(chosen), how.gamma, rng).reshape(-1, *ones).to(image.device)
@@ -219,6 +225,8 @@ def blurred(image: Tensor, sigma: Tensor) -> Tensor:
         place = torch.arange(length, device=image.device)
         total = torch.zeros_like(image)
         for tap in range(2 * reach + 1):
-            total.addcmul_(image.index_select(axis, (place + tap - reach).clamp(0, length - 1)), weight[:, tap])
+            total.addcmul_(
+                image.index_select(axis, (place + tap - reach).clamp(0, length - 1)), weight[:, tap]
+            )
         image = total
     return image

@@ -157,13 +157,13 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _merge(base, raw)
 
 
-def _merge(base: Any, over: Any) -> Any:
+def _merge(base: Any, over: Any, key: str = "") -> Any:
     """`over` on `base`: mappings key by key; one that names another method or net replaces the whole block."""
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
-    if "name" in over and "name" in base and over["name"] != base["name"]:
+    if key in ("method", "net") and over.get("name", base.get("name")) != base.get("name"):
         return over
-    return base | {key: _merge(base[key], value) if key in base else value for key, value in over.items()}
+    return base | {k: _merge(base[k], value, k) if k in base else value for k, value in over.items()}
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
@@ -242,10 +242,11 @@ def resolved(federation: Federation) -> dict[str, Any]:
 
 
 def hash_of(federation: Federation) -> str:
-    """SHA-256 of all that decides the result: not of paths, and not of `engine`."""
+    """SHA-256 of all that decides the result: not of paths, of the order of sites, or of `engine`."""
     plain = resolved(federation)
     plain.pop("engine")
-    plain["sites"] = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
+    sites = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
+    plain["sites"] = sorted(sites, key=lambda site: site["name"])
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -94,7 +94,9 @@ class Experiment:
 
     def __init__(self, federation: Federation, cache: Path) -> None:
         self.federation = federation
-        self.indexes: list[SiteIndex] = [read_site(site, Path(site.path)) for site in federation.sites]
+        # by name: classes are numbered as the sites bring them, and the order of the file decides nothing
+        sites = sorted(federation.sites, key=lambda site: site.name)
+        self.indexes: list[SiteIndex] = [read_site(site, Path(site.path)) for site in sites]
         self.space = self._space()
         self.method = make_method(federation)
         self.sources: dict[str, SiteData] = {
@@ -108,7 +110,7 @@ class Experiment:
                 validation=federation.evaluation.validation,
                 cache=cache,
             )
-            for index in sorted(self.indexes, key=lambda index: index.name)
+            for index in self.indexes
         }
         self.pooled: bool = declared(self.method, "pooled")
         self.training: dict[str, Any] = dict(self.sources)
@@ -551,11 +553,11 @@ class Trained:
         state = self.folder.state(self.folder.path / "models" / f"{self.model}.fa", self.method)
         return eval_members(self.method, state, "")
 
-    def network(self, values: Tensors | None = None, name: str = "main") -> nn.Module:
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
         """The federation's net with the given values, on the chosen device."""
         net = build_net(self.federation, self.method, name, channels=self.channels, classes=len(self.space))
-        if values is not None:
-            load(net, values)
+        if model is not None:
+            load(net, model)
         return net.to(self.device)
 
     def probabilities(self, image: Tensor) -> Tensor:

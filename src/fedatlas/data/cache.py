@@ -79,9 +79,7 @@ def load(folder: Path) -> Entry | None:
         return None
 
 
-def fetch(
-    folder: Path, make: Callable[[], tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]
-) -> Entry:
+def fetch(folder: Path, make: Callable[[], tuple[Mapping[str, np.ndarray], Mapping[str, Any]]]) -> Entry:
     """The entry in `folder`, made first if it is not there. Several processes may do so at once.
 
     Raises DataError if the folder cannot be written, as on a full disk; nothing is left behind then.

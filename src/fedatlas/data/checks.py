@@ -41,7 +41,9 @@ def empty_site(index: SiteIndex) -> list[Problem]:
     if any(case.split == "train" for case in index.cases):
         return []
     what = f"empty: {index.root} holds no training case that can be used"
-    return [Problem(index.name, "", what, "correct `path`, `format`, `table` or `labels`, or take the site out")]
+    return [
+        Problem(index.name, "", what, "correct `path`, `format`, `table` or `labels`, or take the site out")
+    ]
 
 
 def twin_problems(index: SiteIndex, digests: Sequence[tuple[str, str, str, str]]) -> list[Problem]:
@@ -52,7 +54,9 @@ def twin_problems(index: SiteIndex, digests: Sequence[tuple[str, str, str, str]]
         if mark in first:
             other, other_split = first[mark]
             fatal = (split == "test") != (other_split == "test")
-            what = f"the scan of {split} case {case!r} is, voxel by voxel, that of {other_split} case {other!r}"
+            what = (
+                f"the scan of {split} case {case!r} is, voxel by voxel, that of {other_split} case {other!r}"
+            )
             found.append(Problem(index.name, file, what, "take one out", fatal))
         first.setdefault(mark, (case, split))
     return found
@@ -86,7 +90,9 @@ def check_site(
             if int(header["qform_code"]) == 0 and int(header["sform_code"]) == 0:
                 what = "neither qform nor sform is set: left and right are a guess"
                 found.append(
-                    Problem(index.name, file, what, "convert it again from its source, with orientation", False)
+                    Problem(
+                        index.name, file, what, "convert it again from its source, with orientation", False
+                    )
                 )
         if raw.label is None:
             continue
@@ -104,7 +110,9 @@ def check_site(
     for c in sorted(annotated):
         if drawn[c] == 0:
             what = f"{space.names[c]!r} counts as annotated in {annotated[c]} cases and has no voxel in any"
-            remedy = "if it was not drawn, leave it out with `annotated`; if it is verified absent, all is well"
+            remedy = (
+                "if it was not drawn, leave it out with `annotated`; if it is verified absent, all is well"
+            )
             found.append(Problem(index.name, index.root.name, what, remedy, False))
     found += twin_problems(index, digests)
     return sorted(found, key=lambda problem: not problem.fatal)

@@ -94,9 +94,7 @@ class SiteIndex:
         own = [name for name in self.table if name != BACKGROUND]
         if self.annotated is None:
             return tuple(own)
-        return tuple(
-            n for n in own if n in self.annotated or self.aliases.get(n, n) in self.annotated
-        )
+        return tuple(n for n in own if n in self.annotated or self.aliases.get(n, n) in self.annotated)
 
     def file(self, path: Path) -> str:
         """A path as it is shown: relative to the site's folder where it lies inside."""

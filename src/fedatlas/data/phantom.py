@@ -57,7 +57,9 @@ def write_phantom(
         titles["Ts"] = [f"p{site}{n:02d}" for n in range(cases, cases + test_cases)]
         for split, listed in titles.items():
             for title in listed:
-                _write_case(root, split, title, shape, site, np.random.default_rng(seed_of(seed, title)), table, full)
+                _write_case(
+                    root, split, title, shape, site, np.random.default_rng(seed_of(seed, title)), table, full
+                )
         _write_table(root / "dataset.json", table, numTraining=cases, file_ending=".nii.gz")
         every = {title: names for listed in titles.values() for title in listed}
         _write_table(root / "all_labels.json", full, annotated=every)
@@ -70,7 +72,11 @@ def phantom_sites(folder: Path) -> list[dict[str, Any]]:
         {
             "name": root.name.replace("site-", "s"),
             "path": str(root),
-            "reference": {"table": "all_labels.json", "labels": "labelsTr_all", "test_labels": "labelsTs_all"},
+            "reference": {
+                "table": "all_labels.json",
+                "labels": "labelsTr_all",
+                "test_labels": "labelsTs_all",
+            },
         }
         for root in sorted(folder.glob("site-*"), key=lambda root: int(root.name.removeprefix("site-")))
     ]

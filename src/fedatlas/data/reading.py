@@ -106,12 +106,16 @@ def read_integers(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """A label file's integers [X, Y, Z] and its affine. Raises FileError for values that are not whole."""
     voxels, affine, _ = read_image(path)
     if voxels.ndim != 3:
-        raise FileError(path, f"of shape {list(voxels.shape)}", "a label file holds one integer per voxel, in 3D")
+        raise FileError(
+            path, f"of shape {list(voxels.shape)}", "a label file holds one integer per voxel, in 3D"
+        )
     if np.issubdtype(voxels.dtype, np.floating):
         whole = np.rint(voxels)
         off = ~(np.abs(voxels - whole) < 1e-3)
         if off.any():
-            what = f"holds {float(voxels[off][0]):g} in {int(off.sum())} voxels; label files hold whole numbers"
+            what = (
+                f"holds {float(voxels[off][0]):g} in {int(off.sum())} voxels; label files hold whole numbers"
+            )
             raise FileError(path, what, "resample labels by nearest neighbour, or export them as integers")
         voxels = whole.astype(np.int64)
     return voxels, affine

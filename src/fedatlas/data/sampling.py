@@ -13,7 +13,9 @@ PER_SLICE = 64
 """Voxels kept per class and slice as centres of patches; a slice with more is thinned evenly."""
 
 
-def class_voxels(target: np.ndarray, classes: Sequence[int], exclusive: bool) -> tuple[np.ndarray, dict[int, list[int]]]:
+def class_voxels(
+    target: np.ndarray, classes: Sequence[int], exclusive: bool
+) -> tuple[np.ndarray, dict[int, list[int]]]:
     """Where classes are on the grid: rows (x, y, z, weight) int32, ordered by class and z, and each class's first
     row and the row after its last. Weight: the voxels of the class in that slice, over the rows kept of it, in
     256ths. A class without voxels has no rows."""

@@ -118,7 +118,9 @@ class SiteData:
         splits = split_validation(index, seed=seed, fraction=validation)
         folder = Path(cache) / index.name
         items = [
-            Item(case.name, case, index, naming, split, folder) for split, cases in splits.items() for case in cases
+            Item(case.name, case, index, naming, split, folder)
+            for split, cases in splits.items()
+            for case in cases
         ]
         self._fill(index.name, items, space, preprocessing, sampling, augmentation)
 
@@ -135,11 +137,14 @@ class SiteData:
         self.sampling = sampling or Sampling()  # type: ignore[call-arg]
         self.augmentation = augmentation or Augmentation()  # type: ignore[call-arg]
         self.items: dict[Split, list[Item]] = {
-            split: [item for item in items if item.split == split] for split in ("train", "validation", "test")
+            split: [item for item in items if item.split == split]
+            for split in ("train", "validation", "test")
         }
         self.indexes = list(dict.fromkeys(id(item.index) for item in items))
         self.indexes = [next(item.index for item in items if id(item.index) == key) for key in self.indexes]
-        annotated = frozenset(c for split in ("train", "validation") for i in self.items[split] for c in i.known)
+        annotated = frozenset(
+            c for split in ("train", "validation") for i in self.items[split] for c in i.known
+        )
         self.labels = SiteLabels(space, annotated)
         train = self.items["train"]
         self.n_train = len(train)
@@ -252,7 +257,11 @@ class SiteData:
         place = (item.index.name, item.case.name + "/" + item.split + "/reference")
         if place not in self._entries:
             assert item.case.reference is not None
-            files = [item.case.images[0], item.case.reference, *([item.case.label] if item.case.label else [])]
+            files = [
+                item.case.images[0],
+                item.case.reference,
+                *([item.case.label] if item.case.label else []),
+            ]
             content = self._content(item) | {
                 "annotated": sorted(item.known),
                 "reference": sorted(item.naming[1].integers.items()),
@@ -432,7 +441,9 @@ class PatchBatches:
         channels = data.channels * (2 * data.preprocessing.context + 1 if len(patch) == 2 else 1)
         image = np.empty((self.batch, channels, *patch), dtype=np.float32)
         masks = () if data.space.exclusive else (len(data.space),)
-        target = np.empty((self.batch, *masks, *patch), dtype=np.int64 if data.space.exclusive else np.float32)
+        target = np.empty(
+            (self.batch, *masks, *patch), dtype=np.int64 if data.space.exclusive else np.float32
+        )
         chosen = []
         for place in range(self.batch):
             number, centre = self._choose(step * self.batch + place, rng)

@@ -52,7 +52,10 @@ class Preprocessing:
     mean: float | None = option(None, "Subtracted by meanstd, after clipping.")
     std: float | None = option(None, "Divided by in meanstd.", gt=0)
     patch: tuple[int, ...] = option(
-        (64, 64), "Voxels per training patch; two numbers: slices across the last axis.", min_length=2, max_length=3
+        (64, 64),
+        "Voxels per training patch; two numbers: slices across the last axis.",
+        min_length=2,
+        max_length=3,
     )
     context: int = option(1, "Neighbouring slices given on each side, for patches of two numbers.", ge=0)
 
@@ -68,7 +71,9 @@ class Preprocessing:
         if any(size < 1 for size in self.patch):
             raise FederationError(f"preprocessing: patch is {list(self.patch)}; sizes are 1 or more")
         if self.window is not None and not self.window[0] < self.window[1]:
-            raise FederationError(f"preprocessing: window is {list(self.window)}; the first must be the lower")
+            raise FederationError(
+                f"preprocessing: window is {list(self.window)}; the first must be the lower"
+            )
         if self.normalise == "window" and self.window is None:
             raise FederationError("preprocessing: normalise is 'window', but no window is given")
         if self.normalise == "meanstd" and (self.mean is None or self.std is None):
@@ -142,7 +147,9 @@ def write_label_map(path: Path, labels: np.ndarray, like: Path) -> None:
     source: Any = nib.load(like)
     shape = labels.shape[-3:]
     if labels.ndim not in (3, 4) or shape != source.shape[:3]:
-        raise DataError(f"{path}: labels of shape {list(labels.shape)} for {like} of {list(source.shape[:3])}")
+        raise DataError(
+            f"{path}: labels of shape {list(labels.shape)} for {like} of {list(source.shape[:3])}"
+        )
     largest = int(labels.max(initial=0))
     voxels = np.moveaxis(labels, 0, -1) if labels.ndim == 4 else labels
     header = source.header.copy()
@@ -171,7 +178,9 @@ def saved(path: Path) -> Iterator[Path]:
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror or error}); free or change the folder") from None
+        raise DataError(
+            f"{path}: cannot be written ({error.strerror or error}); free or change the folder"
+        ) from None
 
 
 # --------------------------------------------------------------------------------------------- geometry
@@ -274,9 +283,7 @@ def _taps(old: int, new: int, ratio: float, order: int) -> tuple[Tensor, Tensor]
     return torch.from_numpy(index.clip(0, old - 1)), torch.from_numpy(weight.astype(np.float32))
 
 
-def resample(
-    volume: Tensor, shape: Sequence[int], ratio: Sequence[float], *, order: int = 1
-) -> Tensor:
+def resample(volume: Tensor, shape: Sequence[int], ratio: Sequence[float], *, order: int = 1) -> Tensor:
     """A volume [X, Y, Z] float on a grid of another shape with the same middle, axis by axis.
 
     ratio: new voxel size over old, per axis.
@@ -454,7 +461,9 @@ def read_channels(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
     for number, path in enumerate(paths):
         voxels, own, _ = read_image(path)
         if voxels.ndim == 4 and len(paths) > 1:
-            raise FileError(path, f"of shape {list(voxels.shape)}", "give a 3D file per channel, or one 4D file")
+            raise FileError(
+                path, f"of shape {list(voxels.shape)}", "give a 3D file per channel, or one 4D file"
+            )
         if np.issubdtype(voxels.dtype, np.floating) and not np.isfinite(voxels).all():
             count = int(voxels.size - np.isfinite(voxels).sum())
             what = f"holds {count} voxels that are NaN or infinite"
@@ -486,7 +495,9 @@ def require_same_grid(
     apart = float(np.abs(corners @ (affine - other_affine).T).max())
     if apart > 1e-2 * size:
         what = f"its affine differs from that of {other.name}: voxels lie up to {apart:.3g} mm apart"
-        raise FileError(path, what, "both must be on one grid: resample the label, or copy the image's header")
+        raise FileError(
+            path, what, "both must be on one grid: resample the label, or copy the image's header"
+        )
 
 
 def load_scan(paths: Sequence[Path], preprocessing: Preprocessing, space: LabelSpace) -> Scan:

@@ -8,9 +8,7 @@ from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, Split
 from fedatlas.errors import DataError
 
 
-def listing(
-    layout: Layout, found: Mapping[str, Any], table: dict[str, int], channels: int | None
-) -> Listing:
+def listing(layout: Layout, found: Mapping[str, Any], table: dict[str, int], channels: int | None) -> Listing:
     """The cases of the lists "training", "validation" and "test"; paths are relative to the site's folder.
 
     A file that is listed but not there is a problem; an entry of another form raises DataError.
@@ -29,9 +27,13 @@ def listing(
             raise DataError(f'{where}: "{key}" must be a list of entries, got {type(entries).__name__}')
         for number, entry in enumerate(entries):
             case = _case(layout, entry, split, table, found.get("annotated"), f'{where}: "{key}"[{number}]')
-            gone = [path for path in (*case.images, *([case.label] if case.label else [])) if not path.exists()]
+            gone = [
+                path for path in (*case.images, *([case.label] if case.label else [])) if not path.exists()
+            ]
             if gone:
-                file = str(gone[0].relative_to(layout.root)) if layout.root in gone[0].parents else str(gone[0])
+                file = (
+                    str(gone[0].relative_to(layout.root)) if layout.root in gone[0].parents else str(gone[0])
+                )
                 what = f'missing: listed in {layout.table}, "{key}"[{number}]'
                 problems.append(Problem(layout.site, file, what, "add the file, or take the entry out"))
                 continue
@@ -45,9 +47,7 @@ def listing(
     return Listing(table, tuple(cases), channels, tuple(problems))
 
 
-def _case(
-    layout: Layout, entry: Any, split: Split, table: dict[str, int], listed: Any, where: str
-) -> Case:
+def _case(layout: Layout, entry: Any, split: Split, table: dict[str, int], listed: Any, where: str) -> Case:
     images = entry if isinstance(entry, str) else entry.get("image") if isinstance(entry, Mapping) else None
     images = [images] if isinstance(images, str) else images
     if not isinstance(images, list) or not images or not all(isinstance(image, str) for image in images):

@@ -69,7 +69,9 @@ def read(layout: Layout) -> Listing:
     if isinstance(said, int) and said != there and not problems:
         what = f"numTraining is {said}, imagesTr and {layout.labels} hold {there} cases"
         problems.append(
-            Problem(layout.site, layout.table, what, "see that no case was left behind, and correct it", False)
+            Problem(
+                layout.site, layout.table, what, "see that no case was left behind, and correct it", False
+            )
         )
     return Listing(table, tuple(cases), channels, tuple(problems))
 
@@ -106,7 +108,10 @@ def _scans(
             what = f"channel {extra[0]}, but {layout.table} names {wanted} channels"
             problems.append(
                 Problem(
-                    layout.site, f"{folder}/{files[extra[0]].name}", what, "correct channel_names or the files"
+                    layout.site,
+                    f"{folder}/{files[extra[0]].name}",
+                    what,
+                    "correct channel_names or the files",
                 )
             )
         else:
