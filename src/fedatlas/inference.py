@@ -25,10 +25,13 @@ class Inference:
 
 
 def neighbours(image: Tensor, index: Tensor, context: int) -> Tensor:
-    """Slices [N, (2*context+1)*I, X, Y] of a volume [I, X, Y, Z], each with its neighbours along the last axis:
-    channels run from the lowest neighbour to the highest, at the ends the last slice is repeated."""
-    offsets = [(index + offset).clamp(0, image.shape[-1] - 1) for offset in range(-context, context + 1)]
-    return torch.cat([image[..., at].movedim(-1, 0) for at in offsets], dim=1)
+    """Slices [N, I * (2 * context + 1), X, Y] of a volume [I, X, Y, Z], each with its neighbours along the last
+    axis, as training sees them: channel by channel from the lowest neighbour to the highest; at the ends the
+    last slice is repeated."""
+    offsets = torch.arange(-context, context + 1)
+    near = (index[:, None] + offsets[None, :]).clamp(0, image.shape[-1] - 1)
+    stack = image[..., near]  # [I, X, Y, N, 2 * context + 1]
+    return stack.permute(3, 0, 4, 1, 2).flatten(1, 2)
 
 
 @torch.inference_mode()

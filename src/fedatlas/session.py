@@ -409,7 +409,8 @@ def _finish(running: Running, federation: Federation) -> None:
             rows += running.evaluate(
                 state, split=split, model=name, grid="original", metrics=metrics, overlays=overlays
             )
-        for site, file in folder.local_models().items():
+        local = folder.local_models() if federation.evaluation.local_models else {}
+        for site, file in local.items():
             rows += running.evaluate_local(site, file, round=federation.rounds, split=split, metrics=metrics)
     write_rows(folder.path / "rows.csv", rows)
     info = read_json(folder.path / "run.json")
