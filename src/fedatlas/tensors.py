@@ -140,7 +140,7 @@ def average(
             raise ValueError(f"average: {len(common)} weights, but more models than that")
         for name, tensor in model.items():
             _add(total, name, tensor, rule.get(name, common)[count])
-        del model, tensor
+        model = tensor = None  # the next one is read when this one is gone
         count += 1
     if count == 0 or count != len(common):
         raise ValueError(
