@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from fedatlas.data.phantom import phantom_sites, write_phantom
 
 torch.set_num_threads(1)

@@ -20,7 +20,11 @@ def copy_site(source: Path, target: Path, count: int) -> int:
         shutil.rmtree(target)
     images = sorted((source / "imagesTr").glob("*_0000.nii.gz"))[:count]
     names = [image.name.removesuffix("_0000.nii.gz") for image in images]
-    for folder, ending in (("imagesTr", "_0000.nii.gz"), ("labelsTr", ".nii.gz"), ("labelsTr_all", ".nii.gz")):
+    for folder, ending in (
+        ("imagesTr", "_0000.nii.gz"),
+        ("labelsTr", ".nii.gz"),
+        ("labelsTr_all", ".nii.gz"),
+    ):
         (target / folder).mkdir(parents=True)
         for name in names:
             shutil.copyfile(source / folder / f"{name}{ending}", target / folder / f"{name}{ending}")
@@ -34,7 +38,9 @@ def copy_site(source: Path, target: Path, count: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", type=Path)
     parser.add_argument("--cases", type=int, default=6, help="cases per site")
     arguments = parser.parse_args()
