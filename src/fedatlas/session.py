@@ -394,11 +394,10 @@ def _finish(running: Running, federation: Federation) -> None:
     folder, method = running.folder, running.experiment.method
     running.evaluators.begin(federation.rounds + 1)
     metrics = federation.evaluation.metrics
-    states = {"best": folder.path / "models" / "best.fa", "last": folder.path / "models" / "last.fa"}
-    if not states["best"].exists():
-        states.pop("best")
-    loaded = {name: folder.state(path, method) for name, path in states.items()}
-    if "best" in loaded and loaded["best"].round == loaded["last"].round:
+    wanted = federation.evaluation.models
+    paths = {name: folder.path / "models" / f"{name}.fa" for name in ("best", "last") if name in wanted}
+    loaded = {name: folder.state(path, method) for name, path in paths.items() if path.exists()}
+    if len(loaded) == 2 and loaded["best"].round == loaded["last"].round:
         loaded.pop("last")
     rows = []
     for split in ("validation", "test"):
@@ -409,7 +408,7 @@ def _finish(running: Running, federation: Federation) -> None:
             rows += running.evaluate(
                 state, split=split, model=name, grid="original", metrics=metrics, overlays=overlays
             )
-        local = folder.local_models() if federation.evaluation.local_models else {}
+        local = folder.local_models() if "local" in wanted else {}
         for site, file in local.items():
             rows += running.evaluate_local(site, file, round=federation.rounds, split=split, metrics=metrics)
     write_rows(folder.path / "rows.csv", rows)

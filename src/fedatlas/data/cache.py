@@ -8,6 +8,7 @@ folder may be deleted at any time.
 import dataclasses
 import hashlib
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -29,7 +30,7 @@ VERSION = 1
 class Stored:
     """An array on disk; `open` maps it."""
 
-    path: Path
+    path: str
     dtype: str
     shape: tuple[int, ...]
     order: str
@@ -39,8 +40,11 @@ class Stored:
         """The array, read only; pages are read when they are touched and belong to the system's cache."""
         if 0 in self.shape:
             return np.empty(self.shape, self.dtype)
+        # what np.load(mmap_mode="r") gives, without reading the header again for every patch
+        with open(self.path, "rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         order = "F" if self.order == "F" else "C"
-        return np.memmap(self.path, self.dtype, "r", self.offset, self.shape, order)
+        return np.ndarray(self.shape, self.dtype, pages, self.offset, order=order)
 
 
 @dataclass(frozen=True)
@@ -69,9 +73,9 @@ def load(folder: Path) -> Entry | None:
         kept = json.loads((folder / "entry.json").read_text())
         arrays = {}
         for name, (dtype, shape, order, offset) in kept["arrays"].items():
-            stored = Stored(folder / f"{name}.npy", dtype, tuple(shape), order, offset)
+            stored = Stored(str(folder / f"{name}.npy"), dtype, tuple(shape), order, offset)
             size = offset + int(np.prod(shape)) * np.dtype(dtype).itemsize
-            if stored.path.stat().st_size != size:
+            if os.stat(stored.path).st_size != size:
                 return None
             arrays[name] = stored
         return Entry(arrays, kept["meta"])

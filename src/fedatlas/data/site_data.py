@@ -428,6 +428,7 @@ class PatchBatches:
             for c in sorted(data.labels.annotated)
         }
         self.holders = {c: cases for c, cases in self.holders.items() if cases}
+        self._orders: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return self.steps
@@ -481,8 +482,10 @@ class PatchBatches:
             rows = self.entries[number].arrays["voxels"].open()[first:stop]
             return number, pick_voxel(rows, len(self.data.preprocessing.patch) == 2, rng)
         passes, place = divmod(count, len(self.train))
-        order = np.random.default_rng(seed_of(*self.parts, "order", passes)).permutation(len(self.train))
-        return int(order[place]), None
+        if passes not in self._orders:
+            order = np.random.default_rng(seed_of(*self.parts, "order", passes)).permutation(len(self.train))
+            self._orders = {passes: order}
+        return int(self._orders[passes][place]), None
 
 
 def pool(sites: Sequence[SiteData], name: str = "pooled") -> SiteData:

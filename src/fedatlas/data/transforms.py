@@ -262,7 +262,7 @@ def geometry_of(shape: Sequence[int], affine: np.ndarray, preprocessing: Preproc
 # ------------------------------------------------------------------------------------------- resampling
 
 
-def _taps(old: int, new: int, ratio: float, order: int) -> tuple[Tensor, Tensor]:
+def _taps(old: int, new: int, ratio: float, order: int) -> tuple[np.ndarray, np.ndarray]:
     """Along one axis: which old voxels [new, taps] make a new one, and with what weights [new, taps].
 
     ratio: new spacing over old. Both axes share their middle; beyond its ends the old one goes on with its last
@@ -280,11 +280,14 @@ def _taps(old: int, new: int, ratio: float, order: int) -> tuple[Tensor, Tensor]
         near, far = (1.5 * away - 2.5) * away**2 + 1, ((2.5 - 0.5 * away) * away - 4) * away + 2
         weight = np.where(away < 1, near, np.where(away < 2, far, 0))
     weight /= weight.sum(1, keepdims=True)
-    return torch.from_numpy(index.clip(0, old - 1)), torch.from_numpy(weight.astype(np.float32))
+    return index.clip(0, old - 1), weight.astype(np.float32)
 
 
-def resample(volume: Tensor, shape: Sequence[int], ratio: Sequence[float], *, order: int = 1) -> Tensor:
-    """A volume [X, Y, Z] float on a grid of another shape with the same middle, axis by axis.
+def resample(
+    volume: np.ndarray, shape: Sequence[int], ratio: Sequence[float], *, order: int = 1
+) -> np.ndarray:
+    """A volume [X, Y, Z] float32 on a grid of another shape with the same middle, axis by axis; the volume itself
+    where nothing changes.
 
     ratio: new voxel size over old, per axis.
     """
@@ -294,52 +297,75 @@ def resample(volume: Tensor, shape: Sequence[int], ratio: Sequence[float], *, or
         if new != volume.shape[axis] or abs(by - 1) > 1e-6
     ]
     # the axis that shrinks most goes first: less is left for the others
-    for axis, (index, weight) in sorted(todo, key=lambda item: len(item[1][0]) / volume.shape[item[0]]):
-        form = [-1 if other == axis else 1 for other in range(3)]
-        total = volume.index_select(axis, index[:, 0]) * weight[:, 0].reshape(form)
-        for tap in range(1, index.shape[1]):
-            total.addcmul_(volume.index_select(axis, index[:, tap]), weight[:, tap].reshape(form))
-        volume = total
+    for axis, taps in sorted(todo, key=lambda item: len(item[1][0]) / volume.shape[item[0]]):
+        volume = _weighted(volume, axis, *taps)
     return volume
+
+
+def _weighted(volume: np.ndarray, axis: int, index: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    form = [-1 if other == axis else 1 for other in range(3)]
+    total = np.take(volume, index[:, 0], axis)
+    total *= weight[:, 0].reshape(form)
+    for tap in range(1, index.shape[1]):
+        part = np.take(volume, index[:, tap], axis)
+        part *= weight[:, tap].reshape(form)
+        total += part
+    return total
+
+
+def _share(
+    mask: np.ndarray, shape: Sequence[int], ratio: Sequence[float]
+) -> tuple[tuple[slice, ...], np.ndarray]:
+    """`resample` of a mask [X, Y, Z] that is not empty, computed only where it is not zero: the region and the
+    shares in it."""
+    box, region, taps = [], [], []
+    for axis in range(3):
+        filled = np.flatnonzero(mask.any(axis=tuple(other for other in range(3) if other != axis)))
+        low, high = int(filled[0]), int(filled[-1]) + 1
+        index, weight = _taps(mask.shape[axis], shape[axis], ratio[axis], 1)
+        weight = np.where((index >= low) & (index < high), weight, np.float32(0))
+        hit = np.flatnonzero(weight.any(axis=1))
+        first, last = int(hit[0]), int(hit[-1]) + 1
+        box.append(slice(low, high))
+        region.append(slice(first, last))
+        taps.append((index[first:last].clip(low, high - 1) - low, weight[first:last]))
+    share = mask[tuple(box)].astype(np.float32)
+    for axis, (index, weight) in enumerate(taps):
+        share = _weighted(share, axis, index, weight)
+    return tuple(region), share
 
 
 def image_to_grid(image: np.ndarray, geometry: Geometry, preprocessing: Preprocessing) -> np.ndarray:
     """An image [I, X, Y, Z] on the federation's grid [I, *S] float32: turned, resampled, then normalised."""
     ratio = np.divide(geometry.grid_spacing, geometry.turned_spacing)
-    channels = [
-        normalised(
-            resample(_tensor(geometry.turn(channel)), geometry.grid_shape, ratio, order=preprocessing.order),
-            preprocessing,
-        )
-        for channel in image
-    ]
-    return torch.stack(channels).numpy()
+    channels = []
+    for channel in image:
+        turned = np.ascontiguousarray(geometry.turn(channel), dtype=np.float32)
+        turned = resample(turned, geometry.grid_shape, ratio, order=preprocessing.order)
+        channels.append(normalised(turned, preprocessing))
+    return np.stack(channels)
 
 
-def _tensor(voxels: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(voxels, dtype=np.float32))
-
-
-def normalised(channel: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """Intensities as the net sees them. A scan of one intensity becomes 0 under zscore."""
+def normalised(channel: np.ndarray, preprocessing: Preprocessing) -> np.ndarray:
+    """Intensities as the net sees them, float32. A scan of one intensity becomes 0 under zscore."""
     rule = preprocessing.normalise
     if rule == "auto":
         rule = "zscore" if preprocessing.window is None else "window"
     if preprocessing.window is not None:
-        channel = channel.clamp(*preprocessing.window)
+        channel = channel.clip(*preprocessing.window)
     if rule == "window":
         assert preprocessing.window is not None
-        low, high = preprocessing.window
-        return (channel - low) / (high - low)
-    if rule == "meanstd":
+        shift, scale = preprocessing.window[0], preprocessing.window[1] - preprocessing.window[0]
+    elif rule == "meanstd":
         assert preprocessing.mean is not None and preprocessing.std is not None
-        return (channel - preprocessing.mean) / preprocessing.std
-    least = float(channel.min()) if preprocessing.foreground is None else preprocessing.foreground
-    inside = channel[channel > least].double()
-    if inside.numel() < 2:
-        inside = channel.double().flatten()
-    deviation = float(inside.std(correction=0))
-    return (channel - float(inside.mean())) / max(deviation, 1e-6)
+        shift, scale = preprocessing.mean, preprocessing.std
+    else:
+        least = float(channel.min()) if preprocessing.foreground is None else preprocessing.foreground
+        inside = channel[channel > least]
+        inside = inside if inside.size > 1 else channel
+        shift = float(inside.mean(dtype=np.float64))
+        scale = max(float(inside.std(dtype=np.float64)), 1e-6)
+    return (channel - np.float32(shift)) / np.float32(scale)
 
 
 def labels_to_grid(labels: np.ndarray, geometry: Geometry, space: LabelSpace) -> np.ndarray:
@@ -350,40 +376,37 @@ def labels_to_grid(labels: np.ndarray, geometry: Geometry, space: LabelSpace) ->
     largest share; overlapping classes each need half. A class that would vanish keeps the voxel in which its
     share is largest, so that what is present stays present.
     """
-    if space.exclusive:
-        classes = [int(c) for c in np.unique(labels) if c != 0]
-    else:
-        classes = [c for c in range(len(labels)) if labels[c].any()]
     if geometry.grid_shape == geometry.turned_shape and np.allclose(
         geometry.grid_spacing, geometry.turned_spacing, rtol=1e-6
     ):
         turned = [geometry.turn(mask) for mask in (labels[None] if space.exclusive else labels)]
         return np.ascontiguousarray(turned[0]) if space.exclusive else np.stack(turned)
     ratio = np.divide(geometry.grid_spacing, geometry.turned_spacing)
-    masks = np.zeros((len(space), *geometry.grid_shape) if not space.exclusive else (), dtype=np.uint8)
-    total = torch.zeros(geometry.grid_shape)
-    best, winner = torch.zeros(geometry.grid_shape), torch.zeros(geometry.grid_shape, dtype=torch.int16)
-    peak: dict[int, int] = {}
-    for c in classes:
-        mask = labels == c if space.exclusive else labels[c]
-        share = resample(_tensor(geometry.turn(mask)), geometry.grid_shape, ratio)
-        peak[c] = int(share.argmax())
+    grid, half = geometry.grid_shape, np.float32(0.5 - 1e-6)  # half in the reals may miss it by a rounding
+    index = np.zeros(grid, dtype=labels.dtype)
+    masks = np.zeros((len(space), *grid), dtype=np.uint8) if not space.exclusive else index[None]
+    total, best = np.zeros(grid, dtype=np.float32), np.zeros(grid, dtype=np.float32)
+    peak: dict[int, tuple[int, ...]] = {}
+    for c in space.foreground:
+        mask = labels == c if space.exclusive else labels[c] > 0
+        if not mask.any():
+            continue
+        region, share = _share(geometry.turn(mask), grid, ratio)
+        top = np.unravel_index(int(share.argmax()), share.shape)
+        peak[c] = tuple(part.start + int(at) for part, at in zip(region, top, strict=True))
         if space.exclusive:
-            total += share
-            larger = share > best
-            best = torch.where(larger, share, best)
-            winner[larger] = c
+            total[region] += share
+            larger = share > best[region]
+            best[region] = np.where(larger, share, best[region])
+            index[region][larger] = c
         else:
-            masks[c] = (share >= 0.5).numpy()
-            masks[c].reshape(-1)[peak[c]] = 1
-    if not space.exclusive:
-        return masks
-    # shares that sum to exactly half in the reals may miss it by a rounding
-    index = torch.where(total >= 0.5 - 1e-6, winner, torch.zeros_like(winner)).numpy().astype(labels.dtype)
-    for c in classes:
-        if not (index == c).any():
-            index.reshape(-1)[peak[c]] = c
-    return index
+            masks[c][region] = share >= half
+    if space.exclusive:
+        index[total < half] = 0
+    for c, place in peak.items():
+        if not ((index == c) if space.exclusive else masks[c]).any():
+            (index if space.exclusive else masks[c])[place] = c if space.exclusive else 1
+    return index if space.exclusive else masks
 
 
 def restore(probabilities: Tensor, geometry: Geometry, exclusive: bool) -> np.ndarray:
@@ -399,19 +422,18 @@ def restore(probabilities: Tensor, geometry: Geometry, exclusive: bool) -> np.nd
             f"{list(geometry.grid_shape)}"
         )
     ratio = np.divide(geometry.turned_spacing, geometry.grid_spacing)
-    kind = torch.uint8 if len(probabilities) < 256 else torch.int16
-    best, winner, masks = torch.empty(0), torch.zeros(geometry.turned_shape, dtype=kind), []
+    winner = np.zeros(geometry.turned_shape, dtype=np.uint8 if len(probabilities) < 256 else np.int16)
+    best, masks = np.zeros(0, dtype=np.float32), []
     for c, channel in enumerate(probabilities):
-        value = resample(channel.float().cpu(), geometry.turned_shape, ratio)
+        value = resample(channel.detach().float().cpu().numpy(), geometry.turned_shape, ratio)
         if not exclusive:
-            masks.append(np.ascontiguousarray(geometry.turn_back((value > 0.5).numpy())).astype(np.uint8))
+            masks.append(np.ascontiguousarray(geometry.turn_back(value > 0.5)).astype(np.uint8))
         elif c == 0:
-            best = value.clone() if value.data_ptr() == channel.data_ptr() else value
+            best = value.copy()
         else:
-            larger = value > best
-            winner[larger] = c
-            torch.maximum(best, value, out=best)
-    return np.ascontiguousarray(geometry.turn_back(winner.numpy())) if exclusive else np.stack(masks)
+            winner[value > best] = c
+            np.maximum(best, value, out=best)
+    return np.ascontiguousarray(geometry.turn_back(winner)) if exclusive else np.stack(masks)
 
 
 def stack_slices(image: np.ndarray, at: int, context: int) -> np.ndarray:
