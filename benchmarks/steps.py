@@ -40,7 +40,7 @@ def measure(batch: int, channels: int, patch: tuple[int, ...], filters: list[int
     condist = methods.get("condistfl")()
     student, other, teacher = net(), net(), net()
     load(teacher, tensors_of(student))
-    objective = condist.objective(space, teacher, 1.0)
+    objective = condist.L_total(teacher, 1.0, space)
     plain_step = Step(make_optimizer(student, local), local, torch.device("cpu"))
     condist_step = Step(make_optimizer(other, local), local, torch.device("cpu"))
     teacher.eval()

@@ -41,7 +41,7 @@ from fedatlas.method import Clients, Site, State, at_site
 from fedatlas.methods.weighting import Weighting, site_weights
 from fedatlas.options import option, options
 from fedatlas.tensors import Tensors, average, tensors_of
-from fedatlas.training import Local, train
+from fedatlas.training import Local, Loss, train
 
 SMOOTH = 1e-5
 """Added to the denominator of the Dice loss of Eq. (7)."""
@@ -92,10 +92,15 @@ class ConDistFL:
         self.check(space)
         F_k = site.network(model)
         F_g = site.network(model).eval().requires_grad_(False)
-        L_sup = losses.make(self.loss, space)
-        lambda_ = self.lambda_at(round, rounds)
+        L_total = self.L_total(F_g, self.lambda_at(round, rounds), space)
+        train(site, F_k, L_total, self.local, round=round, rounds=rounds)
+        return {"model": tensors_of(F_k), "n": site.n_train}
 
-        def L_total(F_k: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def L_total(self, F_g: nn.Module, lambda_: float, space: LabelSpace) -> Loss:
+        """The local objective, Eq. (8), with its two terms; F_g: the global model, in evaluation mode."""
+        L_sup = losses.make(self.loss, space)
+
+        def L(F_k: nn.Module, batch: Batch) -> dict[str, Tensor]:
             with torch.no_grad():
                 z_g = F_g(batch.image)  # before F_k, whose activations then reuse this memory
             outputs = F_k(batch.image)
@@ -103,10 +108,9 @@ class ConDistFL:
             return {
                 "supervised": L_sup(outputs, batch.target, batch.known),
                 "condist": lambda_ * self.L_ConDist(z_k, z_g, batch.target, batch.known, space),
-            }  # Eq. (8)
+            }
 
-        train(site, F_k, L_total, self.local, round=round, rounds=rounds)
-        return {"model": tensors_of(F_k), "n": site.n_train}
+        return L
 
     def lambda_at(self, round: int, rounds: int) -> float:
         """The weight of the distillation in a round, counted from 0."""
