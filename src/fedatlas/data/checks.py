@@ -1,6 +1,7 @@
 """What can be wrong with a site, and with several together. Nothing is trained, nothing is changed."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import nibabel as nib
 
@@ -86,7 +87,7 @@ def check_site(
         file = index.file(case.images[0])
         if raw.image is not None:
             digests.append((case.name, case.split, file, digest(raw.image)))
-            header = nib.load(case.images[0]).header  # type: ignore[attr-defined]
+            header: Any = nib.load(case.images[0]).header  # type: ignore[attr-defined]
             if int(header["qform_code"]) == 0 and int(header["sform_code"]) == 0:
                 what = "neither qform nor sform is set: left and right are a guess"
                 found.append(

@@ -20,9 +20,10 @@ def prefetch(make: Callable[[int], T], count: int, *, ahead: int = 2) -> Iterato
     def put(item: tuple[Any, BaseException | None]) -> None:
         while not given_up.is_set():
             try:
-                return ready.put(item, timeout=0.05)
+                ready.put(item, timeout=0.05)
             except queue.Full:
                 continue
+            return
 
     def work() -> None:
         for number in range(count):
@@ -31,7 +32,8 @@ def prefetch(make: Callable[[int], T], count: int, *, ahead: int = 2) -> Iterato
             try:
                 made = make(number)
             except BaseException as error:
-                return put((None, error))
+                put((None, error))
+                return
             put((made, None))
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)

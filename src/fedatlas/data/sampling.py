@@ -84,7 +84,6 @@ def cut(array: np.ndarray, start: Sequence[int], patch: Sequence[int], out: np.n
 def cut_case(
     image: np.ndarray,
     target: np.ndarray,
-    padding: Sequence[float],
     patch: Sequence[int],
     context: int,
     centre: np.ndarray | None,
@@ -95,10 +94,9 @@ def cut_case(
     """One training patch of a case: image [I, *S], target [*S] or [C, *S] -> out_image [I, *P], or
     [I * (2 * context + 1), *P] for slices; out_target [*P] or [C, *P].
 
-    padding: what lies beyond the volume, per channel of the image; the target is 0 there.
+    Beyond the volume both are 0, as where inference pads.
     """
-    fill = np.repeat(np.asarray(padding, dtype=np.float32), len(out_image) // len(padding))
-    out_image[...] = fill.reshape(-1, *[1] * len(patch))
+    out_image[...] = 0
     out_target[...] = 0
     if len(patch) == 2:
         at = int(rng.integers(image.shape[-1])) if centre is None else int(centre[2])

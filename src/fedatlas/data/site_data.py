@@ -122,26 +122,25 @@ class SiteData:
             for split, cases in splits.items()
             for case in cases
         ]
-        self._fill(index.name, items, space, preprocessing, sampling, augmentation)
+        self._fill(index.name, [index], items, space, preprocessing, sampling, augmentation)
 
     def _fill(
         self,
         name: str,
+        indexes: Sequence[SiteIndex],
         items: Sequence[Item],
         space: LabelSpace,
         preprocessing: Preprocessing,
         sampling: Sampling | None,
         augmentation: Augmentation | None,
     ) -> None:
-        self.name, self.space, self.preprocessing = name, space, preprocessing
+        self.name, self.indexes, self.space, self.preprocessing = name, list(indexes), space, preprocessing
         self.sampling = sampling or Sampling()  # type: ignore[call-arg]
         self.augmentation = augmentation or Augmentation()  # type: ignore[call-arg]
         self.items: dict[Split, list[Item]] = {
             split: [item for item in items if item.split == split]
             for split in ("train", "validation", "test")
         }
-        self.indexes = list(dict.fromkeys(id(item.index) for item in items))
-        self.indexes = [next(item.index for item in items if id(item.index) == key) for key in self.indexes]
         annotated = frozenset(
             c for split in ("train", "validation") for i in self.items[split] for c in i.known
         )
@@ -156,7 +155,7 @@ class SiteData:
     @property
     def channels(self) -> int:
         """Images per case, before slices get their neighbours."""
-        return self.indexes[0].channels if self.indexes else 1
+        return self.indexes[0].channels
 
     # ---------------------------------------------------------------------------------------- cache
 
@@ -247,7 +246,6 @@ class SiteData:
             "spacing": list(geometry.spacing),
             "grid_spacing": list(geometry.grid_spacing),
             "axes": geometry.axes,
-            "padding": [float(channel.min()) for channel in image],
             "voxels": {str(c): n for c, n in label.counts.items()},
             "spans": {str(c): span for c, span in spans.items()},
         }
@@ -452,7 +450,6 @@ class PatchBatches:
             cut_case(
                 entry.arrays["image"].open(),
                 entry.arrays["target"].open(),
-                entry.meta["padding"],
                 patch,
                 data.preprocessing.context,
                 centre,
@@ -508,5 +505,6 @@ def pool(sites: Sequence[SiteData], name: str = "pooled") -> SiteData:
         for item in cases
     ]
     pooled = SiteData.__new__(SiteData)
-    pooled._fill(name, items, first.space, first.preprocessing, first.sampling, first.augmentation)
+    indexes = [index for site in sites for index in site.indexes]
+    pooled._fill(name, indexes, items, first.space, first.preprocessing, first.sampling, first.augmentation)
     return pooled

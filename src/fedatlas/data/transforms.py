@@ -20,6 +20,7 @@ import nibabel as nib
 import numpy as np
 import torch
 from nibabel import orientations
+from nibabel.filebasedimages import ImageFileError
 from torch import Tensor
 
 from fedatlas.errors import DataError, FederationError
@@ -121,7 +122,7 @@ def read_image(path: Path) -> tuple[np.ndarray, np.ndarray, nib.Nifti1Header]:
         voxels = np.asanyarray(image.dataobj)
     except FileNotFoundError:
         raise FileError(path, "no such file", "add it, or take the case out") from None
-    except nib.filebasedimages.ImageFileError:
+    except ImageFileError:
         raise FileError(path, "not a NIfTI file, or its beginning is damaged", _RESTORE) from None
     except (EOFError, zlib.error, ValueError, OSError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -283,6 +284,10 @@ def _taps(old: int, new: int, ratio: float, order: int) -> tuple[np.ndarray, np.
     return index.clip(0, old - 1), weight.astype(np.float32)
 
 
+def _ratio(new: Sequence[float], old: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(new, old, strict=True)]
+
+
 def resample(
     volume: np.ndarray, shape: Sequence[int], ratio: Sequence[float], *, order: int = 1
 ) -> np.ndarray:
@@ -337,7 +342,7 @@ def _share(
 
 def image_to_grid(image: np.ndarray, geometry: Geometry, preprocessing: Preprocessing) -> np.ndarray:
     """An image [I, X, Y, Z] on the federation's grid [I, *S] float32: turned, resampled, then normalised."""
-    ratio = np.divide(geometry.grid_spacing, geometry.turned_spacing)
+    ratio = _ratio(geometry.grid_spacing, geometry.turned_spacing)
     channels = []
     for channel in image:
         turned = np.ascontiguousarray(geometry.turn(channel), dtype=np.float32)
@@ -381,7 +386,7 @@ def labels_to_grid(labels: np.ndarray, geometry: Geometry, space: LabelSpace) ->
     ):
         turned = [geometry.turn(mask) for mask in (labels[None] if space.exclusive else labels)]
         return np.ascontiguousarray(turned[0]) if space.exclusive else np.stack(turned)
-    ratio = np.divide(geometry.grid_spacing, geometry.turned_spacing)
+    ratio = _ratio(geometry.grid_spacing, geometry.turned_spacing)
     grid, half = geometry.grid_shape, np.float32(0.5 - 1e-6)  # half in the reals may miss it by a rounding
     index = np.zeros(grid, dtype=labels.dtype)
     masks = np.zeros((len(space), *grid), dtype=np.uint8) if not space.exclusive else index[None]
@@ -421,7 +426,7 @@ def restore(probabilities: Tensor, geometry: Geometry, exclusive: bool) -> np.nd
             f"restore: probabilities of shape {list(probabilities.shape[1:])}, the grid of this scan is "
             f"{list(geometry.grid_shape)}"
         )
-    ratio = np.divide(geometry.turned_spacing, geometry.grid_spacing)
+    ratio = _ratio(geometry.turned_spacing, geometry.grid_spacing)
     winner = np.zeros(geometry.turned_shape, dtype=np.uint8 if len(probabilities) < 256 else np.int16)
     best, masks = np.zeros(0, dtype=np.float32), []
     for c, channel in enumerate(probabilities):

@@ -1,0 +1,261 @@
+"""data/index.py and data/datasets: three layouts, names, patients, splits."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedatlas.data.datasets.listing import parse_table
+from fedatlas.data.index import (
+    Reference,
+    SiteConfig,
+    SiteIndex,
+    label_space_of,
+    naming_of,
+    read_site,
+    split_validation,
+)
+from fedatlas.errors import DataError, FederationError
+from fedatlas.labels import LabelSpace
+
+
+def nnunet(root: Path, train: list[str], test: list[str] = [], channels: int = 1, **table: Any) -> Path:  # noqa: B006
+    """A folder of empty files in the layout of nnU-Net raw."""
+    for names, split in ((train, "Tr"), (test, "Ts")):
+        for name in names:
+            for channel in range(channels):
+                touch(root / f"images{split}" / f"{name}_{channel:04d}.nii.gz")
+            touch(root / f"labels{split}" / f"{name}.nii.gz")
+    content = {"labels": {"background": 0, "liver": 1, "spleen": 2}, "channel_names": {"0": "CT"}} | table
+    (root / "dataset.json").write_text(json.dumps(content))
+    return root
+
+
+def touch(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def index_of(root: Path, **config: Any) -> SiteIndex:
+    return read_site(SiteConfig(name="x", path=str(root), **config), root.parent)
+
+
+def told(root: Path, **config: Any) -> str:
+    with pytest.raises((DataError, FederationError)) as error:
+        index_of(root, **config)
+    assert "site x" in str(error.value)
+    return str(error.value)
+
+
+def test_nnunet_raw(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", ["b", "a_1"], ["c"], 2, channel_names={"0": "T1", "1": "T2"})
+    touch(root / "imagesTr" / "._junk_0000.nii.gz")
+    index = index_of(root)
+    assert [(c.name, c.split) for c in index.cases] == [("a_1", "train"), ("b", "train"), ("c", "test")]
+    assert [f.name for f in index.cases[0].images] == ["a_1_0000.nii.gz", "a_1_0001.nii.gz"]
+    assert index.table == {"background": 0, "liver": 1, "spleen": 2} and index.channels == 2
+    assert index.cases[0].annotated == ("liver", "spleen") and not index.problems
+    assert read_site(SiteConfig(name="x", path="s"), tmp_path).root == root.resolve()
+
+
+def test_what_is_annotated_may_differ_per_case(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", ["a", "b"], annotated={"a": ["spleen"], "b": []})
+    assert [c.annotated for c in index_of(root).cases] == [("spleen",), ()]
+    nnunet(root, ["a", "b"], annotated={"a": ["spleen"]})
+    assert "'b' has a label file but is not in" in told(root)
+    nnunet(root, ["a", "b"], annotated={"a": ["kidney"], "b": []})
+    assert "'kidney', which is not in the table" in told(root)
+
+
+def test_missing_files_are_kept_as_problems(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", ["a", "b", "c"], [], 2, channel_names={"0": "T1", "1": "T2"})
+    (root / "labelsTr" / "a.nii.gz").unlink()
+    (root / "imagesTr" / "b_0001.nii.gz").unlink()
+    touch(root / "imagesTr" / "nonumber.nii.gz")
+    index = index_of(root)
+    assert [case.name for case in index.cases] == ["c"]
+    text = "\n".join(map(str, index.problems))
+    for part in (
+        "site x: labelsTr/a.nii.gz: missing",
+        "imagesTr/b_0001.nii.gz: missing",
+        "without a channel number",
+    ):
+        assert part in text
+    root = nnunet(tmp_path / "t", ["a"], numTraining=3)
+    assert [(p.fatal, "numTraining is 3" in p.what) for p in index_of(root).problems] == [(False, True)]
+
+
+def test_msd(tmp_path: Path) -> None:
+    root = tmp_path / "Task09"
+    for name in ("imagesTr/a.nii.gz", "labelsTr/a.nii.gz", "imagesTs/b.nii.gz"):
+        touch(root / name)
+    content = {
+        "modality": {"0": "CT"},
+        "labels": {"0": "background", "1": "spleen"},
+        "training": [
+            {"image": "./imagesTr/a.nii.gz", "label": "./labelsTr/a.nii.gz"},
+            {"image": "./imagesTr/gone.nii.gz", "label": "./labelsTr/gone.nii.gz"},
+        ],
+        "test": ["./imagesTs/b.nii.gz"],
+    }
+    (root / "dataset.json").write_text(json.dumps(content))
+    index = index_of(root)
+    assert [(c.name, c.split, c.annotated) for c in index.cases] == [
+        ("a", "train", ("spleen",)),
+        ("b", "test", ()),
+    ]
+    assert index.cases[1].label is None and index.channels == 1 and index.table["spleen"] == 1
+    assert "imagesTr/gone.nii.gz: missing" in str(index.problems[0])
+
+
+def test_monai_datalist(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    for name in ("t1.nii.gz", "t2.nii.gz", "l.nii.gz", "v.nii.gz", "vl.nii.gz"):
+        touch(root / name)
+    entry = {
+        "image": ["t1.nii.gz", "t2.nii.gz"],
+        "label": "l.nii.gz",
+        "annotated": ["liver"],
+        "patient": "P7",
+        "fold": 0,
+    }
+    content = {
+        "labels": {"liver": 1, "spleen": 2},
+        "training": [entry],
+        "validation": [{"image": "v.nii.gz", "label": "vl.nii.gz"}],
+    }
+    (root / "list.json").write_text(json.dumps(content))
+    index = index_of(root, table="list.json")
+    assert [len(case.images) for case in index.cases] == [2, 1] and index.cases[0].patient == "P7"
+    assert [case.annotated for case in index.cases] == [("liver",), ("liver", "spleen")]
+    splits = split_validation(index, seed=0, fraction=0.5)
+    assert [case.name for case in splits["validation"]] == ["v"], "validation cases that are listed are kept"
+    content["training"] = [{"image": "t1.nii.gz"}]
+    (root / "list.json").write_text(json.dumps(content))
+    assert "has no label" in str(index_of(root, table="list.json").problems[0])
+    content["training"] = [{"label": "l.nii.gz"}]
+    (root / "list.json").write_text(json.dumps(content))
+    assert '"training"[0]' in told(root, table="list.json")
+
+
+@pytest.mark.parametrize(
+    ("labels", "part"),
+    [
+        ({"background": 0, "organ": [1, 2], "lesion": 2}, "'organ' is a region"),
+        ({"background": 0, "liver": 1, "spleen": 1}, "share the integer 1"),
+        ({"background": 0, "liver": 1, "ignore": 2}, "'ignore' is not read"),
+        ({"liver": 0}, "the integer 0 must be 'background'"),
+        ({"background": 1}, "must be 'background'"),
+        ({"background": 0, "liver": 1.5}, "not a whole number"),
+        ({"background": 0, "liver": "one"}, "not a whole number"),
+        ({}, "must be a table"),
+        (["liver"], "must be a table"),
+    ],
+)
+def test_tables_that_are_not_read(tmp_path: Path, labels: Any, part: str) -> None:
+    root = nnunet(tmp_path / "s", ["a"], labels=labels)
+    text = told(root)
+    assert part in text and "dataset.json" in text
+
+
+def test_both_forms_of_a_table() -> None:
+    assert parse_table({"0": "Background", "1": "liver"}, "") == {"background": 0, "liver": 1}
+    assert parse_table({"liver": "3"}, "") == {"background": 0, "liver": 3}
+
+
+def test_folders_that_are_none(tmp_path: Path) -> None:
+    assert "no such folder" in told(tmp_path / "none")
+    root = tmp_path / "s"
+    root.mkdir()
+    assert "no such file" in told(root)
+    (root / "dataset.json").write_text("{")
+    assert "not readable as JSON" in told(root)
+    (root / "dataset.json").write_text("[]")
+    assert "a JSON object is expected" in told(root)
+    nnunet(root, ["a"], file_ending=".png")
+    assert "file_ending is '.png'" in told(root)
+
+
+def test_names_aliases_and_restriction(tmp_path: Path) -> None:
+    labels = {"background": 0, "Leber": 4, "Milz": 2, "Rest": 7}
+    root = nnunet(tmp_path / "s", ["a"], labels=labels)
+    index = index_of(root, aliases={"Leber": "liver", "Milz": "spleen"}, annotated=("Leber", "spleen"))
+    assert index.used == ("Leber", "Milz")
+    space = label_space_of([index], [["spleen", "liver"]])
+    assert space.names == ("background", "liver", "spleen") and space.groups == ((2, 1),)
+    strict, _ = naming_of(index, space)
+    assert strict.integers == {0: "background", 4: "liver", 2: "spleen", 7: "background"}
+    assert strict.classes == {"Leber": 1, "Milz": 2}
+    with pytest.raises(FederationError, match="site x: label 'Rest' is not in the label space"):
+        naming_of(index_of(root, aliases=index.aliases), space)
+    with pytest.raises(FederationError, match="alias 'Lunge' matches none"):
+        naming_of(index_of(root, aliases={"Lunge": "liver"}, annotated=("Milz",)), space)
+    with pytest.raises(FederationError, match="points to 'lung'"):
+        naming_of(index_of(root, aliases={"Milz": "lung"}, annotated=("Milz",)), space)
+    assert "`annotated` names 'Niere'" in told(root, annotated=("Niere",))
+
+
+def test_several_labels_that_become_one_class_must_all_be_annotated(tmp_path: Path) -> None:
+    labels = {"background": 0, "liver": 1, "tumour": 2}
+    root = nnunet(
+        tmp_path / "s",
+        ["a", "b"],
+        labels=labels,
+        annotated={"a": ["liver"], "b": ["liver", "tumour"]},
+    )
+    index = index_of(root, aliases={"tumour": "liver"})
+    strict, _ = naming_of(index, LabelSpace(("background", "liver")))
+    assert [strict.known(case.annotated) for case in index.cases] == [frozenset(), frozenset({1})]
+
+
+def test_the_reference_is_read_beside_the_label(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", ["a", "b"])
+    touch(root / "labelsTr_all" / "b.nii.gz")
+    full = {"labels": {"background": 0, "kidney": 1, "liver": 2}, "annotated": {"b": ["kidney"]}}
+    (root / "all_labels.json").write_text(json.dumps(full))
+    index = index_of(root, reference=Reference())
+    assert [c.reference and c.reference.name for c in index.cases] == [None, "b.nii.gz"]
+    strict, scoring = naming_of(index, LabelSpace(("background", "liver", "spleen")))
+    assert scoring.known(index.cases[1].reference_annotated) == frozenset(), "not in the space: not scored"
+    assert strict.known(index.cases[1].annotated) == frozenset({1, 2})
+    assert "hold no label file of any case" in told(root, reference=Reference(labels="elsewhere"))
+
+
+def test_patients(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", ["p1_a", "p1_b", "p2_a", "odd"], patients={"odd": "p2"})
+    index = index_of(root, patient=r"^(p\d+)_")
+    assert {case.name: case.patient for case in index.cases} == {
+        "p1_a": "p1",
+        "p1_b": "p1",
+        "p2_a": "p2",
+        "odd": "p2",
+    }
+    assert "finds nothing" in told(root, patient=r"^(q\d+)")
+    for wrong in ("(", "p1", "(a)(b)"):
+        with pytest.raises(FederationError, match="site x: patient"):
+            SiteConfig(name="x", path=".", patient=wrong)
+
+
+def test_validation_is_split_by_patient_and_by_nothing_else(tmp_path: Path) -> None:
+    names = [f"p{n}_{scan}" for n in range(10) for scan in "ab"]
+    index = index_of(nnunet(tmp_path / "s", names, ["t"]), patient=r"(p\d+|t)")
+
+    def chosen(index: SiteIndex, seed: int = 0, fraction: float = 0.3) -> list[str]:
+        splits = split_validation(index, seed=seed, fraction=fraction)
+        patients = [{case.patient for case in splits[split]} for split in ("train", "validation", "test")]
+        assert not patients[0] & patients[1] and patients[2] == {"t"}
+        assert len(splits["train"]) + len(splits["validation"]) == len(names)
+        return [case.name for case in splits["validation"]]
+
+    assert len(chosen(index)) == 6
+    shuffled = SiteIndex(**{**index.__dict__, "cases": index.cases[::-1]})
+    assert sorted(chosen(shuffled)) == sorted(chosen(index))
+    assert set(chosen(index, fraction=0.1)) < set(chosen(index))
+    assert chosen(index, seed=1) != chosen(index)
+    assert len(chosen(index, fraction=0.001)) == 2 and len(chosen(index, fraction=1.0)) == 18
+    assert chosen(index, fraction=0.0) == []
+    lone = index_of(nnunet(tmp_path / "lone", ["a"]))
+    assert len(split_validation(lone, seed=0, fraction=0.5)["train"]) == 1
+    two = index_of(nnunet(tmp_path / "two", ["a", "b"]))
+    assert len(split_validation(two, seed=0, fraction=0.9)["train"]) == 1

@@ -1,0 +1,294 @@
+"""data/transforms.py: to the federation's grid and back; files; options."""
+
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from nibabel import orientations
+from nibabel.affines import apply_affine
+
+from fedatlas.data.transforms import (
+    FileError,
+    Preprocessing,
+    _share,
+    geometry_of,
+    image_to_grid,
+    labels_to_grid,
+    load_scan,
+    normalised,
+    read_channels,
+    read_image,
+    resample,
+    restore,
+    stack_slices,
+    write_label_map,
+)
+from fedatlas.errors import DataError, FederationError
+from fedatlas.labels import LabelSpace
+
+SPACE = LabelSpace(("background", "a", "b"))
+OVERLAP = LabelSpace(("a", "b"), exclusive=False)
+GRIDS = [
+    ("RAS", (30, 28, 26), (2.0, 2.0, 2.0)),
+    ("LPS", (30, 34, 20), (2.0, 1.8, 3.0)),
+    ("ASL", (22, 40, 31), (2.6, 1.5, 2.0)),
+    ("ILP", (17, 30, 36), (3.7, 2.1, 1.7)),
+]
+
+
+def affine_of(axes: str, shape: tuple[int, ...], spacing: tuple[float, ...]) -> np.ndarray:
+    """Voxels -> mm for a grid with these axes whose middle is the world's origin."""
+    own = orientations.axcodes2ornt(axes)
+    affine = np.zeros((4, 4))
+    for i, (axis, flip) in enumerate(own):
+        affine[int(axis), i] = flip * spacing[i]
+    affine[:3, 3] = -affine[:3, :3] @ ((np.array(shape) - 1) / 2)
+    affine[3, 3] = 1
+    return affine
+
+
+def world(affine: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    return apply_affine(affine, np.stack(np.meshgrid(*map(np.arange, shape), indexing="ij"), -1))
+
+
+def ball(place: np.ndarray, centre: tuple[float, ...], radii: tuple[float, ...]) -> np.ndarray:
+    return (((place - centre) / np.array(radii)) ** 2).sum(-1) < 1
+
+
+def dice(a: np.ndarray, b: np.ndarray) -> float:
+    return 2 * float((a & b).sum()) / float(a.sum() + b.sum())
+
+
+@pytest.mark.parametrize(("axes", "shape", "spacing"), GRIDS)
+def test_a_function_of_the_world_stays_where_it_was(axes, shape, spacing) -> None:
+    """Linear interpolation is exact for a linear function, so every inner voxel can be compared."""
+    affine = affine_of(axes, shape, spacing)
+    field = lambda p: p @ np.array([1.0, 2.0, -3.0]) + 5  # noqa: E731
+    preprocessing = Preprocessing(
+        orientation="LPS", spacing=(1.5, 1.7, 1.6), normalise="meanstd", mean=0, std=1
+    )
+    geometry = geometry_of(shape, affine, preprocessing)
+    image = image_to_grid(field(world(affine, shape))[None], geometry, preprocessing)[0]
+    assert "".join(orientations.aff2axcodes(geometry.grid_affine)) == "LPS"
+    assert np.allclose(nib.affines.voxel_sizes(geometry.grid_affine), (1.5, 1.7, 1.6))  # type: ignore[attr-defined]
+    want = field(world(geometry.grid_affine, image.shape))
+    inner = (slice(2, -2),) * 3
+    assert np.abs(image[inner] - want[inner]).max() < 1e-3
+
+
+@pytest.mark.parametrize(("axes", "shape", "spacing"), GRIDS)
+@pytest.mark.parametrize("target", ["RAS", "PIL"])
+def test_labels_survive_the_way_there_and_back(axes, shape, spacing, target) -> None:
+    affine = affine_of(axes, shape, spacing)
+    place = world(affine, shape)
+    labels = np.zeros(shape, np.uint8)
+    labels[ball(place, (4, -3, 2), (14, 12, 15))] = 1
+    labels[ball(place, (6, -3, 5), (7, 6, 7))] = 2
+    geometry = geometry_of(shape, affine, Preprocessing(orientation=target, spacing=(2, 2, 2)))
+    grid = labels_to_grid(labels, geometry, SPACE)
+    there = world(geometry.grid_affine, grid.shape)
+    assert dice(grid > 0, ball(there, (4, -3, 2), (14, 12, 15))) > 0.96, "same place in the world"
+    onehot = torch.nn.functional.one_hot(torch.from_numpy(grid).long(), 3).movedim(-1, 0).float()
+    back = restore(onehot, geometry, exclusive=True)
+    assert back.shape == shape and back.dtype == np.uint8
+    assert dice(back > 0, labels > 0) > 0.94
+    assert dice(back == 2, labels == 2) > 0.88
+
+
+def test_same_spacing_is_exact() -> None:
+    shape, labels = (9, 8, 7), np.random.default_rng(0).integers(0, 3, (9, 8, 7)).astype(np.uint8)
+    affine = affine_of("SPL", shape, (3.0, 2.0, 1.0))
+    geometry = geometry_of(shape, affine, Preprocessing())
+    assert geometry.grid_spacing == (1.0, 2.0, 3.0)
+    grid = labels_to_grid(labels, geometry, SPACE)
+    assert grid.shape == (7, 8, 9)
+    onehot = torch.nn.functional.one_hot(torch.from_numpy(grid).long(), 3).movedim(-1, 0).float()
+    assert np.array_equal(restore(onehot, geometry, exclusive=True), labels)
+
+
+def test_overlapping_masks_go_there_and_back() -> None:
+    shape = (30, 28, 26)
+    affine = affine_of("RAS", shape, (2.0, 2.0, 2.5))
+    place = world(affine, shape)
+    masks = np.stack([ball(place, (0, 0, 0), (15, 15, 15)), ball(place, (4, 0, 0), (15, 14, 13))]).astype(
+        np.uint8
+    )
+    geometry = geometry_of(shape, affine, Preprocessing(spacing=(1.7, 2.2, 2.2)))
+    grid = labels_to_grid(masks, geometry, OVERLAP)
+    back = restore(torch.from_numpy(grid).float(), geometry, exclusive=False)
+    assert back.shape == masks.shape
+    assert min(dice(back[c] > 0, masks[c] > 0) for c in range(2)) > 0.95
+
+
+def test_probabilities_are_resampled_before_the_class_is_decided() -> None:
+    """Two voxels with .9 and .4 of a class: at a third of the way the mean is above one half, though the
+    nearest decision further on is not."""
+    geometry = geometry_of((8, 1, 1), np.diag([0.25, 1, 1, 1.0]), Preprocessing(spacing=(1, 1, 1)))
+    p = torch.tensor([0.9, 0.4]).reshape(2, 1, 1)
+    found = restore(torch.stack([1 - p, p]), geometry, exclusive=True)[:, 0, 0]
+    # old centres in units of the new: -.125 + .25 k; p falls below .5 at .8 of the way from .5 to 1.5
+    assert found.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_a_tiny_class_does_not_vanish_and_borders_stay_foreground() -> None:
+    shape = (24, 24, 24)
+    labels = np.zeros(shape, np.uint8)
+    labels[3, 20, 11] = 2
+    geometry = geometry_of(shape, np.eye(4), Preprocessing(spacing=(4, 4, 4)))
+    grid = labels_to_grid(labels, geometry, SPACE)
+    assert np.argwhere(grid == 2).tolist() == [[0, 5, 2]]
+    # two classes that share a block: together they fill it, apart neither has half
+    labels[:] = 0
+    labels[:12], labels[:12, :8] = 1, 2
+    assert ((labels_to_grid(labels, geometry, SPACE) > 0)[:3]).all()
+
+
+def test_masks_are_resampled_in_their_box_as_in_the_whole() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        old = rng.integers(3, 14, 3)
+        mask = rng.random(old) < 0.05
+        mask[tuple(rng.integers(old))] = True
+        ratio = rng.uniform(0.4, 2.6, 3).tolist()
+        new = [max(1, round(n / r)) for n, r in zip(old, ratio, strict=True)]
+        region, share = _share(mask, new, ratio)
+        whole = np.zeros(new, np.float32)
+        whole[region] = share
+        assert np.allclose(whole, resample(mask.astype(np.float32), new, ratio), atol=1e-5)
+
+
+def test_larger_voxels_average_all_smaller_ones() -> None:
+    """No aliasing: a pattern that alternates every voxel becomes its mean."""
+    stripes = np.tile(np.array([0.0, 1.0], np.float32), 32).reshape(1, 1, 64)
+    found = resample(stripes, (1, 1, 16), (1, 1, 4))
+    assert np.abs(found[0, 0, 2:-2] - 0.5).max() < 0.02
+
+
+def test_cubic_follows_a_curve_better_than_linear() -> None:
+    x = np.sin(np.arange(40) / 3).astype(np.float32).reshape(40, 1, 1)
+    at = (np.arange(80) - 39.5) * 0.5 + 19.5
+    errors = [
+        np.abs(resample(x, (80, 1, 1), (0.5, 1, 1), order=o)[4:-4, 0, 0] - np.sin(at / 3)[4:-4]).max()
+        for o in (1, 3)
+    ]
+    assert errors[1] < errors[0] / 5
+
+
+def test_intensity_rules() -> None:
+    x = np.array([-1000.0, -54, 100, 258, 3000], np.float32)
+    assert np.allclose(normalised(x, Preprocessing(window=(-100, 300))), [0, 0.115, 0.5, 0.895, 1])
+    condist = Preprocessing(window=(-54, 258), normalise="meanstd", mean=100, std=50)
+    assert np.allclose(normalised(x, condist), [-3.08, -3.08, 0, 3.16, 3.16])
+    z = normalised(np.array([0.0, 0, 1, 2, 3], np.float32), Preprocessing())
+    assert np.isclose(z[2:].mean(), 0, atol=1e-6) and np.isclose(z[2:].std(), 1, atol=1e-6)
+    z = normalised(x, Preprocessing(normalise="zscore", foreground=-60))
+    assert np.isclose(z[1:].mean(), 0, atol=1e-6)
+    assert (normalised(np.full(4, 7.0, np.float32), Preprocessing()) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"orientation": "RAL"}, "orientation is 'RAL'"),
+        ({"orientation": "RA"}, "orientation is 'RA'"),
+        ({"spacing": (4, 0, 4)}, "spacing"),
+        ({"spacing": (4, float("nan"), 4)}, "spacing"),
+        ({"window": (10, 10)}, "window"),
+        ({"normalise": "window"}, "no window is given"),
+        ({"normalise": "meanstd", "mean": 1}, "needs both mean and std"),
+        ({"patch": (0, 4)}, "patch"),
+    ],
+)
+def test_options_that_make_no_sense(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(FederationError, match=told):
+        Preprocessing(**given)
+
+
+def test_slices_bring_their_neighbours() -> None:
+    image = np.arange(2 * 5).reshape(2, 1, 1, 5)
+    assert stack_slices(image, 0, 1).ravel().tolist() == [0, 0, 1, 5, 5, 6]
+    assert stack_slices(image, 3, 2).ravel().tolist() == [1, 2, 3, 4, 4, 6, 7, 8, 9, 9]
+
+
+def save(path: Path, voxels: np.ndarray, affine: np.ndarray | None = None) -> Path:
+    nib.save(nib.Nifti1Image(voxels, np.eye(4) if affine is None else affine), path)  # type: ignore[attr-defined]
+    return path
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    def told(path: Path) -> str:
+        with pytest.raises(FileError) as error:
+            read_image(path)
+        assert isinstance(error.value, DataError) and str(path) in str(error.value)
+        return str(error.value)
+
+    whole = save(tmp_path / "whole.nii.gz", np.random.default_rng(0).integers(0, 999, (9, 9, 9), np.int16))
+    cut = tmp_path / "cut.nii.gz"
+    cut.write_bytes(whole.read_bytes()[:500])
+    assert "truncated or damaged" in told(cut)
+    short = save(tmp_path / "short.nii", np.zeros((9, 9, 9), np.int16))
+    short.write_bytes(short.read_bytes()[:900])
+    assert "truncated or damaged" in told(short)
+    text = tmp_path / "text.nii.gz"
+    text.write_text("not an image")
+    assert "not a NIfTI file" in told(text)
+    empty = tmp_path / "empty.nii.gz"
+    empty.write_bytes(b"")
+    assert "not a NIfTI file" in told(empty)
+    assert "no such file" in told(tmp_path / "none.nii.gz")
+    assert "not three-dimensional" in told(save(tmp_path / "flat.nii", np.zeros((4, 4), np.int16)))
+    broken = np.eye(4)
+    broken[2, 2] = 0
+    assert "affine" in told(save(tmp_path / "flat-affine.nii", np.zeros((4, 4, 4), np.int16), broken))
+    assert read_image(save(tmp_path / "one.nii", np.zeros((4, 4, 4, 1), np.int16)))[0].shape == (4, 4, 4)
+
+
+def test_channels_come_from_files_or_from_a_fourth_axis(tmp_path: Path) -> None:
+    voxels = np.random.default_rng(0).random((4, 5, 6, 2)).astype(np.float32)
+    both = read_channels([save(tmp_path / "both.nii", voxels)])[0]
+    apart = [save(tmp_path / f"{c}.nii", voxels[..., c]) for c in range(2)]
+    assert np.array_equal(both, read_channels(apart)[0]) and both.shape == (2, 4, 5, 6)
+    save(tmp_path / "1.nii", voxels[..., 1], np.diag([1, 1, 1.1, 1]))
+    with pytest.raises(FileError, match="affine differs"):
+        read_channels(apart)
+
+
+def test_label_maps_keep_the_scans_geometry(tmp_path: Path) -> None:
+    affine = affine_of("LPI", (6, 5, 4), (1.0, 2.0, 3.0))
+    image = nib.Nifti1Image(np.zeros((6, 5, 4), np.float32), affine)  # type: ignore[attr-defined]
+    image.header.set_xyzt_units("mm")
+    image.set_qform(affine, 1)
+    image.set_sform(affine, 4)
+    nib.save(image, tmp_path / "scan.nii.gz")  # type: ignore[attr-defined]
+    labels = np.random.default_rng(0).integers(0, 9, (6, 5, 4)).astype(np.uint8)
+    out = tmp_path / "deep" / "labels.nii.gz"
+    write_label_map(out, labels, tmp_path / "scan.nii.gz")
+    found: Any = nib.load(out)  # type: ignore[attr-defined]
+    assert np.array_equal(np.asarray(found.dataobj), labels) and found.get_data_dtype() == np.uint8
+    assert np.allclose(found.affine, affine)
+    assert (int(found.header["qform_code"]), int(found.header["sform_code"])) == (1, 4)
+    assert [file.name for file in out.parent.iterdir()] == ["labels.nii.gz"]
+    masks = np.stack([labels > 2, labels > 4]).astype(np.uint8)
+    write_label_map(out, masks, tmp_path / "scan.nii.gz")
+    assert nib.load(out).shape == (6, 5, 4, 2)  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match="shape"):
+        write_label_map(out, labels[1:], tmp_path / "scan.nii.gz")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        write_label_map(tmp_path / "file" / "x.nii.gz", labels, tmp_path / "scan.nii.gz")
+
+
+def test_a_lone_scan_has_no_truth(tmp_path: Path) -> None:
+    path = save(tmp_path / "scan.nii.gz", np.random.default_rng(0).random((8, 8, 8)).astype(np.float32))
+    scan = load_scan([path], Preprocessing(spacing=(2, 2, 2)), SPACE)
+    assert scan.image.shape == (1, 4, 4, 4) and scan.image.dtype == torch.float32
+    assert not scan.scored.any() and not scan.known.any() and scan.raw_spacing == (1, 1, 1)
+    with pytest.raises(DataError, match="no truth"):
+        scan.truth("original")
+    voxels = np.zeros((8, 8, 8), np.float32)
+    voxels[0, 0, :2] = np.nan, np.inf
+    with pytest.raises(DataError, match="2 voxels that are NaN or infinite"):
+        load_scan([save(path, voxels)], Preprocessing(), SPACE)
