@@ -24,17 +24,17 @@ from fedatlas.session import run_federation
 
 HERE = Path(__file__).parent
 METHODS = {
-    "standalone": {"name": "standalone"},
-    "fedavg": {"name": "fedavg"},
-    "fedprox": {"name": "fedprox", "mu": 0.01},
     "condistfl": {"name": "condistfl"},
+    "fedavg": {"name": "fedavg"},
+    "standalone": {"name": "standalone"},
     "centralized": {"name": "centralized"},
+    "fedprox": {"name": "fedprox", "mu": 0.01},
 }
 SITES = 4
 PROFILES = {
     # rounds, optimizer steps per site and round; centralized takes the steps of all sites together
     "smoke": {"rounds": 2, "steps": 2, "seeds": 1},
-    "full": {"rounds": 40, "steps": 10, "seeds": 3},
+    "full": {"rounds": 20, "steps": 20, "seeds": 3},
 }
 
 

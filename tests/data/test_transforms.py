@@ -90,7 +90,7 @@ def test_labels_survive_the_way_there_and_back(axes, shape, spacing, target) -> 
     geometry = geometry_of(shape, affine, Preprocessing(orientation=target, spacing=(2, 2, 2)))
     grid = labels_to_grid(labels, geometry, SPACE)
     there = world(geometry.grid_affine, grid.shape)
-    assert dice(grid > 0, ball(there, (4, -3, 2), (14, 12, 15))) > 0.96, "same place in the world"
+    assert dice(grid > 0, ball(there, (4, -3, 2), (14, 12, 15))) > 0.945, "same place in the world"
     onehot = torch.nn.functional.one_hot(torch.from_numpy(grid).long(), 3).movedim(-1, 0).float()
     back = restore(onehot, geometry, exclusive=True)
     assert back.shape == shape and back.dtype == np.uint8
@@ -228,6 +228,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     whole = save(tmp_path / "whole.nii.gz", np.random.default_rng(0).integers(0, 999, (9, 9, 9), np.int16))
     cut = tmp_path / "cut.nii.gz"
     cut.write_bytes(whole.read_bytes()[:500])
+    assert "not a NIfTI file" in told(cut)
+    cut.write_bytes(whole.read_bytes()[:-300])
     assert "truncated or damaged" in told(cut)
     short = save(tmp_path / "short.nii", np.zeros((9, 9, 9), np.int16))
     short.write_bytes(short.read_bytes()[:900])
@@ -240,9 +242,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "not a NIfTI file" in told(empty)
     assert "no such file" in told(tmp_path / "none.nii.gz")
     assert "not three-dimensional" in told(save(tmp_path / "flat.nii", np.zeros((4, 4), np.int16)))
-    broken = np.eye(4)
-    broken[2, 2] = 0
-    assert "affine" in told(save(tmp_path / "flat-affine.nii", np.zeros((4, 4, 4), np.int16), broken))
+    flat = save(tmp_path / "flat-affine.nii", np.zeros((4, 4, 4), np.int16))
+    content = bytearray(flat.read_bytes())
+    content[312:328] = bytes(16)  # srow_z
+    flat.write_bytes(content)
+    assert "its affine is not finite or not invertible" in told(flat)
     assert read_image(save(tmp_path / "one.nii", np.zeros((4, 4, 4, 1), np.int16)))[0].shape == (4, 4, 4)
 
 

@@ -154,6 +154,21 @@ def test_a_cell_counts_what_is_not_defined_and_why() -> None:
     assert cell.undefined == {"truth empty": 1, "prediction empty": 1}
 
 
+def test_a_value_that_is_not_finite_is_not_defined(tmp_path: Path, finished: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    lines = (run / "rows.csv").read_text().splitlines()
+    for number, value in ((1, "nan"), (2, "inf")):
+        cells = lines[number].split(",")
+        cells[8] = value
+        lines[number] = ",".join(cells)
+    (run / "rows.csv").write_text("\n".join(lines) + "\n")
+    rows = tables.read(run).rows
+    assert rows is not None
+    assert [(row["value"], row["reason"]) for row in rows[:2]] == [(None, "not finite")] * 2
+    assert "not finite" in page.write(run).read_text(encoding="utf-8")
+
+
 def test_clientwise_is_the_published_global_index() -> None:
     """Fed-MENU's table: clients 94.07, 95.94, 80.05, 94.65 and one of five organs give 91.14."""
     clients = [[94.07], [95.94], [80.05], [94.65], [96.70, 93.74, 82.14, 96.34, 86.08]]

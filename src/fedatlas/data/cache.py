@@ -22,7 +22,7 @@ import numpy as np
 
 from fedatlas.errors import DataError
 
-VERSION = 1
+VERSION = 2
 """Raised whenever the code writes other numbers for the same input."""
 
 
