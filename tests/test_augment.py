@@ -82,7 +82,7 @@ def test_each_movement_does_what_it_is_called(dims: int) -> None:
     sizes, middles = found(p_translation=1, translation=0.1)
     assert abs(float(sizes.mean()) - 1) < 0.02
     span = middles.amax(0) - middles.amin(0)
-    assert torch.allclose(span, 0.2 * torch.tensor(target.shape[1:]).float(), atol=1.1)
+    assert torch.allclose(span, 0.2 * torch.tensor(target.shape[1:]).float(), atol=1.3)
     sizes, _ = found(p_rotation=1, rotation=45)
     assert abs(float(sizes.mean()) - 1) < 0.08
 
@@ -96,7 +96,9 @@ def test_a_turn_is_a_turn_in_millimetres() -> None:
     want = torch.zeros(40, 24, dtype=torch.bool)
     want[18:22, 7:17] = True
     for seed in range(60):
-        labels = augment(target[:, None].float(), target, how, rng(seed), spacing=torch.tensor([[2.0, 4.0]]))[1]
+        labels = augment(target[:, None].float(), target, how, rng(seed), spacing=torch.tensor([[2.0, 4.0]]))[
+            1
+        ]
         assert abs(int(labels.sum()) - 40) <= 12, "size is kept"
         best = max(best, float((2 * (want & (labels[0] > 0)).sum()) / (want.sum() + labels.sum())))
     assert best > 0.85

@@ -113,7 +113,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "truncated": (truncate, IMAGE, "truncated or damaged"),
     "not an image": (lambda r: (r / LABEL).write_text("x"), LABEL, "not a NIfTI file"),
     "flat": (lambda r: change(r / IMAGE, lambda v: v[..., 0]), IMAGE, "not three-dimensional"),
-    "other shape": (lambda r: change(r / LABEL, lambda v: v[:-1]), LABEL, "of shape [15, 16, 10], but p001_0000"),
+    "other shape": (
+        lambda r: change(r / LABEL, lambda v: v[:-1]),
+        LABEL,
+        "of shape [15, 16, 10], but p001_0000",
+    ),
     "shifted": (shift, LABEL, "its affine differs from that of p001_0000.nii.gz"),
     "other spacing": (shear, LABEL, "its affine differs"),
     "channels": (
@@ -217,7 +221,9 @@ def test_between_sites(sound: Path) -> None:
 
     one, two = indexes()
     space = label_space_of([one, two])
-    assert space.names == ("background", "liver", "spleen", "kidney") and not check_federation([one, two], space)
+    assert space.names == ("background", "liver", "spleen", "kidney") and not check_federation(
+        [one, two], space
+    )
     (nobody,) = check_federation([one, two], SPACE)
     assert nobody.fatal and "no site annotates 'tumour'" in str(nobody)
     (same,) = check_federation(indexes(name="s0"), space)
@@ -225,7 +231,9 @@ def test_between_sites(sound: Path) -> None:
     crossed = indexes(aliases={"spleen": "kidney", "kidney": "spleen"})
     (conflict,) = check_federation(crossed, space)
     assert conflict.fatal and "label 'spleen' means 'kidney' here and 'spleen' at site s0" in str(conflict)
-    shared = check_federation(indexes(path=str(sound / "site-0")), LabelSpace(("background", "liver", "spleen")))
+    shared = check_federation(
+        indexes(path=str(sound / "site-0")), LabelSpace(("background", "liver", "spleen"))
+    )
     assert [p.fatal for p in shared] == [False] and "patient 'p000' is also at site s0 (4 such names)" in str(
         shared[0]
     )

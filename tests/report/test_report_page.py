@@ -190,10 +190,9 @@ def test_bold_goes_to_the_best_and_never_to_a_model_that_left_cases_out() -> Non
     assert tables.leaders({"best": cell(0.8, 0.8), "local/a": cell(0.7, 0.8)}, "dice") == {"best"}
     assert tables.leaders({"best": cell(8, 9), "local/a": cell(3, 4)}, "hd95") == {"local/a"}
     assert tables.leaders({"best": cell(8, 9), "local/a": cell(3, None)}, "hd95") == {"best"}
-    assert tables.leaders({"best": cell(0.8, 0.8), "local/a": cell(0.8001, 0.8)}, "dice") == {
-        "best",
-        "local/a",
-    }
+    level = {"best": cell(0.8, 0.8), "local/a": cell(0.8001, 0.8)}
+    assert tables.leaders({**level, "local/b": cell(0.1, 0.1)}, "dice") == {"best", "local/a"}
+    assert tables.leaders(level, "dice") == set()
     assert tables.leaders({"best": cell(0.8)}, "dice") == set()
     assert tables.leaders({"best": cell(0.8), "local/a": cell(0.7)}, "unheard of") == set()
 

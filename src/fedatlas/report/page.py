@@ -887,7 +887,7 @@ td.has{background:color-mix(in srgb,var(--accent) 17%,var(--paper));font-weight:
 td.has small{font-weight:400}
 td.none,td.blank{background:repeating-linear-gradient(135deg,var(--grid) 0 1px,transparent 1px 7px)}
 td.blank{color:var(--muted)}
-table.matrix td.meta{white-space:normal;font-size:12.5px;color:var(--muted)}
+table.matrix td.meta{white-space:normal;max-width:150px;font-size:12.5px;color:var(--muted)}
 th.meta{font-size:12.5px;color:var(--muted)}
 table.heat td{vertical-align:middle}
 td.own{box-shadow:inset 0 0 0 2px var(--ink);font-weight:650}

@@ -409,7 +409,7 @@ def leaders(models: Mapping[str, Summary], metric: str) -> set[str]:
     """Which of several models is best at a metric, ties included.
 
     Only models with the most defined values are compared: a model that left out the hard cases, as HD95
-    does where a prediction is empty, does not win by it. One model alone is no comparison.
+    does where a prediction is empty, does not win by it. Where all are equal, none is best.
     """
     described = METRICS.get(metric)
     defined = {name: (found.n, found.mean) for name, found in models.items() if found.mean is not None}
@@ -418,7 +418,8 @@ def leaders(models: Mapping[str, Summary], metric: str) -> set[str]:
     most = max(n for n, _ in defined.values())
     shown = {name: round(mean, described.decimals) for name, (n, mean) in defined.items() if n == most}
     best = (max if described.higher_is_better else min)(shown.values())
-    return {name for name, value in shown.items() if value == best}
+    winners = {name for name, value in shown.items() if value == best}
+    return winners if len(winners) < len(models) else set()
 
 
 def loss_terms(run: Run) -> tuple[str, ...]:
