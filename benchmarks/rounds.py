@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[1]
 
 def main() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        changes = ["method.name=fedavg", "rounds=4", "local.steps=25", "engine.workers=0", "evaluation.every=1000"]
+        changes = [
+            "method.name=fedavg",
+            "rounds=4",
+            "local.steps=25",
+            "engine.workers=0",
+            "evaluation.every=1000",
+        ]
         changes += ["evaluation.overlays=false", "evaluation.models=[last]", "evaluation.metrics=[dice]"]
         federation = load_federation(ROOT / "experiments" / "quickstart.yaml", changes)
         path = Path(folder) / "run"

@@ -34,7 +34,9 @@ def one_round(sites: int) -> dict[str, float]:
     model = {f"layer {i}": torch.randn(1024, 1024, generator=rng) for i in range(MODEL_MB // 4)}
     with tempfile.TemporaryDirectory() as folder:
         reply = Path(folder) / "reply"
-        reply.write_bytes(wire.encode({"value": {"model": model, "n": 3}, "log": {}, "cost": {"seconds": 0.0}}))
+        reply.write_bytes(
+            wire.encode({"value": {"model": model, "n": 3}, "log": {}, "cost": {"seconds": 0.0}})
+        )
 
         def serve(*_: object) -> bytearray:
             return read_whole(reply)
@@ -52,11 +54,16 @@ def one_round(sites: int) -> dict[str, float]:
 def main() -> dict[str, float]:
     found = {}
     # glibc keeps freed blocks of a few MiB; with the threshold fixed they go back, and what is left is the need
-    for allocator, settings in (("as it is", {}), ("returning blocks", {"MALLOC_MMAP_THRESHOLD_": str(2**20)})):
+    for allocator, settings in (
+        ("as it is", {}),
+        ("returning blocks", {"MALLOC_MMAP_THRESHOLD_": str(2**20)}),
+    ):
         peaks = []
         for sites in (4, 64):
             command = [sys.executable, "-m", "benchmarks.server_memory", str(sites)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | settings)
+            done = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=os.environ | settings
+            )
             peaks.append(json.loads(done.stdout)["models"])
             found[f"allocator {allocator}, {sites} sites, peak in models"] = peaks[-1]
         found[f"allocator {allocator}, 64 sites over 4"] = peaks[1] / peaks[0]

@@ -13,14 +13,25 @@ from fedatlas.seeds import generator
 from fedatlas.tensors import load, tensors_of
 from fedatlas.training import Local, Step, make_optimizer
 
-NAMES = ("background", "brainstem", "cord", "right parotid", "left parotid", "oesophagus", "larynx", "mandible")
+NAMES = (
+    "background",
+    "brainstem",
+    "cord",
+    "right parotid",
+    "left parotid",
+    "oesophagus",
+    "larynx",
+    "mandible",
+)
 CASES = {
     "2.5D, 16 slices of 64x64, U-Net 16-128": (16, 3, (64, 64), [16, 32, 64, 128]),
     "3D, 2 patches of 48x48x48, U-Net 16-64": (2, 1, (48, 48, 48), [16, 32, 64]),
 }
 
 
-def measure(batch: int, channels: int, patch: tuple[int, ...], filters: list[int], repeats: int = 15) -> dict[str, float]:
+def measure(
+    batch: int, channels: int, patch: tuple[int, ...], filters: list[int], repeats: int = 15
+) -> dict[str, float]:
     torch.set_num_threads(1)
     rng = generator("benchmark")
     space = LabelSpace(NAMES)
@@ -33,7 +44,14 @@ def measure(batch: int, channels: int, patch: tuple[int, ...], filters: list[int
     )
 
     def net() -> torch.nn.Module:
-        return nets.build("unet", {"filters": filters}, in_channels=channels, classes=len(space), spatial_dims=len(patch), seed=0)
+        return nets.build(
+            "unet",
+            {"filters": filters},
+            in_channels=channels,
+            classes=len(space),
+            spatial_dims=len(patch),
+            seed=0,
+        )
 
     local = Local(optimizer="sgd", lr=1e-4)  # type: ignore[call-arg]
     supervised = losses.supervised(losses.make(losses.LossChoice(), space))  # type: ignore[call-arg]
@@ -66,7 +84,9 @@ def measure(batch: int, channels: int, patch: tuple[int, ...], filters: list[int
 
 
 def main() -> dict[str, float]:
-    return {f"{case}: {name}": value for case, shape in CASES.items() for name, value in measure(*shape).items()}
+    return {
+        f"{case}: {name}": value for case, shape in CASES.items() for name, value in measure(*shape).items()
+    }
 
 
 if __name__ == "__main__":

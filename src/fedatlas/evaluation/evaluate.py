@@ -47,7 +47,8 @@ class Evaluation:
         "The best round by the mean over all classes of all sites, or by the client-wise global index.",
     )
     models: tuple[Literal["best", "last", "local"], ...] = option(
-        ("best", "last", "local"), "Of the final evaluation: the best round, the last, every site's local model."
+        ("best", "last", "local"),
+        "Of the final evaluation: the best round, the last, every site's local model.",
     )
     overlays: bool = option(True, "Whether sites keep overlays of their worst, median and best cases.")
     inference: Inference = option(Inference(), "How a volume is predicted.")
