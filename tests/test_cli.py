@@ -146,9 +146,11 @@ def test_predict_names_a_bad_scan(trained: Path, tmp_path, capsys) -> None:
     assert "nobody" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_safe(small, tmp_path) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ctrl_c_is_safe(workers, small, tmp_path) -> None:
     file = tmp_path / "f.yaml"
     small |= {"rounds": 500}
+    small["engine"]["workers"] = workers
     file.write_text(yaml.safe_dump(small))
     command = [
         sys.executable,

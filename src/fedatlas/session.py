@@ -268,8 +268,8 @@ class Running:
         return self._ask(None, shared, **what, metrics=list(metrics), overlays=False)
 
     def _ask(self, each: Any, shared: dict[str, Any], **what: Any) -> list[dict[str, Any]]:
-        evaluate = self.experiment.host(self.evaluators.sites[0], self.folder).functions["evaluate"]
-        replies = self.evaluators.call(evaluate, each=each, **shared, **what)
+        evaluator = make_evaluator(self.experiment.federation, self.experiment.space)
+        replies = self.evaluators.call(evaluator.evaluate, each=each, **shared, **what)
         return [row for _, reply in replies for row in reply["rows"]]
 
 

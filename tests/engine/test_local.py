@@ -223,3 +223,41 @@ def test_a_damaged_newest_round_falls_back_to_the_one_before(tmp_path) -> None:
     (folder.rounds / "0003" / "state.fa").write_bytes(b"half")
     latest = folder.latest(method)
     assert latest is not None and latest.round == 2 and folder.complete() == [1, 2]
+
+
+def test_a_worker_that_is_killed_is_replaced_and_asked_again(small, tmp_path) -> None:
+    """As the system does for memory: the call is done again by a new process, to the same bits."""
+    from pathlib import Path as Folder
+
+    from fedatlas.experiment import parse_federation
+    from fedatlas.session import run_federation
+
+    killed: list[int] = []
+
+    def last(path: Folder, workers: int) -> bytes:
+        small["engine"]["workers"] = workers
+        federation = parse_federation(small, base=Folder())
+        run_federation(federation, path, tell=lambda text: None, after_round=murder if workers else None)
+        return (path / "models" / "last.fa").read_bytes()
+
+    def murder(record, best) -> None:
+        for pid in children():
+            os.kill(pid, 9)
+            killed.append(pid)
+
+    whole = last(tmp_path / "whole", 0)
+    assert last(tmp_path / "killed", 2) == whole and killed
+
+
+def children() -> list[int]:
+    """The worker processes of this process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_bytes()
+        except (OSError, IndexError, ValueError):
+            continue
+        if parent == os.getpid() and b"fedatlas.engine.worker" in command:
+            found.append(int(entry.name))
+    return found

@@ -14,7 +14,7 @@ from fedatlas.data.batch import Batch
 from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.losses import LossChoice
-from fedatlas.method import Member, Method, State, declared, eval_members, functions_of
+from fedatlas.method import Member, State, declared, eval_members, functions_of
 from fedatlas.methods.centralized import Centralized
 from fedatlas.methods.condistfl import ConDistFL
 from fedatlas.methods.fedavg import FedAvg
@@ -296,7 +296,7 @@ def test_local_steps_equal_the_published_ones(method: Any, key: dict[str, Any]) 
 def test_registered_methods(name: str) -> None:
     cls = methods.get(name)
     method: Any = cls()
-    assert isinstance(method, Method)
+    assert callable(method.start) and callable(method.round)
     assert cls.__doc__ and cls.__doc__.splitlines()[0].endswith(".")
     assert all(field.description for field in cls.__pydantic_fields__.values())
     assert list(functions_of(method)) == ["local_update"]

@@ -169,10 +169,13 @@ class LocalClients:
         if self.at_once == 1:
             yield from ((site, ask(site)) for site in sites)
             return
-        with ThreadPoolExecutor(self.at_once) as pool:
-            waiting: list[tuple[str, Future[Data]]] = [(site, pool.submit(ask, site)) for site in sites]
+        pool = ThreadPoolExecutor(self.at_once)
+        waiting: list[tuple[str, Future[Data]]] = [(site, pool.submit(ask, site)) for site in sites]
+        try:
             for site, future in waiting:
                 yield site, future.result()
+        finally:  # on Ctrl-C too: nobody waits for what is still at work
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @staticmethod
     def _refuse(answer: Data, asked: Tree) -> str | None:
@@ -242,6 +245,7 @@ class Workers:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.free: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()
         self.running: list[subprocess.Popen[bytes]] = []
+        self.closed = False
         for _ in range(n):
             self.free.put(None)
 
@@ -253,13 +257,14 @@ class Workers:
         try:
             ended = ""
             for _ in range(2):
+                if self.closed:
+                    break
                 if worker is None:
                     worker = self._start()
                 reply = _exchange(worker, (head, shared, own or b""))
                 if reply is not None:
                     return reply
                 ended = _how_it_ended(worker)
-                self.running.remove(worker)
                 worker = None
             text = f"its worker process ended twice ({ended}); see {self.log}"
             return wire.encode({"error": {"code": "WorkerEnded", "text": text}})
@@ -280,11 +285,11 @@ class Workers:
 
     def close(self) -> None:
         """Ends all workers, at once."""
+        self.closed = True
         for worker in self.running:
             worker.kill()
         for worker in self.running:
             worker.wait()
-        self.running = []
 
 
 def _exchange(worker: "subprocess.Popen[bytes]", frames: Sequence[Data]) -> Data | None:
