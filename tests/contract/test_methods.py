@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -236,37 +237,40 @@ def test_one_round_at_one_site_with_all_labels_is_ordinary_training(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_killed_at_random_instants(name, small, tmp_path) -> None:
-    """kill -9 again and again, at instants nobody chose; what comes out in the end is what one run gives."""
-    small |= {"method": {"name": name}, "rounds": 6}
-    whole = run_small(small, tmp_path / "whole")
+    """kill -9 eight times, at instants drawn over the length of a whole run; what comes out in the end is what
+    one run gives."""
     file = tmp_path / "federation.yaml"
-    file.write_text(yaml.safe_dump(small))
-    command = [
-        sys.executable,
-        "-m",
-        "fedatlas.cli",
-        "run",
-        str(file),
-        "--runs",
-        str(tmp_path),
-        "--id",
-        "killed",
-        "--resume",
-    ]
-    instants = random.Random(name)
-    kills = 0
-    for _ in range(40):
-        child = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    file.write_text(yaml.safe_dump(small | {"method": {"name": name}, "rounds": 6}))
+
+    def start(run: str) -> "subprocess.Popen[bytes]":
+        command = [
+            sys.executable,
+            "-m",
+            "fedatlas.cli",
+            "run",
+            str(file),
+            "--runs",
+            str(tmp_path),
+            "--id",
+            run,
+            "--resume",
+        ]
+        return subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
+
+    began = time.monotonic()
+    assert start("whole").wait() == 0
+    length = time.monotonic() - began
+    instants, kills = random.Random(name), 0
+    for _ in range(8):
+        child = start("killed")
         try:
-            child.communicate(timeout=instants.uniform(3, 9))
-            break
+            assert child.wait(timeout=instants.uniform(0, length)) == 0
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
+            child.wait()
             kills += 1
-    else:
-        raise AssertionError("never got to the end")
-    assert child.returncode == 0 and kills > 0
-    assert (tmp_path / "killed" / "models" / "last.fa").read_bytes() == whole
+    assert start("killed").wait() == 0 and kills > 0
+    last = [(tmp_path / run / "models" / "last.fa").read_bytes() for run in ("whole", "killed")]
+    assert last[0] == last[1]
