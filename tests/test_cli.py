@@ -172,3 +172,29 @@ def test_ctrl_c_is_safe(workers, small, tmp_path) -> None:
     text, _ = child.communicate(timeout=60)
     assert child.returncode == 130 and "--resume" in text and "Traceback" not in text
     assert (rounds / "0002" / "log.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (["engine.device=gpu"], "engine.device: got 'gpu'"),
+        (["local.precision=fp16"], "fp16 needs a GPU"),
+        (["preprocessing.patch=[18, 18]"], "patch"),
+        (["method.name=condistfl", "labels.exclusive=false"], "exclusive"),
+    ],
+)
+def test_what_cannot_run_is_said_before_anything_runs(changes, text, small, tmp_path, capsys) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(yaml.safe_dump(small))
+    overrides = [part for change in changes for part in ("-o", change)]
+    assert main(["run", str(file), "--runs", str(tmp_path), "--id", "x", *overrides]) == 1
+    err = capsys.readouterr().err
+    assert text in err and "Traceback" not in err
+    assert not (tmp_path / "x" / "rounds").exists()
+
+
+def test_a_runs_folder_that_is_a_file(small, tmp_path, capsys) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(yaml.safe_dump(small))
+    assert main(["run", str(file), "--runs", str(file)]) == 1
+    assert "Not a directory" in capsys.readouterr().err

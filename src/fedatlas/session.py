@@ -86,6 +86,28 @@ def make_evaluator(federation: Federation, space: LabelSpace) -> Evaluator:
     return Evaluator(federation.evaluation, tuple(preprocessing.patch), preprocessing.context, space)
 
 
+def usable_device(federation: Federation) -> torch.device:
+    """The device on which sites train. FederationError if it is not one, is not there, or cannot compute in the
+    federation's precision."""
+    name = federation.engine.device
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        reason = str(error).splitlines()[0]
+        raise FederationError(
+            f"engine.device: got {name!r}, which cannot be used here ({reason}); here are: {', '.join(there)}"
+        ) from None
+    if device.type == "meta" or (federation.local.precision == "fp16" and device.type != "cuda"):
+        raise FederationError(
+            f"local.precision: fp16 needs a GPU, engine.device is {name}; use float32 or bf16"
+            if device.type != "meta"
+            else "engine.device: meta computes nothing; use cpu or cuda"
+        )
+    return device
+
+
 class Experiment:
     """A federation with its label space, sites, net and method.
 
@@ -149,6 +171,7 @@ class Experiment:
 
     def check_net(self) -> nn.Module:
         """The net, after one patch went through it. FederationError if it fits the patch or the labels not."""
+        usable_device(self.federation)
         net = self.make_net()
         patch = self.federation.preprocessing.patch
         nets.check_patch(net, patch)
