@@ -89,12 +89,11 @@ def values(
     return found
 
 
-def cell(per_seed: list[float], seeds: int, digits: int) -> str:
+def cell(per_seed: list[float], digits: int) -> str:
     if not per_seed:
         return "not run"
     spread = f" ± {np.std(per_seed, ddof=1):.{digits}f}" if len(per_seed) > 1 else ""
-    missing = f" ({len(per_seed)} of {seeds} seeds)" if len(per_seed) < seeds else ""
-    return f"{np.mean(per_seed):.{digits}f}{spread}{missing}"
+    return f"{np.mean(per_seed):.{digits}f}{spread}"
 
 
 def table(
@@ -102,15 +101,17 @@ def table(
 ) -> str:
     """Rows: methods. Columns: organs and their mean; mean ± SD over seeds of the mean over cases."""
     seeds = PROFILES["full"]["seeds"]
-    lines = ["| method | " + " | ".join(classes) + " | macro |", "|---" * (len(classes) + 2) + "|"]
+    lines = ["| method | seeds | " + " | ".join(classes) + " | macro |", "|---" * (len(classes) + 3) + "|"]
     for method in METHODS:
         paths = [runs / "full" / f"{method}-s{seed}" for seed in range(seeds)]
         model = "best"
         found = [values(path, metric, known, model, split) for path in paths if finished(path)]
         columns = [[float(np.mean(one[name])) for one in found if name in one] for name in classes]
         macro = [float(np.mean([np.mean(v) for v in one.values()])) for one in found if one]
-        cells = [cell(column, seeds, digits) if column or not found else "–" for column in columns]
-        lines.append(f"| {method} | " + " | ".join(cells) + f" | {cell(macro, seeds, digits)} |")
+        cells = [cell(column, digits) if column or not found else "–" for column in columns]
+        lines.append(
+            f"| {method} | {len(found)} of {seeds} | " + " | ".join(cells) + f" | {cell(macro, digits)} |"
+        )
     return "\n".join(lines)
 
 
