@@ -31,7 +31,7 @@ class Labels:
     """The label space that the model will know."""
 
     names: tuple[str, ...] | None = option(
-        None, "Every class by name, background first; null: the union of what the sites bring."
+        None, "Every class by name, background first if exclusive; null: the union of what the sites bring."
     )
     groups: tuple[tuple[str, ...], ...] = option(
         (), "Classes that belong together, as an organ and its lesion."

@@ -39,6 +39,10 @@ class LabelSpace:
             raise FederationError(
                 f"label space: exclusive classes begin with {BACKGROUND!r}, got {list(self.names[:1])}"
             )
+        if not self.exclusive and BACKGROUND in self.names:
+            raise FederationError(
+                f"label space: {BACKGROUND!r} is no class where classes overlap; leave it out, or set exclusive"
+            )
         if not self.foreground:
             raise FederationError("label space: no class besides the background; at least one is needed")
         seen: set[int] = set()

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from fedatlas.engine.host import Host
 from fedatlas.engine.local import LocalClients, Workers, in_process
 from fedatlas.engine.run import Round, RunFolder, read_json, run, to_json
 from fedatlas.engine.store import read_whole, write_atomic
-from fedatlas.errors import FederationError, RunFolderError
+from fedatlas.errors import DataError, FederationError, RunFolderError
 from fedatlas.evaluation.evaluate import Evaluator, selection_score
 from fedatlas.evaluation.statistics import read_rows, write_rows
 from fedatlas.experiment import (
@@ -308,6 +309,10 @@ def _same_members(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> boo
 
 def run_path(federation: Federation, runs: Path, run_id: str | None = None) -> Path:
     """The folder of a federation's run: its name and the first digits of its hash, or the name given."""
+    if run_id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_id):
+        raise FederationError(
+            f"--id {run_id!r}: a name of letters, digits, '.', '_' and '-' is expected, no path"
+        )
     return runs / (run_id or f"{federation.name}-{hash_of(federation)[:8]}")
 
 
@@ -559,7 +564,12 @@ class Trained:
         self.space = LabelSpace(tuple(labels["names"]), groups, labels["exclusive"])
         self.channels: int = info["channels"]
         self.method = make_method(self.federation)
-        self.device = torch.device(device or self.federation.engine.device)
+        kept = self.federation.engine.device
+        try:  # a model that was trained on a GPU is used wherever it is taken
+            torch.zeros(1, device=device or kept)
+        except (RuntimeError, AssertionError):
+            kept = "cpu"
+        self.device = torch.device(device or kept)
         self.model = model
         self.members = self._members()
 
@@ -573,7 +583,10 @@ class Trained:
             return [Member(kept["model"], None if kept["classes"] is None else tuple(kept["classes"]))]
         if self.model not in ("best", "last"):
             raise RunFolderError(f"model {self.model!r}: not known; allowed: best, last, local/<site>")
-        state = self.folder.state(self.folder.path / "models" / f"{self.model}.fa", self.method)
+        file = self.folder.path / "models" / f"{self.model}.fa"
+        if not file.exists() and (file.parent / "last.fa").exists():
+            raise RunFolderError(f"{file}: missing, no round of this run was validated; use --model last")
+        state = self.folder.state(file, self.method)
         return eval_members(self.method, state, "")
 
     def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
@@ -613,11 +626,21 @@ def predict_scans(
     """
     trained = Trained(path, model)
     names = trained.space.names
+    targets = [out / f"{f[0].name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz" for f in scans]
+    for number, target in enumerate(targets):
+        if target in targets[:number]:
+            first, second = scans[targets.index(target)][0], scans[number][0]
+            raise FederationError(
+                f"{first} and {second} would both be written to {target}; predict them into two folders"
+            )
     written = []
-    for files in scans:
+    for files, target in zip(scans, targets, strict=True):
         volume = load_scan(list(files), trained.federation.preprocessing, trained.space)
         labels = volume.restore(trained.probabilities(volume.image))
-        target = out / f"{files[0].name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz"
+        if volume.image.shape[0] != trained.channels:
+            raise DataError(
+                f"{files[0]}: has {volume.image.shape[0]} channels; the model was trained on {trained.channels}"
+            )
         write_label_map(target, labels, files[0])
         millilitres = float(np.prod(volume.raw_spacing)) / 1000
         masks = {c: labels == c if trained.space.exclusive else labels[c] for c in trained.space.foreground}
@@ -673,6 +696,10 @@ def evaluate_folder(
         validation=0.0,
         cache=cache_folder(federation, path.parent),
     )
+    if source.channels != trained.channels:
+        raise DataError(
+            f"{data}: its scans have {source.channels} channels; the model was trained on {trained.channels}"
+        )
     evaluator = make_evaluator(federation, space)
     rows: list[dict[str, Any]] = []
     members = [
