@@ -198,3 +198,22 @@ def test_a_runs_folder_that_is_a_file(small, tmp_path, capsys) -> None:
     file.write_text(yaml.safe_dump(small))
     assert main(["run", str(file), "--runs", str(file)]) == 1
     assert "Not a directory" in capsys.readouterr().err
+
+
+def test_scans_that_would_overwrite_each_other(trained: Path, phantom: Path, tmp_path, capsys) -> None:
+    scan = phantom / "site-1" / "imagesTs" / "p104_0000.nii.gz"
+    assert main(["predict", str(trained), str(scan), str(scan), "-o", str(tmp_path)]) == 1
+    assert "would both be written" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_scans_of_other_channels(trained: Path, phantom: Path, tmp_path, capsys) -> None:
+    scan = phantom / "site-1" / "imagesTs" / "p104_0000.nii.gz"
+    assert main(["predict", str(trained), f"{scan},{scan}", "-o", str(tmp_path)]) == 1
+    assert "has 2 channels; the model was trained on 1" in capsys.readouterr().err
+
+
+def test_run_names_are_no_paths(small, tmp_path, capsys) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(yaml.safe_dump(small))
+    assert main(["run", str(file), "--runs", str(tmp_path), "--id", "../up"]) == 1
+    assert "no path" in capsys.readouterr().err

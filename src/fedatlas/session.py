@@ -636,11 +636,11 @@ def predict_scans(
     written = []
     for files, target in zip(scans, targets, strict=True):
         volume = load_scan(list(files), trained.federation.preprocessing, trained.space)
-        labels = volume.restore(trained.probabilities(volume.image))
         if volume.image.shape[0] != trained.channels:
             raise DataError(
                 f"{files[0]}: has {volume.image.shape[0]} channels; the model was trained on {trained.channels}"
             )
+        labels = volume.restore(trained.probabilities(volume.image))
         write_label_map(target, labels, files[0])
         millilitres = float(np.prod(volume.raw_spacing)) / 1000
         masks = {c: labels == c if trained.space.exclusive else labels[c] for c in trained.space.foreground}
