@@ -51,7 +51,8 @@ def write_phantom(
         root = folder / f"site-{site}"
         own = list(dict.fromkeys([names[site % len(names)], names[(site + 1) % len(names)]]))
         # integers of the site's own: 1 and 2, or 5 and 3
-        table: dict[str, int] = dict(zip(own, (1, 2) if site % 2 == 0 else (5, 3), strict=False))
+        numbers = (1, 2) if site % 2 == 0 else (5, 3)
+        table = {name: numbers[place] for place, name in enumerate(own)}
         full = {name: number for number, name in enumerate(names, start=1)}
         titles = {"Tr": [f"p{site}{n:02d}" for n in range(cases)]}
         titles["Ts"] = [f"p{site}{n:02d}" for n in range(cases, cases + test_cases)]

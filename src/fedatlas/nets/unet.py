@@ -108,7 +108,7 @@ class UNetModule(Net):
         logits = self.head(x)
         if not supervised:
             return logits
-        return [logits, *(head(features) for head, features in zip(self.heads, lower, strict=False))]
+        return [logits, *(head(lower[place]) for place, head in enumerate(self.heads))]
 
     def parts(self) -> dict[str, nn.Module | list[nn.Module]]:
         """encoder: all blocks down to the bottom; decoder: the blocks up."""
