@@ -7,7 +7,7 @@ from pathlib import Path
 from benchmarks.timing import alternate, show
 from fedatlas.data.transforms import load_scan
 from fedatlas.experiment import load_federation
-from fedatlas.session import Experiment
+from fedatlas.build import Experiment
 
 ROOT = Path(__file__).parents[1]
 

@@ -15,8 +15,9 @@ import torch
 from benchmarks.timing import show
 from fedatlas.engine import wire
 from fedatlas.engine.host import peak_mb, reset_peak
-from fedatlas.engine.local import LocalClients
-from fedatlas.engine.store import read_whole
+from fedatlas.engine.clients import SiteClients
+from fedatlas.engine.frames import Question
+from fedatlas.engine.local import InProcess
 from fedatlas.method import State, at_site
 from fedatlas.seeds import generator
 from fedatlas.tensors import average
@@ -33,15 +34,21 @@ def one_round(sites: int) -> dict[str, float]:
     rng = generator("model")
     model = {f"layer {i}": torch.randn(1024, 1024, generator=rng) for i in range(MODEL_MB // 4)}
     with tempfile.TemporaryDirectory() as folder:
-        reply = Path(folder) / "reply"
-        reply.write_bytes(
-            wire.encode({"value": {"model": model, "n": 3}, "log": {}, "cost": {"seconds": 0.0}})
-        )
 
-        def serve(*_: object) -> bytearray:
-            return read_whole(reply)
+        def answer(question: Question) -> None:
+            to = {"site": question.site, "function": "update", "round": 0, "call": 0}
+            content = {"to": to, "value": {"model": model, "n": 3}, "log": {}, "cost": {"seconds": 0.0}}
+            question.reply.write_bytes(wire.encode(content))
 
-        clients = LocalClients([f"site {i:02d}" for i in range(sites)], serve, Path(folder) / "scratch")
+        names = [f"site-{i:02d}" for i in range(sites)]
+        replies_of = {name: Path(folder) / f"{name}.ready" for name in names}
+        for name, path in replies_of.items():
+            answer(Question(name, "update", 0, 0, path, None, path))
+
+        def serve(question: Question) -> None:
+            os.rename(replies_of[question.site], question.reply)
+
+        clients = SiteClients(names, InProcess(serve), Path(folder) / "scratch")
         state = State(model)
         del model
         reset_peak()

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedatlas.build import Experiment, cache_folder
 from fedatlas.experiment import load_federation
-from fedatlas.session import Experiment, cache_folder
 from fedatlas.tensors import n_bytes, tensors_of
 
 

@@ -183,7 +183,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    from fedatlas.session import evaluate_folder, evaluation_table
+    from fedatlas.trained import evaluate_folder, evaluation_table
 
     aliases = {}
     for text in arguments.alias:
@@ -211,7 +211,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    from fedatlas.session import predict_scans
+    from fedatlas.trained import predict_scans
 
     scans = [[Path(part) for part in str(scan).split(",")] for scan in arguments.scan]
     result = predict_scans(arguments.run, scans, arguments.out, model=arguments.model)

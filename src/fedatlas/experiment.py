@@ -18,7 +18,7 @@ from fedatlas.augment import Augmentation
 from fedatlas.data.samples import path as bundled_path
 from fedatlas.data.site_data import SiteConfig
 from fedatlas.data.transforms import Preprocessing, Sampling
-from fedatlas.engine.local import Faults
+from fedatlas.engine.clients import Faults
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.method import Method
@@ -241,13 +241,36 @@ def resolved(federation: Federation) -> dict[str, Any]:
     }
 
 
+def shareable(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What `resolved` gives, without what is of one machine: paths and `engine`; sites by name."""
+    sites = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
+    kept = {key: value for key, value in plain.items() if key != "engine"}
+    return kept | {"sites": sorted(sites, key=lambda site: site["name"])}
+
+
 def hash_of(federation: Federation) -> str:
     """SHA-256 of all that decides the result: not of paths, of the order of sites, or of `engine`."""
-    plain = resolved(federation)
-    plain.pop("engine")
-    sites = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
-    plain["sites"] = sorted(sites, key=lambda site: site["name"])
+    plain = shareable(resolved(federation))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def flat_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], there: str = "there", here: str = "now"
+) -> str:
+    """The keys in which two resolved federations differ, a line each, for a person; `engine` and paths aside."""
+    was, now = _flat(shareable(one)), _flat(shareable(other))
+    keys = [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]
+    lines = [f"  {key}: {was.get(key, '(none)')} {there}, {now.get(key, '(none)')} {here}" for key in keys]
+    return "\n".join(lines[:20]) or "  (written by another version of fedatlas)"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{prefix}{key}.").items()}
+    if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        named = {str(item["name"]): item for item in value if isinstance(item, Mapping) and "name" in item}
+        return _flat(named, prefix) if len(named) == len(value) else {prefix[:-1]: list(value)}
+    return {prefix[:-1]: list(value) if isinstance(value, tuple) else value}
 
 
 def json_schema() -> dict[str, Any]:

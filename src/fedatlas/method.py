@@ -141,8 +141,10 @@ class Defaults:
 
     state: ClassVar[type[State]] = State
     nets: ClassVar[Mapping[str, NetSpec]] = {}
-    sends: ClassVar[tuple[str, ...]] = ("model", "n")
-    """The keys of what a site answers: its model's tensors, its number of training cases. No others."""
+    sends: ClassVar[Mapping[str, Any]] = {"model": "model", "n": "number"}
+    """What a site answers, key -> kind, and nothing else: here its model's tensors and its number of training
+    cases. The kinds are those of `engine.egress.check`, which refuses any other answer before it leaves the site.
+    A method whose functions answer differently gives {function: {key: kind}}."""
     pooled: ClassVar[bool] = False
     """True: the federation's sites are merged into one that holds the union of their cases."""
 
@@ -157,6 +159,13 @@ def functions_of(method: Method) -> dict[str, Callable[..., Any]]:
     """What may be called at a site for this method: name -> bound function. Nothing else is ever run there."""
     names = [name for name in dir(type(method)) if getattr(getattr(type(method), name), "at_site", False)]
     return {name: getattr(method, name) for name in names}
+
+
+def sends_of(method: Method) -> dict[str, dict[str, str]]:
+    """What every function of a method answers: function -> key -> kind."""
+    given = declared(method, "sends")
+    by_function = any(isinstance(kind, Mapping) for kind in given.values())
+    return {name: dict(given[name] if by_function else given) for name in functions_of(method)}
 
 
 def declared(method: Method, name: str) -> Any:

@@ -18,11 +18,13 @@ import yaml
 from torch import Tensor
 
 from fedatlas import methods
+from fedatlas.build import Experiment
 from fedatlas.engine import wire
+from fedatlas.engine.local import InProcess
 from fedatlas.engine.run import RunFolder
 from fedatlas.experiment import parse_federation
 from fedatlas.method import declared, functions_of
-from fedatlas.session import Experiment, Running, run_federation
+from fedatlas.session import Hosts, Parties, Running, gather_local, run_federation
 from fedatlas.tensors import from_tree, to_tree
 
 METHODS = sorted(methods.REGISTRY)
@@ -37,21 +39,26 @@ def run_small(small: dict[str, Any], path: Path, **changes: Any) -> bytes:
 
 def replies_of(small: dict[str, Any], path: Path, cache: Path) -> dict[str, list[Any]]:
     """Everything that any site sends in the method's start and two rounds, by site."""
-    federation = parse_federation(small, base=Path())
-    experiment = Experiment(federation, cache)
+    federation = parse_federation(small | {"engine": {"cache": str(cache)}}, base=Path())
+    folder = RunFolder(path)
+    experiment = Experiment(federation, cache)  # by hand: here some classes are annotated by nobody
     experiment.prepare()
+    summaries = {name: source.summary() for name, source in experiment.sources.items()}
+    transport = InProcess(Hosts(experiment, folder).answer)
+    parties = Parties(experiment, summaries, list(experiment.training), transport)
     sent: dict[str, list[Any]] = {}
-    with Running(experiment, RunFolder(path), cache) as running:
-        serve = running.clients.serve
+    with Running(parties, folder) as running:
+        ask = running.clients.transport.ask
 
-        def listen(site: str, *call: Any) -> Any:
-            answer = serve(site, *call)
-            tree = wire.decode(answer)
-            assert isinstance(tree, dict) and "error" not in tree, tree
-            sent.setdefault(site, []).append(tree["value"])
-            return answer
+        def listen(questions: Any, deadline: float) -> Any:
+            for site, lost in ask(questions, deadline):
+                question = next(q for q in questions if q.site == site)
+                tree = wire.decode(question.reply.read_bytes())
+                assert isinstance(tree, dict) and "error" not in tree, tree
+                sent.setdefault(site, []).append(tree["value"])
+                yield site, lost
 
-        running.clients.serve = listen
+        running.clients.transport.ask = listen  # type: ignore[method-assign]
         running.clients.begin(0)
         state = dataclasses.replace(experiment.method.start(experiment.make_net(), running.clients), rounds=2)
         for number in (1, 2):
@@ -206,11 +213,12 @@ def test_one_round_at_one_site_with_all_labels_is_ordinary_training(
         small | {"sites": sites, "method": {"name": name} | EXTRAS_OFF.get(name, {}), "rounds": 1},
         base=Path(),
     )
-    experiment = Experiment(federation, phantom_cache)
-    experiment.prepare()
-    (trained,) = experiment.training
     folder = RunFolder(tmp_path)
-    with Running(experiment, folder, phantom_cache) as running:
+    parties = gather_local(federation, folder, lambda text: None)
+    experiment = parties.design
+    assert isinstance(experiment, Experiment)
+    (trained,) = experiment.training
+    with Running(parties, folder) as running:
         running.clients.begin(0)
         state = dataclasses.replace(experiment.method.start(experiment.make_net(), running.clients), rounds=1)
         running.clients.begin(1)

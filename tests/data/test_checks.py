@@ -220,7 +220,7 @@ def test_between_sites(sound: Path) -> None:
         return [read_site(SiteConfig(**config), sound) for config in configs]
 
     one, two = indexes()
-    space = label_space_of([one, two])
+    space = label_space_of([one.brings, two.brings])
     assert space.names == ("background", "liver", "spleen", "kidney") and not check_federation(
         [one, two], space
     )

@@ -377,7 +377,7 @@ def test_the_phantom_is_the_same_for_the_same_seed(tmp_path) -> None:
     images = [np.asarray(nib.load(f / "site-3/imagesTr/p300_0000.nii.gz").dataobj) for f in folders]  # type: ignore[attr-defined]
     assert np.array_equal(images[0], images[1]) and not np.array_equal(images[0], images[2])
     indexes = [read_site(SiteConfig(**config), tmp_path) for config in phantom_sites(folders[0])]
-    space = label_space_of(indexes, [["kidney", "tumour"]])
+    space = label_space_of([index.brings for index in indexes], [["kidney", "tumour"]])
     assert space.names == NAMES and not check_federation(indexes, space)
     assert not [problem for index in indexes for problem in check_site(index, space)]
     with pytest.raises(ValueError, match="no organ 'heart'"):
@@ -392,7 +392,7 @@ def test_the_bundled_data_are_sound_and_small(cache) -> None:
         read_site(SiteConfig(name=root.name, path=str(root), reference={}), samples())  # type: ignore[arg-type]
         for root in sorted(samples().glob("site-*"))
     ]
-    space = label_space_of(indexes)
+    space = label_space_of([index.brings for index in indexes])
     assert len(indexes) == 4 and len(space) == 8 and not check_federation(indexes, space)
     assert not check_site(indexes[0], space)
     assert all(len(index.cases) == 6 and all(case.reference for case in index.cases) for index in indexes)

@@ -182,7 +182,7 @@ def test_names_aliases_and_restriction(tmp_path: Path) -> None:
     root = nnunet(tmp_path / "s", ["a"], labels=labels)
     index = index_of(root, aliases={"Leber": "liver", "Milz": "spleen"}, annotated=("Leber", "spleen"))
     assert index.used == ("Leber", "Milz")
-    space = label_space_of([index], [["spleen", "liver"]])
+    space = label_space_of([index.brings], [["spleen", "liver"]])
     assert space.names == ("background", "liver", "spleen") and space.groups == ((2, 1),)
     strict, _ = naming_of(index, space)
     assert strict.integers == {0: "background", 4: "liver", 2: "spleen", 7: "background"}

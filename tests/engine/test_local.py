@@ -1,6 +1,8 @@
 """local.py and run.py with a toy method: no data, no nets of ours."""
 
 import os
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -9,12 +11,14 @@ import torch
 from torch import nn
 
 from fedatlas.engine import wire
+from fedatlas.engine.clients import Faults, SiteClients
+from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
-from fedatlas.engine.local import Faults, LocalClients, in_process
+from fedatlas.engine.local import InProcess
 from fedatlas.engine.run import Round, RunFolder, run
 from fedatlas.errors import FedAtlasError, RunFolderError, SiteLost
 from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.method import State, at_site, functions_of
+from fedatlas.method import State, at_site, functions_of, sends_of
 from fedatlas.tensors import average, tensors_of
 
 SPACE = LabelSpace(("background", "a"))
@@ -76,14 +80,21 @@ def net() -> nn.Module:
     return made
 
 
-def clients(
-    folder: Path, method: Walk, *, faults: Faults | None = None, order: str = "cab", at_once: int = 1
-) -> LocalClients:
+def clients(folder: Path, method: Walk, *, faults: Faults | None = None, order: str = "cab") -> SiteClients:
     hosts = {
-        name: Host(name, Source(ord(name) - 90), functions_of(method), lambda _: net(), folder / name, seed=5)
+        name: Host(
+            name,
+            Source(ord(name) - 90),
+            functions_of(method),
+            lambda _: net(),
+            folder / name,
+            sends=sends_of(method),
+            seed=5,
+        )
         for name in order
     }
-    return LocalClients(list(order), in_process(hosts), folder / "scratch", faults or Faults(), at_once)
+    transport = InProcess(lambda question: hosts[question.site].answer(question))
+    return SiteClients(list(order), transport, folder / "scratch", faults or Faults())
 
 
 def equal(one: State, other: State) -> bool:
@@ -122,12 +133,48 @@ def test_resuming_at_any_round_gives_the_same_bits(tmp_path) -> None:
         )
 
 
+@dataclass
+class Tampered:
+    """A transport under which something happens to every answer."""
+
+    inner: InProcess
+    change: Callable[[Question], str | None]
+
+    def ask(self, questions, deadline):
+        for site, lost in self.inner.ask(questions, deadline):
+            question = next(q for q in questions if q.site == site)
+            yield site, lost or self.change(question)
+
+    def close(self) -> None: ...
+
+
+def tamper(asked: SiteClients, site: str, change: Callable[[dict], object]) -> SiteClients:
+    """Rewrites the replies of one site, as a faulty installation there would."""
+
+    def rewrite(question: Question) -> None:
+        if question.site == site:
+            tree = wire.decode(question.reply.read_bytes())
+            change(tree)
+            question.reply.write_bytes(wire.encode(tree))
+
+    asked.transport = Tampered(asked.transport, rewrite)
+    return asked
+
+
+def silent(asked: SiteClients, site: str, when: Callable[[Question], bool] = lambda q: True) -> SiteClients:
+    """A federation in which a site does not answer."""
+    asked.transport = Tampered(
+        asked.transport, lambda q: "did not answer" if q.site == site and when(q) else None
+    )
+    return asked
+
+
 @pytest.mark.parametrize(
     ("fail", "text"),
     [
         ("error b", "ValueError: no such thing"),
         ("nan b", "not finite, in 'model'"),
-        ("names b", "missing: weight, bias; not known: other"),
+        ("names b", "EgressError: .*holds the tensor 'other', which the net does not have; it was not sent"),
     ],
 )
 def test_a_refused_answer_stops_or_drops(tmp_path, fail: str, text: str) -> None:
@@ -136,21 +183,47 @@ def test_a_refused_answer_stops_or_drops(tmp_path, fail: str, text: str) -> None
     method = Walk(fail)
     asked = clients(tmp_path / "drop", method, faults=Faults(on_lost="drop"))
     state = run(method, net(), asked, 2)
-    assert text in asked.lost["b"]
-    # the same bits as a federation that never had the site, at equal payloads
-    plain = Walk()
+    assert re.search(text, asked.lost["b"])
+    # the same bits as a federation in which the site is silent
+    other = silent(clients(tmp_path / "without", Walk(), faults=Faults(on_lost="drop")), "b")
+    assert equal(state, run(Walk(), net(), other, 2))
 
-    def without(site, *rest):
-        return (
-            asked_plain_serve(site, *rest)
-            if site != "b"
-            else wire.encode({"error": {"code": "X", "text": ""}})
-        )
 
-    other = clients(tmp_path / "without", plain, faults=Faults(on_lost="drop"))
-    asked_plain_serve = other.serve
-    other.serve = without
-    assert equal(state, run(plain, net(), other, 2))
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda t: t["value"].update(model={"other": torch.zeros(1)}), "missing: weight, bias"),
+        (lambda t: t["value"]["model"].update(weight=torch.zeros(3)), r"weight is float32\[3\], expected"),
+        (
+            lambda t: t["value"]["model"].update(weight=torch.full((1, 2), torch.nan)),
+            "not finite, in 'model'",
+        ),
+        (lambda t: t["to"].update(round=7), "another question .*round 7.*asked was .*round 1"),
+        (lambda t: t["to"].update(site="a"), "another question .*site a"),
+        (lambda t: t.pop("to"), "not the reply of a site"),
+        (lambda t: t.update(value=[1]), "answered a list"),
+    ],
+)
+def test_what_a_faulty_site_sends_is_refused(tmp_path, change, text: str) -> None:
+    asked = tamper(clients(tmp_path, Walk()), "b", change)
+    with pytest.raises(SiteLost, match=f"b: .*{text}"):
+        run(Walk(), net(), asked, 1)
+
+
+def test_who_is_waited_for_is_asked_again_to_the_same_bits(tmp_path) -> None:
+    asked: list[Question] = []
+
+    def first_time(question: Question) -> bool:
+        asked.append(question)
+        return question.round == 2 and sum(q.round == 2 and q.site == "b" for q in asked) == 1
+
+    whole = go(tmp_path / "whole")
+    late = silent(clients(tmp_path / "late", Walk(), faults=Faults(on_lost="wait")), "b", first_time)
+    assert equal(whole, run(Walk(), net(), late, 4))
+    assert late.calls[-1].lost == {}
+    patience = Faults(on_lost="wait", patience=0.5)
+    with pytest.raises(SiteLost, match="b: did not answer"):
+        run(Walk(), net(), silent(clients(tmp_path / "never", Walk(), faults=patience), "b"), 4)
 
 
 def test_too_few_sites_stop_the_run(tmp_path) -> None:
@@ -163,23 +236,36 @@ def test_only_marked_functions_are_called(tmp_path) -> None:
     asked = clients(tmp_path, method)
     with pytest.raises(FedAtlasError, match="not marked @at_site"):
         asked.call(method.not_allowed)
-    reply = wire.decode(asked.serve("a", "not_allowed", 1, 0, wire.encode({}), None))
+    host = Host("a", Source(1), functions_of(method), lambda _: net(), tmp_path, sends={}, seed=1)
+    reply = wire.decode(host.handle("not_allowed", 1, 0, wire.encode({})))
     assert "asked to run 'not_allowed'; allowed: step" in reply["error"]["text"]
 
 
-def test_damaged_replies_are_refused(tmp_path) -> None:
-    method = Walk()
-    asked = clients(tmp_path, method)
-    good = asked.serve
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda data: data[: len(data) // 2], "truncated or damaged"),
+        (lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:], "digest differs"),
+        (lambda data: b"", "0 bytes that do not begin as one of ours"),
+    ],
+)
+def test_damaged_replies_are_refused(tmp_path, damage, text: str) -> None:
+    asked = clients(tmp_path, Walk())
 
-    def damaged(*call):
-        answer = bytearray(good(*call))
-        answer[len(answer) // 2] ^= 1
-        return answer
+    def change(question: Question) -> None:
+        question.reply.write_bytes(damage(question.reply.read_bytes()))
 
-    asked.serve = damaged
-    with pytest.raises(SiteLost, match="digest differs"):
-        run(method, net(), asked, 1)
+    asked.transport = Tampered(asked.transport, change)
+    with pytest.raises(SiteLost, match=text):
+        run(Walk(), net(), asked, 1)
+
+
+def test_a_damaged_payload_is_refused_at_the_site(tmp_path) -> None:
+    host = Host("a", Source(1), functions_of(Walk()), lambda _: net(), tmp_path, sends={}, seed=1)
+    data = wire.encode({"model": tensors_of(net()), "scale": 1.0})
+    data[-1] ^= 1
+    reply = wire.decode(host.handle("step", 1, 0, data))
+    assert reply["error"]["code"] == "WireError"
 
 
 def test_a_method_that_does_not_count_is_told(tmp_path) -> None:

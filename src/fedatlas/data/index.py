@@ -41,7 +41,11 @@ class SiteConfig:
     name: str = option(
         ..., "Names the site everywhere.", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
     )
-    path: str = option(..., "Its folder; relative to the federation file.", min_length=1)
+    path: str | None = option(
+        None,
+        "Its folder; relative to the federation file. Left out where the site takes part from elsewhere.",
+        min_length=1,
+    )
     format: Literal["auto", "nnunet", "msd", "monai"] = option("auto", "The layout of the folder.")
     annotated: tuple[str, ...] | None = option(
         None, "Which labels of its table count as annotated; null: all. Its own names, or ours."
@@ -96,6 +100,11 @@ class SiteIndex:
             return tuple(own)
         return tuple(n for n in own if n in self.annotated or self.aliases.get(n, n) in self.annotated)
 
+    @property
+    def brings(self) -> tuple[str, ...]:
+        """What it annotates, by the names of the label space."""
+        return tuple(dict.fromkeys(self.aliases.get(name, name) for name in self.used))
+
     def file(self, path: Path) -> str:
         """A path as it is shown: relative to the site's folder where it lies inside."""
         return str(path.relative_to(self.root)) if self.root in path.parents else str(path)
@@ -125,7 +134,7 @@ def read_site(config: SiteConfig, base: Path) -> SiteIndex:
     What is wrong with single files is kept in `problems`. Raises DataError where the site cannot be
     understood at all: no folder, no table, regions instead of integers, a name that does not exist.
     """
-    root = (base / Path(config.path).expanduser()).resolve()
+    root = (base / Path(config.path or "").expanduser()).resolve()
     if not root.is_dir():
         raise DataError(f"site {config.name}: {root}: no such folder; correct the site's `path`")
     layout = Layout(config.name, root, config.table, config.labels, config.test_labels)
@@ -226,17 +235,17 @@ def naming_of(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
 
 
 def label_space_of(
-    indexes: Sequence[SiteIndex],
+    brings: Iterable[Sequence[str]],
     groups: Sequence[Sequence[str]] = (),
     exclusive: bool = True,
 ) -> LabelSpace:
-    """The union of what the sites annotate, in order of first appearance, after aliases.
+    """The union of what the sites bring (`SiteIndex.brings` of each), in order of first appearance.
 
     groups: names of classes that belong together.
     """
     names = dict.fromkeys([BACKGROUND] if exclusive else [])
-    for index in indexes:
-        names.update(dict.fromkeys(index.aliases.get(name, name) for name in index.used))
+    for site in brings:
+        names.update(dict.fromkeys(site))
     if not exclusive:
         names.pop(BACKGROUND, None)
     plain = LabelSpace(tuple(names), exclusive=exclusive)

@@ -3,6 +3,7 @@
 Nothing of one call is left for the next but the site's memory, so any process may serve any call.
 """
 
+import contextlib
 import resource
 import time
 import traceback
@@ -14,14 +15,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedatlas.engine import wire
-from fedatlas.engine.store import MemoryStore
+from fedatlas.engine import egress, wire
+from fedatlas.engine.egress import EgressLog, Forms
+from fedatlas.engine.frames import Question
+from fedatlas.engine.store import MemoryStore, read_whole, write_atomic
 from fedatlas.engine.wire import Data
 from fedatlas.errors import FedAtlasError
 from fedatlas.labels import SiteLabels
 from fedatlas.method import Batches
 from fedatlas.seeds import generator, isolated
-from fedatlas.tensors import Tensors, Tree, load, to_tree
+from fedatlas.tensors import Tensors, Tree, load, tensors_of, to_tree
 
 
 class SiteSource(Protocol):
@@ -96,7 +99,11 @@ class Host:
     """Serves the calls of one site.
 
     functions: name -> function(site, **payload); the only ones that are ever run.
+    sends: name -> what that function answers, key -> kind; anything else is refused before it leaves.
     seed: the federation's; with site, round and call it decides everything random.
+    log: where every message that leaves is written down first; None only where nothing leaves (a test).
+    texts: False keeps the text of every exception at the site; the server gets a code.
+    case_name: how the site calls a case in the rows of an evaluation; None: by its own name.
     """
 
     def __init__(
@@ -107,33 +114,95 @@ class Host:
         make_net: NetMaker,
         folder: Path,
         *,
+        sends: Mapping[str, Mapping[str, str]],
         seed: int,
         threads: int = 1,
         device: str = "cpu",
+        log: EgressLog | None = None,
+        texts: bool = True,
+        case_name: Callable[[str], str] | None = None,
     ) -> None:
         self.name, self.source, self.functions, self.make_net = name, source, dict(functions), make_net
         self.folder, self.seed, self.threads, self.device = folder, seed, threads, torch.device(device)
+        self.sends, self.log, self.texts, self.case_name = dict(sends), log, texts, case_name
         self.memory = MemoryStore(folder / "memory")
+        self._forms: dict[str, Forms] = {}
+
+    def answer(self, question: Question) -> None:
+        """Answers a question whose payloads are files, in a file. Raises OSError where not even an error reply
+        can be written."""
+        shared = read_whole(question.shared)
+        own = read_whole(question.own) if question.own else None
+        reply = self.handle(question.function, question.round, question.call, shared, own)
+        del shared, own
+        try:
+            write_atomic(question.reply, reply, durable=False)
+        except OSError as error:
+            place = (question.function, question.round, question.call)
+            write_atomic(question.reply, self._error(*place, error), durable=False)
 
     def handle(self, function: str, round: int, call: int, shared: Data, own: Data | None = None) -> Data:
-        """Answers one call. The reply is a tree with "value", "log" and "cost", or with "error".
+        """Answers one call. The reply is a tree with "to" (what it answers), "value", "log" and "cost", or with
+        "to" and "error".
 
-        Whatever goes wrong in the function, the answer is an error reply: its code, its text, and the
-        traceback, which stays in `errors.log` of the site's folder.
+        shared, own: the payload as `wire` bytes, used by nobody else from now on. Whatever goes wrong in the
+        function, the answer is an error reply: its code, its text where texts may leave, and the traceback stays
+        in `errors.log` of the site's folder.
         """
         reset_peak()
         began = time.perf_counter()
         try:
             value, logged = self._run(function, round, call, shared, own)
+            del shared, own
+            what = f"site {self.name}: the answer to {function}"
+            egress.check(
+                value,
+                self.sends.get(function, {}),
+                what=what,
+                classes=len(self.source.labels.space),
+                forms=self.forms,
+            )
+            egress.check_log(logged, what=what)  # type: ignore[arg-type]
+            cost: Tree = {"seconds": time.perf_counter() - began, "peak_mb": peak_mb()}
+            to = self._to(function, round, call)
+            contents = egress.contents({"value": value, "log": logged, "cost": cost})
+            reply = wire.encode({"to": to, "value": value, "log": logged, "cost": cost})
+            del value
+            self._record(function, round, call, contents, reply)
+            return reply
         except Exception as error:
+            return self._error(function, round, call, error)
+
+    def _to(self, function: str, round: int, call: int) -> dict[str, Tree]:
+        return {"site": self.name, "function": function, "round": round, "call": call}
+
+    def _record(self, function: str, round: int, call: int, contents: dict[str, str], reply: Data) -> None:
+        if self.log:
+            what = {"function": function, "round": round, "call": call, "contents": contents}
+            self.log.record(what, reply)
+
+    def _error(self, function: str, round: int, call: int, error: Exception) -> Data:
+        """The error reply, with everything about the error in the site's own errors.log."""
+        file = self.folder / "errors.log"
+        with contextlib.suppress(OSError):  # the disk may be what is wrong
             self.folder.mkdir(parents=True, exist_ok=True)
-            with (self.folder / "errors.log").open("a") as log:
-                log.write(f"round {round}, call {call}, {function}\n{traceback.format_exc()}\n")
+            with file.open("a") as log:
+                log.write(f"round {round}, call {call}, {function}\n")
+                log.write("".join(traceback.format_exception(error)) + "\n")
+        content: dict[str, Tree] = {"code": type(error).__name__}
+        if self.texts:
             known = isinstance(error, FedAtlasError | FloatingPointError | OSError | MemoryError)
-            text = str(error) if known else f"{error} (see {self.folder / 'errors.log'})"
-            return wire.encode({"error": {"code": type(error).__name__, "text": text}})
-        cost: Tree = {"seconds": time.perf_counter() - began, "peak_mb": peak_mb()}
-        return wire.encode({"value": value, "log": logged, "cost": cost})
+            content["text"] = str(error) if known else f"{error} (see {file})"
+        reply = wire.encode({"to": self._to(function, round, call), "error": content})
+        with contextlib.suppress(OSError):  # a code alone may leave where the log cannot be written
+            self._record(function, round, call, {"error/code": content["code"]}, reply)  # type: ignore[dict-item]
+        return reply
+
+    def forms(self, net: str) -> Forms:
+        """The tensors of one of the federation's nets: name -> (dtype, shape)."""
+        if net not in self._forms:
+            self._forms[net] = egress.forms_of(tensors_of(self.make_net(net)))
+        return self._forms[net]
 
     def _run(
         self, function: str, round: int, call: int, shared: Data, own: Data | None
@@ -142,9 +211,11 @@ class Host:
             allowed = ", ".join(sorted(self.functions))
             raise FedAtlasError(f"site {self.name}: asked to run {function!r}; allowed: {allowed}")
         torch.set_num_threads(self.threads)
-        payload = wire.decode(shared)
-        extra = wire.decode(own) if own is not None else {}
-        assert isinstance(payload, dict) and isinstance(extra, dict)
+        payload = wire.decode(shared, copy=False)
+        extra = wire.decode(own, copy=False) if own is not None else {}
+        if not isinstance(payload, dict) or not isinstance(extra, dict):
+            raise FedAtlasError(f"site {self.name}: the payload of {function!r} is not a dict of arguments")
+        del shared, own
         parts = (self.seed, self.name, round, call)
         memory = self.memory.before(round, call)
         site = HostedSite(
@@ -160,6 +231,9 @@ class Host:
         with isolated(*parts, "libraries"):
             value = to_tree(self.functions[function](site, **payload, **extra))
         self.memory.save(round, call, site.memory)
+        if self.case_name and isinstance(value, dict) and isinstance(value.get("rows"), list):
+            for row in value["rows"]:  # type: ignore[union-attr]
+                row["case"] = self.case_name(row["case"])  # type: ignore[index,arg-type,call-overload]
         return value, dict(site.logged)
 
 

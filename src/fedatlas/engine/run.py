@@ -13,7 +13,7 @@ from torch import nn
 
 from fedatlas.engine import wire
 from fedatlas.engine.host import peak_mb, reset_peak
-from fedatlas.engine.local import Call, Spool
+from fedatlas.engine.clients import Call, Spool
 from fedatlas.engine.store import read_whole, sync_folder, write_atomic
 from fedatlas.errors import FedAtlasError, RunFolderError, WireError
 from fedatlas.method import Clients, Method, State, declared

@@ -9,22 +9,24 @@ from fedatlas.errors import RunFolderError, WireError
 from fedatlas.tensors import Tree
 
 
-def write_atomic(path: Path, data: Data) -> None:
+def write_atomic(path: Path, data: Data, *, durable: bool = True) -> None:
     """Writes a file so that, whatever happens, `path` holds the old bytes or all of the new ones.
 
-    Raises OSError as the file system does (disk full); then `path` is as it was.
+    durable: False for what need not outlive a crash of the machine. Raises OSError as the file system does (disk full); then `path` is as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    if durable:
+        sync_folder(path.parent)
 
 
 def read_whole(path: Path) -> bytearray:

@@ -35,7 +35,7 @@ class Standalone:
     """Each site alone; evaluated alone and as the merged ensemble."""
 
     state: ClassVar[type[State]] = StandaloneState
-    sends: ClassVar[tuple[str, ...]] = ("model", "n", "classes")
+    sends: ClassVar[dict[str, str]] = {"model": "model", "n": "number", "classes": "classes"}
 
     loss: LossChoice = option(LossChoice(), "The supervised loss.")
     local: Local = option(Local(), "Training at a site between two evaluations.")

@@ -1,0 +1,241 @@
+"""What is built from a federation file: label space, method, nets, and the data of the sites that lie here."""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedatlas import nets
+from fedatlas.data.site_data import (
+    Problem,
+    SiteData,
+    SiteIndex,
+    check_federation,
+    check_site,
+    label_space_of,
+    pool,
+    read_site,
+)
+from fedatlas.engine.egress import EgressLog
+from fedatlas.engine.host import Host
+from fedatlas.errors import FederationError
+from fedatlas.evaluation.evaluate import Evaluator
+from fedatlas.experiment import Federation, hash_of, make_method
+from fedatlas.labels import LabelSpace
+from fedatlas.method import declared, functions_of, sends_of
+from fedatlas.options import not_known
+from fedatlas.seeds import seed_of
+
+POOLED = "pooled"
+"""The one site that trains where a method merges all sites' data."""
+
+EVALUATION_SENDS = {"evaluate": {"rows": "rows"}}
+
+
+def net_channels(federation: Federation, channels: int) -> int:
+    """Input channels of the net: those of the images, times the neighbouring slices where patches are slices."""
+    preprocessing = federation.preprocessing
+    return channels * (2 * preprocessing.context + 1) if len(preprocessing.patch) == 2 else channels
+
+
+def build_net(federation: Federation, method: Any, name: str, *, channels: int, classes: int) -> nn.Module:
+    """The federation's net ("main"), or one that the method declares, for images of so many channels."""
+    if name == "main":
+        kind = federation.net["name"]
+        chosen = {key: value for key, value in federation.net.items() if key != "name"}
+    else:
+        wanted = declared(method, "nets")
+        if name not in wanted:
+            raise not_known(f"method {federation.method['name']}: the net", name, wanted)
+        kind, chosen = wanted[name].name, wanted[name].options
+    return nets.build(
+        kind,
+        chosen,
+        in_channels=net_channels(federation, channels),
+        classes=classes,
+        spatial_dims=len(federation.preprocessing.patch),
+        seed=seed_of(federation.seed, "net", name),
+    )
+
+
+def make_evaluator(federation: Federation, space: LabelSpace) -> Evaluator:
+    """What scores a model at a site."""
+    preprocessing = federation.preprocessing
+    return Evaluator(federation.evaluation, tuple(preprocessing.patch), preprocessing.context, space)
+
+
+def usable_device(federation: Federation) -> torch.device:
+    """The device on which sites train. FederationError if it is not one, is not there, or cannot compute in the
+    federation's precision."""
+    name = federation.engine.device
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        reason = str(error).splitlines()[0]
+        raise FederationError(
+            f"engine.device: got {name!r}, which cannot be used here ({reason}); here are: {', '.join(there)}"
+        ) from None
+    if device.type == "meta" or (federation.local.precision == "fp16" and device.type != "cuda"):
+        raise FederationError(
+            f"local.precision: fp16 needs a GPU, engine.device is {name}; use float32 or bf16"
+            if device.type != "meta"
+            else "engine.device: meta computes nothing; use cpu or cuda"
+        )
+    return device
+
+
+class Design:
+    """A federation with its label space, method and nets, without any site's data: what the server knows.
+
+    channels: images per case, the same at every site.
+    """
+
+    def __init__(self, federation: Federation, space: LabelSpace, channels: int) -> None:
+        self.federation, self.space, self.channels = federation, space, channels
+        self.method = make_method(federation)
+
+    @property
+    def pooled(self) -> bool:
+        """Does the method train on the union of all sites' data?"""
+        return declared(self.method, "pooled")
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """What scores a model at a site."""
+        return make_evaluator(self.federation, self.space)
+
+    @property
+    def in_channels(self) -> int:
+        return net_channels(self.federation, self.channels)
+
+    def make_net(self, name: str = "main") -> nn.Module:
+        """A net of the federation, with the values that follow from the seed."""
+        return build_net(self.federation, self.method, name, channels=self.channels, classes=len(self.space))
+
+    def check_net(self) -> nn.Module:
+        """The net, after one patch went through it. FederationError if it fits the patch or the labels not."""
+        net = self.make_net()
+        patch = self.federation.preprocessing.patch
+        nets.check_patch(net, patch)
+        nets.check_output(net, len(self.space), in_channels=self.in_channels, patch=patch)
+        check = getattr(self.method, "check", None)
+        if check:
+            check(self.space)
+        return net
+
+
+class Experiment(Design):
+    """A design with the data of sites that lie on this machine.
+
+    cache: folder of preprocessed cases. sites: which of the federation's (None: all); space: where not all are
+    here, the label space cannot follow from them. Reads the layout of every site, no voxels.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        cache: Path,
+        *,
+        sites: Sequence[str] | None = None,
+        space: LabelSpace | None = None,
+    ) -> None:
+        # by name: classes are numbered as the sites bring them, and the order of the file decides nothing
+        chosen = sorted(
+            (s for s in federation.sites if sites is None or s.name in sites), key=lambda site: site.name
+        )
+        self.indexes: list[SiteIndex] = [read_site(site, Path(data_path(site))) for site in chosen]
+        space = space or space_of(federation, {index.name: index.brings for index in self.indexes})
+        super().__init__(federation, space, self.indexes[0].channels)
+        self.sources: dict[str, SiteData] = {
+            index.name: SiteData(
+                index,
+                self.space,
+                federation.preprocessing,
+                federation.sampling,
+                federation.augmentation,
+                seed=federation.seed,
+                validation=federation.evaluation.validation,
+                cache=cache,
+            )
+            for index in self.indexes
+        }
+        self.training: dict[str, SiteData] = dict(self.sources)
+        if self.pooled:
+            self.training = {POOLED: pool(list(self.sources.values()), POOLED)}
+
+    def check(self) -> list[Problem]:
+        """Reads every voxel of every site; the problems found, worst first."""
+        found = list(check_federation(self.indexes, self.space))
+        for index in self.indexes:
+            found += check_site(index, self.space)
+        return found
+
+    def prepare(self, tell: Callable[[str], None] = lambda text: None) -> None:
+        """Fills the cache of every site."""
+        for name, source in self.sources.items():
+            source.prepare(progress=lambda text, name=name: tell(f"{name}: {text}"))
+
+    def check_net(self) -> nn.Module:
+        usable_device(self.federation)
+        return super().check_net()
+
+    def host(self, site: str, folder: Path, log: EgressLog | None = None, **options: Any) -> Host:
+        """The end of the wire of a site that is served here. folder: its private one; options: as `Host`."""
+        return Host(
+            site,
+            self.training.get(site) or self.sources[site],
+            functions_of(self.method) | {"evaluate": self.evaluator.evaluate},
+            self.make_net,
+            folder,
+            sends=sends_of(self.method) | EVALUATION_SENDS,
+            seed=self.federation.seed,
+            threads=self.federation.threads_per_site,
+            device=self.federation.engine.device,
+            log=log,
+            **options,
+        )
+
+
+def data_path(site: Any) -> str:
+    """The folder of a site's data. FederationError where the file does not give it."""
+    if site.path is None:
+        raise FederationError(
+            f"site {site.name}: path: missing; an engine of this machine reads every site's data itself. Give it, "
+            "or let the site take part from where its data are (`fedatlas deploy init`)"
+        )
+    return site.path
+
+
+def space_of(federation: Federation, brings: Mapping[str, Sequence[str]]) -> LabelSpace:
+    """The label space of a federation: as its file gives it, else the union of what the sites bring.
+
+    brings: site -> its label names after aliases, background left out, in its own order.
+    """
+    given = federation.labels
+    if given.names is None:
+        return label_space_of([brings[site] for site in sorted(brings)], given.groups, given.exclusive)
+    plain = LabelSpace(given.names, exclusive=given.exclusive)
+    groups = tuple(tuple(plain.index(name) for name in group) for group in given.groups)
+    return LabelSpace(given.names, groups, given.exclusive)
+
+
+def cache_folder(federation: Federation, runs: Path) -> Path:
+    """Where preprocessed cases are kept."""
+    return Path(federation.engine.cache).expanduser() if federation.engine.cache else runs / ".cache"
+
+
+def egress_log(federation: Federation, path: Path, run: str) -> EgressLog:
+    """The log of what leaves a site in a run."""
+    return EgressLog(path, run=f"{run} {hash_of(federation)[:8]}", method=federation.method["name"])
+
+
+def versions() -> dict[str, str]:
+    """The versions of what decides the numbers."""
+    packages = ("fedatlas", "torch", "monai", "numpy", "scipy", "nibabel", "pydantic")
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}

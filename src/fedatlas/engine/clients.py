@@ -1,0 +1,311 @@
+"""The server's end of the wire: one call to many sites, its answers checked and kept on disk, its losses judged.
+
+The same for every engine. What differs between engines is a `Transport`, which gets questions to sites and files
+with answers back.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from fedatlas.engine import wire
+from fedatlas.engine.frames import Question
+from fedatlas.engine.store import read_whole, write_atomic
+from fedatlas.engine.wire import Data
+from fedatlas.errors import FedAtlasError, NameMismatch, SiteLost, WireError
+from fedatlas.options import option, options
+from fedatlas.tensors import Tree, is_finite, require_same, to_tree
+
+
+@options
+class Faults:
+    """What happens when a site does not answer a call, or its answer is refused."""
+
+    on_lost: Literal["stop", "drop", "wait"] = option(
+        "stop",
+        "stop: the run ends after the last complete round; drop: the round goes on without the site; wait: "
+        "whoever gave no answer is asked again, and the run ends when `patience` is over.",
+    )
+    min_sites: int = option(1, "With drop: how many sites must answer for a round to count.", ge=1)
+    deadline: float = option(3600.0, "Seconds that a site may take over one call; then it is lost.", gt=0)
+    patience: float = option(86400.0, "With wait: seconds after which a call is given up.", gt=0)
+
+
+class Transport(Protocol):
+    """Gets questions to sites and answers back."""
+
+    def ask(self, questions: Sequence[Question], deadline: float) -> Iterator[tuple[str, str | None]]:
+        """Puts all questions at once. Yields (site, None) when an answer lies in the question's file, and
+        (site, reason) when none will come; every site once, in any order, within `deadline` seconds and a little."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, for the log: who answered, at what cost, who was lost and why."""
+
+    function: str
+    logs: dict[str, dict[str, float]]
+    cost: dict[str, dict[str, float]]
+    lost: dict[str, str]
+
+    def in_order(self) -> "Call":
+        """The same with sites sorted: nothing may tell who was first."""
+        return Call(
+            self.function,
+            dict(sorted(self.logs.items())),
+            dict(sorted(self.cost.items())),
+            dict(sorted(self.lost.items())),
+        )
+
+
+class Spool:
+    """The replies to one call, kept on disk: `method.Replies`."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = dict(sorted(files.items()))
+        self.sites = list(self.files)
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for site, path in self.files.items():
+            tree = wire.decode(read_whole(path), copy=False)
+            assert isinstance(tree, dict)
+            yield site, tree["value"]  # type: ignore[misc]
+            del tree
+
+    def each(self, key: str) -> Iterator[Any]:
+        for path in self.files.values():
+            tree: Any = wire.decode(read_whole(path), copy=False)
+            item = tree["value"][key]
+            del tree
+            yield item
+            del item
+
+    def plain(self, key: str) -> list[Any]:
+        return [self._forms(site)[key] for site in self.sites]
+
+    def has(self, key: str) -> bool:
+        """Does every reply hold this key?"""
+        return bool(self.sites) and all(key in self._forms(site) for site in self.sites)
+
+    def _forms(self, site: str) -> dict[str, Any]:
+        with self.files[site].open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            tree = wire.plain(memoryview(data))
+        assert isinstance(tree, dict) and isinstance(tree["value"], dict)
+        return tree["value"]
+
+
+@dataclass
+class SiteClients:
+    """`method.Clients` over a transport.
+
+    scratch: a folder for payloads and replies; only those of the last call, and of the last one that brought
+    models, are kept.
+    about: what goes with every question, see `Question`.
+    watch: told of every usable answer: (site, function, log, cost).
+    """
+
+    sites: list[str]
+    transport: Transport
+    scratch: Path
+    faults: Faults = field(default_factory=lambda: Faults())  # type: ignore[call-arg]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    watch: Callable[[str, str, dict[str, float], dict[str, float]], None] | None = None
+    lost: dict[str, str] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    models: Spool | None = None
+    """The last replies that held a model each: the sites' local models."""
+    _round: int = 0
+    _call: int = 0
+
+    def __post_init__(self) -> None:
+        self.sites = sorted(self.sites)
+
+    def begin(self, round: int) -> None:
+        """A round begins, counted from 1; 0 is what a method does at its start. Calls are numbered from 0."""
+        self._round, self._call = round, 0
+        self.calls = []
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *,
+        each: Mapping[str, dict[str, Any]] | None = None,
+        **payload: Any,
+    ) -> Spool:
+        if not getattr(function, "at_site", False):
+            raise FedAtlasError(
+                f"{function.__qualname__} is not marked @at_site; only such functions run at a site"
+            )
+        chosen = self.sites if each is None else sorted(each)
+        unknown = [site for site in chosen if site not in self.sites]
+        if unknown:
+            raise FedAtlasError(
+                f"call of {function.__name__}: no site {unknown[0]!r}; known: {', '.join(self.sites)}"
+            )
+        form = to_tree(payload)
+        forms = {site: form | to_tree((each or {}).get(site, {})) for site in chosen}  # type: ignore[operator]
+        questions, sizes = self._questions(function.__name__, chosen, form, each or {})
+        record = Call(function.__name__, {}, {}, {})
+        self._collect(questions, sizes, forms, record)
+        record = record.in_order()
+        self._call += 1
+        self.calls.append(record)
+        self.lost = record.lost
+        files = {site: questions[site].reply for site in chosen if site not in record.lost}
+        self._judge(function.__name__, chosen, len(files))
+        replies = Spool(files)
+        if replies.has("model"):
+            self.models = replies
+        self._forget(next(iter(questions.values())).shared.parent if questions else self.scratch)
+        return replies
+
+    def _questions(
+        self, function: str, chosen: Sequence[str], form: Tree, each: Mapping[str, dict[str, Any]]
+    ) -> tuple[dict[str, Question], dict[str, int]]:
+        """A question per site, its payloads written, and how many bytes go to each."""
+        folder = self.scratch / f"{self._round:06d}-{self._call:03d}"
+        shared = folder / "shared.fa"
+        written = _write(shared, form)
+        questions, sizes = {}, {}
+        for site in chosen:
+            own = folder / f"to-{site}.fa" if each.get(site) else None
+            sizes[site] = written + (_write(own, to_tree(each[site])) if own else 0)
+            reply = folder / f"{site}.fa"
+            reply.unlink(missing_ok=True)
+            questions[site] = Question(
+                site, function, self._round, self._call, shared, own, reply, self.about
+            )
+        return questions, sizes
+
+    def _collect(
+        self,
+        questions: Mapping[str, Question],
+        sizes: Mapping[str, int],
+        forms: Mapping[str, Tree],
+        record: Call,
+    ) -> None:
+        """Asks until every site has answered or is lost, as the federation's rule says."""
+        began = time.monotonic()
+        open_ = dict(questions)
+        while open_:
+            silent = {}
+            for site, reason in self.transport.ask(list(open_.values()), self.faults.deadline):
+                if reason is not None:
+                    silent[site] = reason
+                    continue
+                self._receive(questions[site], sizes[site], forms[site], record)
+            record.lost.update(silent)
+            over = time.monotonic() - began >= self.faults.patience
+            if self.faults.on_lost != "wait" or over:
+                return
+            open_ = {site: questions[site] for site in sorted(silent)}
+            for site in silent:
+                del record.lost[site]
+            if silent:
+                time.sleep(min(1.0, self.faults.patience))
+
+    def _receive(self, question: Question, sent: int, form: Tree, record: Call) -> None:
+        """Checks an answer, and keeps it if it can be used."""
+        try:
+            answer: Data = read_whole(question.reply)
+        except OSError as error:
+            record.lost[question.site] = f"its answer cannot be read ({error.strerror or error})"
+            return
+        reason = _refuse(answer, question, form)
+        if reason:
+            record.lost[question.site] = reason
+            question.reply.unlink(missing_ok=True)
+            return
+        head = wire.plain(answer)
+        assert isinstance(head, dict)
+        cost = {**head["cost"], "bytes_down": sent, "bytes_up": len(answer)}  # type: ignore[dict-item]
+        record.logs[question.site], record.cost[question.site] = head["log"], cost  # type: ignore[assignment]
+        if self.watch:
+            self.watch(
+                question.site, question.function, record.logs[question.site], record.cost[question.site]
+            )
+
+    def _judge(self, function: str, chosen: Sequence[str], answered: int) -> None:
+        if not self.lost:
+            return
+        reasons = "\n".join(f"  {site}: {reason}" for site, reason in self.lost.items())
+        where = f"round {self._round}, {function}"
+        if self.faults.on_lost != "drop":
+            raise SiteLost(
+                f"{where}: no usable answer from\n{reasons}\nComplete rounds are kept. (faults.on_lost is "
+                f"{self.faults.on_lost})"
+            )
+        if answered < min(self.faults.min_sites, len(chosen)):
+            raise SiteLost(
+                f"{where}: {answered} sites answered, faults.min_sites is {self.faults.min_sites}; lost:\n{reasons}"
+            )
+
+    def _forget(self, newest: Path) -> None:
+        kept = {newest} | ({path.parent for path in self.models.files.values()} if self.models else set())
+        for folder in sorted(self.scratch.glob("[0-9]*-[0-9]*")):
+            if folder not in kept:
+                for path in folder.iterdir():
+                    path.unlink()
+                folder.rmdir()
+
+
+def _write(path: Path, form: Tree) -> int:
+    data = wire.encode(form)
+    write_atomic(path, data, durable=False)
+    return len(data)
+
+
+def _refuse(answer: Data, question: Question, asked: Tree) -> str | None:
+    """Why an answer cannot be used; None if it can."""
+    try:
+        tree = wire.decode(answer, copy=False)
+    except WireError as error:
+        return str(error)
+    if not isinstance(tree, dict) or not isinstance(tree.get("to"), dict):
+        return "its answer is not the reply of a site"
+    asked_for = {name: getattr(question, name) for name in ("site", "function", "round", "call")}
+    if (to := tree["to"]) != asked_for:
+        told = ", ".join(f"{name} {value}" for name, value in to.items())  # type: ignore[union-attr]
+        wanted = ", ".join(f"{name} {value}" for name, value in asked_for.items())
+        return f"it answered another question ({told}); asked was {wanted}"
+    if "error" in tree:
+        error = tree["error"]
+        assert isinstance(error, dict)
+        return f"{error['code']}: {error['text']}" if "text" in error else explained(str(error["code"]))
+    value = tree.get("value")
+    if not isinstance(value, dict):
+        return f"answered a {type(value).__name__}; functions at a site return a dict"
+    for key, item in value.items():
+        if not is_finite(item):
+            return f"its answer holds a number that is not finite, in {key!r}"
+    assert isinstance(asked, dict)
+    sent, got = asked.get("model"), value.get("model")
+    if isinstance(sent, dict) and isinstance(got, dict):
+        try:
+            require_same(sent, got, asked="its model")  # type: ignore[arg-type]
+        except NameMismatch as error:
+            return str(error)
+    return None
+
+
+_CODES = {
+    "EgressError": "its answer held more than the method declares, and was not sent",
+    "FloatingPointError": "its training met a number that is not finite",
+    "MemoryError": "it ran out of memory",
+    "OSError": "its disk or a file failed it (full?)",
+    "DataError": "a case or label of its data is not usable",
+    "RunFolderError": "its kept memory is not usable",
+    "WireError": "what it received was damaged",
+}
+
+
+def explained(code: str) -> str:
+    """What the code of an error reply means; the text of the error stays at the site."""
+    meaning = _CODES.get(code, "an error")
+    return f"{code}: {meaning}; the text is in errors.log at the site"

@@ -1,0 +1,89 @@
+"""Frames on a stream of bytes, and questions to sites as plain values. Imports neither torch nor an engine, so
+that the small processes between a federation and its sites start at once and hold nothing.
+
+A frame is 8 bytes of length and that many bytes.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@dataclass(frozen=True)
+class Question:
+    """One call of one site. Payloads and the answer are files of `wire` bytes; only their paths stand here.
+
+    shared: what every site gets; own: what this one gets beside it; reply: where the answer is to lie, whole or
+    not at all. about: what the site must know of the run to serve the call at all, plain values.
+    """
+
+    site: str
+    function: str
+    round: int
+    call: int
+    shared: Path
+    own: Path | None
+    reply: Path
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    def head(self) -> bytes:
+        """All but the paths, which mean nothing on another machine, as JSON."""
+        plain = {name: getattr(self, name) for name in ("site", "function", "round", "call")}
+        return json.dumps(plain | {"about": dict(self.about)}, sort_keys=True).encode()
+
+    def to_json(self) -> bytes:
+        """With the paths: for a process on this machine."""
+        paths = {"shared": str(self.shared), "own": self.own and str(self.own), "reply": str(self.reply)}
+        return json.dumps(json.loads(self.head()) | paths, sort_keys=True).encode()
+
+    def at(self, shared: Path, own: Path | None, reply: Path) -> "Question":
+        """The same question with the paths of another machine."""
+        return replace(self, shared=shared, own=own, reply=reply)
+
+
+def question_of(data: bytes | bytearray, **paths: Path | None) -> Question:
+    """The question of `Question.to_json`, or of `Question.head` with its paths given.
+
+    Raises ValueError for bytes that are neither.
+    """
+    plain = json.loads(data)
+    if not isinstance(plain, dict):
+        raise ValueError("a question is a JSON object")
+    given: dict[str, Any] = {key: plain[key] for key in ("shared", "own", "reply") if key in plain} | paths
+    try:
+        return Question(
+            site=str(plain["site"]),
+            function=str(plain["function"]),
+            round=int(plain["round"]),
+            call=int(plain["call"]),
+            shared=Path(given["shared"]),
+            own=Path(given["own"]) if given["own"] else None,
+            reply=Path(given["reply"]),
+            about=dict(plain["about"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"a question lacks or misuses {error}") from None
+
+
+def write_frame(stream: BinaryIO, data: bytes | bytearray | memoryview) -> None:
+    stream.write(len(data).to_bytes(8, "little"))
+    stream.write(data)
+    stream.flush()
+
+
+def read_frame(stream: BinaryIO) -> bytearray | None:
+    """The next frame; None where the stream has ended, also in the middle of one."""
+    head = stream.read(8)
+    if len(head) < 8:
+        return None
+    length = int.from_bytes(head, "little")
+    data = bytearray(length)
+    view, filled = memoryview(data), 0
+    while filled < length:
+        got = stream.readinto(view[filled:])  # type: ignore[attr-defined]
+        if not got:
+            return None
+        filled += got
+    return data

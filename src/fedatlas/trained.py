@@ -1,0 +1,231 @@
+"""A trained model taken from a run folder: predicting scans, scoring folders."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedatlas import inference
+from fedatlas.build import build_net, cache_folder, make_evaluator
+from fedatlas.data.site_data import SiteConfig, SiteData, read_site
+from fedatlas.data.transforms import load_scan, write_label_map
+from fedatlas.engine import wire
+from fedatlas.engine.run import RunFolder, read_json, to_json
+from fedatlas.engine.store import read_whole, write_atomic
+from fedatlas.errors import DataError, FederationError, RunFolderError
+from fedatlas.evaluation.statistics import write_rows
+from fedatlas.experiment import load_federation, make_method
+from fedatlas.labels import BACKGROUND, LabelSpace
+from fedatlas.method import Member, eval_members
+from fedatlas.options import not_known
+from fedatlas.tensors import Tensors, load
+
+
+class Trained:
+    """The model of a run folder, ready to predict.
+
+    model: "best", "last" or "local/<site>". Raises RunFolderError if the run or that model is not there.
+    """
+
+    def __init__(self, path: Path, model: str = "best", device: str | None = None) -> None:
+        if not (path / "federation.yaml").exists():
+            raise RunFolderError(
+                f"{path}: not a run folder, it holds no federation.yaml; `fedatlas run` makes one"
+            )
+        self.folder = RunFolder(path)
+        self.federation = load_federation(path / "federation.yaml")
+        info = read_json(path / "run.json")
+        labels = info["labels"]
+        groups = tuple(tuple(group) for group in labels["groups"])
+        self.space = LabelSpace(tuple(labels["names"]), groups, labels["exclusive"])
+        self.channels: int = info["channels"]
+        self.method = make_method(self.federation)
+        kept = self.federation.engine.device
+        try:  # a model that was trained on a GPU is used wherever it is taken
+            torch.zeros(1, device=device or kept)
+        except (RuntimeError, AssertionError):
+            kept = "cpu"
+        self.device = torch.device(device or kept)
+        self.model = model
+        self.members = self._members()
+
+    def _members(self) -> list[Member]:
+        if self.model.startswith("local/"):
+            local = self.folder.local_models()
+            site = self.model.removeprefix("local/")
+            if site not in local:
+                raise not_known(f"{self.folder.path}: the local model", site, local)
+            kept: Any = wire.decode(read_whole(local[site]), copy=False)
+            return [Member(kept["model"], None if kept["classes"] is None else tuple(kept["classes"]))]
+        if self.model not in ("best", "last"):
+            raise RunFolderError(f"model {self.model!r}: not known; allowed: best, last, local/<site>")
+        file = self.folder.path / "models" / f"{self.model}.fa"
+        if not file.exists() and (file.parent / "last.fa").exists():
+            raise RunFolderError(f"{file}: missing, no round of this run was validated; use --model last")
+        state = self.folder.state(file, self.method)
+        return eval_members(self.method, state, "")
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        """The federation's net with the given values, on the chosen device."""
+        net = build_net(self.federation, self.method, name, channels=self.channels, classes=len(self.space))
+        if model is not None:
+            load(net, model)
+        return net.to(self.device)
+
+    def probabilities(self, image: Tensor) -> Tensor:
+        """[C, *S] for an image [I, *S] on the federation's grid; several models are merged as the method says."""
+        preprocessing = self.federation.preprocessing
+        maps = []
+        for member in self.members:
+            found = inference.probabilities(
+                self.network(member.model),
+                image.to(self.device),
+                preprocessing.patch,
+                preprocessing.context,
+                self.federation.evaluation.inference,
+                exclusive=self.space.exclusive,
+            ).cpu()
+            maps.append(
+                found
+                if member.classes is None
+                else inference.restrict(found, member.classes, self.space.exclusive)
+            )
+        return inference.merge(maps, self.space.exclusive)
+
+
+def predict_scans(
+    path: Path, scans: Sequence[Sequence[Path]], out: Path, *, model: str = "best"
+) -> dict[str, Any]:
+    """Writes a label map per scan, in the scan's own geometry, and classes.json beside them.
+
+    scans: the NIfTI files of each, one per channel. Returns what was written and the volume found per class.
+    """
+    trained = Trained(path, model)
+    names = trained.space.names
+    targets = [out / f"{f[0].name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz" for f in scans]
+    for number, target in enumerate(targets):
+        if target in targets[:number]:
+            first, second = scans[targets.index(target)][0], scans[number][0]
+            raise FederationError(
+                f"{first} and {second} would both be written to {target}; predict them into two folders"
+            )
+    written = []
+    for files, target in zip(scans, targets, strict=True):
+        volume = load_scan(list(files), trained.federation.preprocessing, trained.space)
+        if volume.image.shape[0] != trained.channels:
+            raise DataError(
+                f"{files[0]}: has {volume.image.shape[0]} channels; the model was trained on {trained.channels}"
+            )
+        labels = volume.restore(trained.probabilities(volume.image))
+        write_label_map(target, labels, files[0])
+        millilitres = float(np.prod(volume.raw_spacing)) / 1000
+        masks = {c: labels == c if trained.space.exclusive else labels[c] for c in trained.space.foreground}
+        sizes = {names[c]: round(int(mask.sum()) * millilitres, 3) for c, mask in masks.items() if mask.any()}
+        written.append({"scan": [str(file) for file in files], "labels": str(target), "millilitres": sizes})
+    classes = {str(index): name for index, name in enumerate(names)}
+    write_atomic(out / "classes.json", to_json(classes))
+    return {"scans": written, "classes": classes, "model": model}
+
+
+def evaluate_folder(
+    path: Path,
+    data: Path,
+    *,
+    model: str = "best",
+    aliases: Mapping[str, str] | None = None,
+    table: str = "dataset.json",
+    labels: str = "labelsTr",
+    test_labels: str = "labelsTs",
+    out: Path | None = None,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Scores a trained model on every labelled case of a folder, on the original grids.
+
+    Returns the rows, and the labels of the folder that the model does not know: they are not scored.
+    """
+    trained = Trained(path, model)
+    federation, space = trained.federation, trained.space
+    aliases = dict(aliases or {})
+    name = data.resolve().name
+    form = {
+        "name": name,
+        "path": str(data.resolve()),
+        "table": table,
+        "labels": labels,
+        "test_labels": test_labels,
+    }
+    theirs = read_site(SiteConfig(**form), data).names  # type: ignore[arg-type]
+    known = [label for label in theirs if aliases.get(label, label) in space.names and label != BACKGROUND]
+    ignored = [label for label in theirs if label not in known and label != BACKGROUND]
+    if not known:
+        raise FederationError(
+            f"{data}: none of its labels ({', '.join(theirs)}) is known to the model ({', '.join(space.names)}); "
+            "give aliases, as --alias theirs=ours"
+        )
+    config = SiteConfig(**form, annotated=tuple(known), aliases=aliases)  # type: ignore[arg-type]
+    source = SiteData(
+        read_site(config, data),
+        space,
+        federation.preprocessing,
+        federation.sampling,
+        federation.augmentation,
+        seed=federation.seed,
+        validation=0.0,
+        cache=cache_folder(federation, path.parent),
+    )
+    if source.channels != trained.channels:
+        raise DataError(
+            f"{data}: its scans have {source.channels} channels; the model was trained on {trained.channels}"
+        )
+    evaluator = make_evaluator(federation, space)
+    rows: list[dict[str, Any]] = []
+    members = [
+        {"model": m.model, "classes": None if m.classes is None else list(m.classes)} for m in trained.members
+    ]
+    for split in ("train", "test"):
+        site = Visitor(name, source, trained)
+        what = {"split": split, "model": model, "round": 0, "grid": "original"}
+        reply = evaluator.evaluate(
+            site, members, **what, metrics=list(federation.evaluation.metrics), overlays=False
+        )
+        rows += reply["rows"]
+    if out:
+        write_rows(out, rows)
+    return rows, ignored
+
+
+class Visitor:
+    """A site outside the federation, as evaluation sees it."""
+
+    def __init__(self, name: str, source: SiteData, trained: Trained) -> None:
+        self.name, self.source, self.network, self.device = name, source, trained.network, trained.device
+        self.folder, self.labels = trained.folder.path / "visitors" / name, source.labels
+
+    def volumes(self, split: str) -> Any:
+        return self.source.volumes(split)
+
+
+def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Mean (SD) per class and metric as text, over the cases where it is defined."""
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    classes = list(dict.fromkeys(row["class"] for row in rows))
+    width = max([len(name) for name in classes] + [5])
+    lines = [f"{'class':{width}}  " + "  ".join(f"{m:>16}" for m in metrics) + "    n"]
+    for name in classes:
+        cells, n = [], 0
+        for metric in metrics:
+            values = [
+                r["value"]
+                for r in rows
+                if r["class"] == name and r["metric"] == metric and r["value"] is not None
+            ]
+            n = max(n, len(values))
+            cells.append(
+                f"{np.mean(values):8.3f} ({np.std(values, ddof=1) if len(values) > 1 else 0:5.3f})"
+                if values
+                else f"{'not defined':>16}"
+            )
+        lines.append(f"{name:{width}}  " + "  ".join(cells) + f"  {n:3d}")
+    return "\n".join(lines)

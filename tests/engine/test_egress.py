@@ -1,0 +1,210 @@
+"""egress.py: what a method tries to smuggle stays at the site, and the log shows what was done to it."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fedatlas.engine import wire
+from fedatlas.engine.egress import EgressError, EgressLog, check, check_log, contents, forms_of, read_log
+from fedatlas.engine.host import Host
+from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.method import at_site
+from fedatlas.tensors import tensors_of
+
+FORMS = {"conv.weight": ("float32", (4, 1, 3, 3)), "conv.bias": ("float32", (4,))}
+DECLARED = {"model": "model", "n": "number"}
+
+
+def model(**changes) -> dict:
+    return {"conv.weight": torch.zeros(4, 1, 3, 3), "conv.bias": torch.zeros(4)} | changes
+
+
+def refused(value, declared=DECLARED, classes=3) -> str:
+    with pytest.raises(EgressError) as caught:
+        check(value, declared, what="the answer", classes=classes, forms=lambda net: FORMS)
+    return str(caught.value)
+
+
+def test_what_is_declared_passes() -> None:
+    check({"model": model(), "n": 3}, DECLARED, what="", classes=3, forms=lambda net: FORMS)
+    part = {"model": {"conv.bias": torch.zeros(4)}, "n": 3}
+    check(part, DECLARED, what="", classes=3, forms=lambda net: FORMS)
+    declared = {"m": "mask:other", "c": "classes", "p": "per class"}
+    value = {"m": {"conv.bias": torch.ones(4, dtype=torch.bool)}, "c": [2, 0], "p": torch.zeros(3)}
+    asked = []
+    check(value, declared, what="", classes=3, forms=lambda net: asked.append(net) or FORMS)
+    assert asked == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"model": model(), "n": 3, "image": torch.zeros(1, 32, 32)}, "not declared: image"),
+        ({"model": model()}, "missing: n"),
+        (
+            {"model": model(batch=torch.zeros(2, 1, 32, 32)), "n": 3},
+            "the tensor 'batch', which the net does not",
+        ),
+        (
+            {"model": model(**{"conv.bias": torch.zeros(2, 32, 32)}), "n": 3},
+            r"'conv.bias' is float32[2, 32, 32], in the net it is float32[4]",
+        ),
+        ({"model": model(**{"conv.bias": torch.zeros(4).double()}), "n": 3}, "is float64[4], in the net"),
+        ({"model": model(), "n": [0.1, 0.2, 0.3]}, "'n' is declared as 'number', but is a list of 3"),
+        ({"model": model(), "n": torch.zeros(5)}, "but is a tensor float32[5]"),
+        ({"model": model(), "n": "patient 7"}, "but is a str"),
+        ({"model": {"conv.bias": ["patient 7"]}, "n": 1}, "holds 'conv.bias', a list"),
+        (torch.zeros(1, 32, 32), "a Tensor was to be sent"),
+    ],
+)
+def test_smuggled_things_are_refused(value, text: str) -> None:
+    assert text in refused(value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "text"),
+    [
+        ("classes", [0, 7], "not class indices"),
+        ("classes", [1, 1], "names a class twice"),
+        ("per class", [0.1] * 4, "holds 4 numbers for 3 classes"),
+        ("per class", torch.zeros(3, 3), "is a tensor float32[3, 3]"),
+        ("mask", {"conv.bias": torch.zeros(4)}, "is float32[4]"),
+        ("rows", [{"case": "x"}], "something else than rows"),
+        ("facts", {"scan": torch.zeros(3)}, "holds a tensor"),
+    ],
+)
+def test_every_kind_has_its_limits(kind: str, value, text: str) -> None:
+    assert text in refused({"x": value}, {"x": kind})
+
+
+def test_a_long_text_does_not_leave_as_a_row() -> None:
+    row = {
+        "split": "test", "grid": "original", "model": "best", "round": 1, "site": "a", "case": "c", "class": "x",
+        "metric": "dice", "value": 0.5, "known": True, "reason": "",
+    }  # fmt: skip
+    check({"rows": [row]}, {"rows": "rows"}, what="", classes=3, forms=lambda net: FORMS)
+    assert "a row's 'reason'" in refused({"rows": [row | {"reason": "x" * 300}]}, {"rows": "rows"})
+    assert "a row's 'value'" in refused({"rows": [row | {"value": [1.0]}]}, {"rows": "rows"})
+
+
+def test_logged_numbers_cannot_stand_for_cases() -> None:
+    check_log({"loss": 1.0, "step_seconds": 0.2}, what="")
+    with pytest.raises(EgressError, match="'case_17'"):
+        check_log({"case_17": 0.5}, what="the answer")
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    with pytest.raises(EgressError, match="logs 26 numbers; at most 24"):
+        check_log({f"x_{letter}": 0.0 for letter in letters}, what="the answer")
+
+
+@at_site
+def leak(site, what) -> dict:
+    """A method's function that sends what it must not."""
+    if what == "log":
+        site.log(**{f"case_{i}": 0.1 for i in range(3)})
+    net = site.network()
+    extra = {"batch": torch.zeros(2, 1, 32, 32)} if what == "image" else {}
+    return {"model": tensors_of(net) | extra, "n": 3} | ({"losses": [0.1] * 3} if what == "losses" else {})
+
+
+class Source:
+    """A site's data, as little as a host needs."""
+
+    n_train = 3
+    n_labelled = torch.zeros(2, dtype=torch.int64)
+    labels = SiteLabels(LabelSpace(("background", "x")), frozenset({1}))
+
+    def batches(self, *_, **__):
+        raise AssertionError("not asked for here")
+
+    volumes = batches
+
+
+def host(folder: Path, texts: bool = True) -> Host:
+    net = torch.nn.Conv2d(1, 4, 3)
+    log = EgressLog(folder / "egress.jsonl", "run", "leaky")
+    return Host(
+        "a",
+        Source(),
+        {"leak": leak},
+        lambda _: net,
+        folder,
+        sends={"leak": DECLARED},
+        seed=1,
+        log=log,
+        texts=texts,
+    )
+
+
+@pytest.mark.parametrize("what", ["image", "losses", "log"])
+def test_a_host_refuses_and_writes_down(tmp_path, what: str) -> None:
+    site = host(tmp_path)
+    fine = wire.decode(site.handle("leak", 1, 0, wire.encode({"what": "nothing"})))
+    assert fine["value"]["n"] == 3
+    reply = site.handle("leak", 1, 1, wire.encode({"what": what}))
+    tree = wire.decode(reply)
+    assert tree["error"]["code"] == "EgressError" and "value" not in tree and len(reply) < 1000
+    lines = read_log(tmp_path / "egress.jsonl")
+    assert [line["function"] for line in lines] == ["leak", "leak"] and not any(l["broken"] for l in lines)
+    assert lines[0]["contents"]["value/model/weight"] == "float32[4, 1, 3, 3]"
+    assert lines[0]["bytes"] > 200 and lines[1]["contents"] == {"error/code": "EgressError"}
+
+
+def test_the_text_of_an_error_stays_where_it_must(tmp_path) -> None:
+    reply = wire.decode(host(tmp_path, texts=False).handle("leak", 1, 0, wire.encode({"other": 1})))
+    assert reply["error"] == {"code": "TypeError"}
+    assert "unexpected keyword argument" in (tmp_path / "errors.log").read_text()
+
+
+def test_nothing_leaves_unwritten(tmp_path, monkeypatch) -> None:
+    """A full disk at the site: the log cannot be written, so the answer is a code and nothing else."""
+    site = host(tmp_path, texts=False)
+
+    def full(self, what, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(EgressLog, "record", full)
+    reply = wire.decode(site.handle("leak", 1, 0, wire.encode({"what": "nothing"})))
+    assert reply["error"] == {"code": "OSError"}
+
+
+def write(path: Path, n: int = 4) -> list[bytes]:
+    log = EgressLog(path, "run", "fedavg")
+    for i in range(n):
+        log.record({"function": "f", "round": i, "call": 0, "contents": contents({"n": i})}, b"x" * i)
+    return path.read_bytes().splitlines(keepends=True)
+
+
+def broken(path: Path) -> dict[int, str]:
+    return {line["line"]: line["broken"] for line in read_log(path) if line["broken"]}
+
+
+def test_a_log_that_was_touched_shows_it(tmp_path) -> None:
+    path = tmp_path / "egress.jsonl"
+    lines = write(path)
+    assert broken(path) == {} and [line["round"] for line in read_log(path)] == [0, 1, 2, 3]
+    path.write_bytes(b"".join([lines[0], lines[1].replace(b'"bytes": 1', b'"bytes": 9'), *lines[2:]]))
+    assert broken(path) == {2: "was changed after it was written"}
+    path.write_bytes(b"".join([lines[0], *lines[2:]]))
+    assert list(broken(path)) == [2] and "taken out" in broken(path)[2]
+    path.write_bytes(b"".join([lines[0], lines[2], lines[1], lines[3]]))
+    assert list(broken(path)) == [2, 3, 4]
+    body = lines[1].decode().rstrip().partition(" ")[2]
+    forged = json.dumps(json.loads(body) | {"bytes": 9}, sort_keys=True, ensure_ascii=False)
+    line = f"{hashlib.sha256(forged.encode()).hexdigest()} {forged}\n".encode()
+    path.write_bytes(b"".join([lines[0], line, *lines[2:]]))
+    assert list(broken(path)) == [3], "a forged line with a digest of its own breaks the chain after it"
+
+
+def test_long_lines_are_chained_too(tmp_path) -> None:
+    path = tmp_path / "egress.jsonl"
+    log = EgressLog(path, "run", "fedavg")
+    for i in range(3):
+        log.record({"contents": {f"tensor {j}": "float32[1]" for j in range(2000)}, "round": i}, b"")
+    assert broken(path) == {}
+
+
+def test_forms_are_told_by_name() -> None:
+    assert forms_of({"a": torch.zeros(2, 3)}) == {"a": ("float32", (2, 3))}
