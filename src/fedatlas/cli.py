@@ -82,7 +82,16 @@ def parser() -> argparse.ArgumentParser:
         "fedatlas run federation.yaml -o rounds=20",
     )
     federation(made)
-    made.add_argument("--resume", action="store_true", help="go on from the last complete round")
+    made.add_argument(
+        "--resume", action="store_true", help="go on from the last complete round, whatever engine made it"
+    )
+    made.add_argument(
+        "--engine",
+        default="local",
+        choices=["local", "nvflare", "flower", "nvflare-local", "flower-local"],
+        help="how sites are reached; …-local starts real servers and clients on this machine (default: local)",
+    )
+    made.add_argument("--deploy", type=Path, help="the deployment's folder, with --engine nvflare or flower")
     made.add_argument("--id", help="name of the run's folder (default: the file's name and hash)")
     as_json(made)
 
@@ -130,6 +139,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="where to write it (default: report.html in the run folder)")
     as_json(made)
 
+    _deploy_verbs(verb, federation)
+
+    made = verb(
+        "audit",
+        audit,
+        "Show what left a hospital: when, what, how many bytes, which digest.",
+        "fedatlas audit deploy/site-a",
+    )
+    made.add_argument("folder", type=Path, help="a hospital's folder, a site's in a run, or a run")
+    made.add_argument("--full", action="store_true", help="every tensor with its shape")
+    as_json(made)
+
     made = verb("list", listing, "List what is registered, a sentence each.", "fedatlas list methods")
     made.add_argument("what", choices=["methods", "nets", "datasets", "losses", "metrics"])
     as_json(made)
@@ -141,6 +162,157 @@ def parser() -> argparse.ArgumentParser:
         "fedatlas schema > federation.schema.json",
     )
     return top
+
+
+def _deploy_verbs(verb: Any, federation: Any) -> None:
+    """`fedatlas deploy …`: the folders of a federation across machines, and their keys."""
+    top = verb(
+        "deploy", None, "A federation across machines.", "fedatlas deploy init federation.yaml -o deploy/"
+    )
+    verbs = top.add_subparsers(title="verbs", required=True, metavar="VERB")
+
+    def part(name: str, function: Any, sentence: str) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=sentence, description=sentence)
+        made.set_defaults(verb=function)
+        return made
+
+    made = part("init", deploy_init, "Make a folder per party, with keys and certificates, here and offline.")
+    made.add_argument("federation", type=Path, help="the federation file (YAML)")
+    made.add_argument(
+        "--override", action="append", default=[], metavar="KEY.PATH=VALUE", help="override a key of the file"
+    )
+    made.add_argument("-o", "--out", type=Path, required=True, help="the deployment's folder; must be new")
+    made.add_argument("--engine", choices=["nvflare", "flower"], default="nvflare", help="default: nvflare")
+    made.add_argument(
+        "--host", default="localhost", help="name or address of the server, as hospitals reach it (localhost)"
+    )
+    made.add_argument("--port", type=int, default=8002, help="the one port that hospitals reach (8002)")
+    made.add_argument(
+        "--admin-port", type=int, default=8003, help="for the coordinator's own machine only (8003)"
+    )
+    made.add_argument("--days", type=int, default=365, help="how long certificates are valid (365)")
+
+    made = part("start", deploy_start, "Run a party in the foreground; its start.sh calls this.")
+    made.add_argument("kit", type=Path, help="the party's folder")
+    made.add_argument(
+        "--data", action="append", default=[], metavar="PATH", help="a hospital's data; the path stays there"
+    )
+    made.add_argument("--device", help="where this site trains: cpu, cuda, cuda:0, … (default: cpu)")
+    made.add_argument("--case-names", action="store_true", help="send names of cases instead of pseudonyms")
+    made.add_argument("--texts", action="store_true", help="send the text of errors, not only their code")
+    made.add_argument("--state", type=Path, help="the site's private folder of one run (default: in the kit)")
+    made.add_argument("--cache", type=Path, help="folder of preprocessed cases (default: in the kit)")
+
+    made = part(
+        "accept", deploy_accept, "Take another federation file into a party's folder, with the difference."
+    )
+    made.add_argument("kit", type=Path, help="the party's folder")
+    made.add_argument("federation", type=Path, help="the federation file that this party agrees to")
+
+    made = part(
+        "renew", deploy_renew, "Make a new private key in a party's folder, and what to send for signing."
+    )
+    made.add_argument("kit", type=Path, help="the party's folder")
+
+    made = part("sign", deploy_sign, "At the coordinator: answer what `renew` made.")
+    made.add_argument("deploy", type=Path, help="the deployment's folder")
+    made.add_argument("request", type=Path, help="the file from the party")
+    made.add_argument("-o", "--out", type=Path, required=True, help="folder for the answer")
+    made.add_argument("--days", type=int, default=365, help="how long the certificate is valid (365)")
+
+    made = part("install", deploy_install, "Take what the coordinator signed into use.")
+    made.add_argument("kit", type=Path, help="the party's folder")
+    made.add_argument("answer", type=Path, help="the file from the coordinator")
+
+
+def deploy_init(arguments: argparse.Namespace) -> int:
+    from fedatlas.deploy import init
+    from fedatlas.experiment import load_federation
+
+    federation = load_federation(arguments.federation, arguments.override)
+    kits = init(
+        federation,
+        arguments.out,
+        engine=arguments.engine,
+        host=arguments.host,
+        port=arguments.port,
+        admin_port=arguments.admin_port,
+        days=arguments.days,
+    )
+    print(f"{kits[0]}: for the coordinator; start it with {kits[0] / 'start.sh'}")
+    for kit in kits[1:]:
+        print(
+            f"{kit}: move it to {kit.name} (it holds a private key); there, start.sh --data /path/of/the/data"
+        )
+    print(f"{arguments.out / 'authority'}: signs certificates; keep it with the coordinator, and offline")
+    print(f"then: fedatlas run {arguments.federation} --engine {arguments.engine} --deploy {arguments.out}")
+    return 0
+
+
+def deploy_start(arguments: argparse.Namespace) -> int:
+    from fedatlas.deploy import read_kit, start
+
+    data = {}
+    for text in arguments.data:
+        name, equals, path = text.partition("=")
+        data |= {name: path} if equals and "/" not in name else {read_kit(arguments.kit)["party"]: text}
+    start(
+        arguments.kit,
+        data,
+        lambda text: print(text, flush=True),
+        state=arguments.state,
+        cache=arguments.cache,
+        case_names=arguments.case_names,
+        texts=arguments.texts,
+        device=arguments.device,
+    )
+    return 0
+
+
+def deploy_accept(arguments: argparse.Namespace) -> int:
+    from fedatlas.deploy import accept
+
+    accept(arguments.kit, arguments.federation, print)
+    return 0
+
+
+def deploy_renew(arguments: argparse.Namespace) -> int:
+    from fedatlas.deploy import adapter, read_kit
+
+    request = adapter(read_kit(arguments.kit)["engine"]).renew(arguments.kit)
+    print(
+        f"{request}: send this to the coordinator; it holds no secret. The new key stays in {arguments.kit}"
+    )
+    return 0
+
+
+def deploy_sign(arguments: argparse.Namespace) -> int:
+    from fedatlas.deploy import adapter, read_kit
+
+    engine = adapter(read_kit(arguments.deploy / "server")["engine"])
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    answer = engine.sign(arguments.request, arguments.deploy / "authority", arguments.out, arguments.days)
+    print(f"{answer}: send this back; there, `fedatlas deploy install KIT {answer.name}`")
+    return 0
+
+
+def deploy_install(arguments: argparse.Namespace) -> int:
+    from fedatlas.deploy import adapter, read_kit
+
+    adapter(read_kit(arguments.kit)["engine"]).install(arguments.kit, arguments.answer)
+    print(f"{arguments.kit}: uses the new key from its next start on")
+    return 0
+
+
+def audit(arguments: argparse.Namespace) -> int:
+    from fedatlas.audit import logs_of, text_of
+
+    logs = logs_of(arguments.folder)
+    if arguments.json:
+        print(json.dumps(logs, indent=1))
+    else:
+        print(text_of(logs, full=arguments.full))
+    return 1 if any(line["broken"] for lines in logs.values() for line in lines) else 0
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -158,6 +330,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     federation = load_federation(arguments.federation, arguments.override)
     path = run_path(federation, arguments.runs, arguments.id)
+    gather = _gather(arguments.engine, arguments.deploy)
     out = sys.stderr if arguments.json else sys.stdout
     progress = Progress(federation.rounds, out)
     try:
@@ -168,6 +341,7 @@ def run(arguments: argparse.Namespace) -> int:
             tell=progress.tell,
             watch=progress.site,
             after_round=progress.round,
+            gather=gather,
         )
     except KeyboardInterrupt:
         progress.tell(f"stopped; complete rounds are kept in {path}. Go on with --resume")
@@ -180,6 +354,23 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         progress.tell(f"run:    {path}\nreport: {page}")
     return 0
+
+
+def _gather(engine: str, deploy: Path | None) -> Any:
+    """How the sites of a run are found."""
+    from fedatlas import deploy as across
+    from fedatlas.session import gather_local
+
+    name, _, local = engine.partition("-")
+    if (name != "local" and not local) != (deploy is not None):
+        raise FedAtlasError(
+            f"--engine {engine} needs --deploy, the folder that `fedatlas deploy init` made"
+            if deploy is None
+            else f"--deploy goes with --engine nvflare or flower, not with {engine}"
+        )
+    if deploy is not None:
+        return across.gather(name, deploy)
+    return gather_local if name == "local" else across.gather_trial(name)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fedatlas import build
 from fedatlas.build import POOLED, Experiment, egress_log
 from fedatlas.data.index import naming_of
 from fedatlas.engine.frames import Question
@@ -70,9 +71,11 @@ def agreement_of(about: Mapping[str, Any]) -> Agreement:
 class _Nothing:
     """Stands for the data of a site that has not joined yet."""
 
-    labels: SiteLabels = field(default_factory=lambda: SiteLabels(LabelSpace(("background",)), frozenset()))
+    labels: SiteLabels = field(
+        default_factory=lambda: SiteLabels(LabelSpace(("background", "anything")), frozenset())
+    )
     n_train: int = 0
-    n_labelled: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
+    n_labelled: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
 
     def batches(self, *_: Any, **__: Any) -> Any:
         raise FederationMismatch("this site was not joined")
@@ -162,7 +165,7 @@ class SiteDesk:
         self.federation = self._load()
         self.hosts.clear()
         own = hash_of(self.federation)
-        facts: dict[str, Any] = {"versions": globals()["versions"](), "hash": own}
+        facts: dict[str, Any] = {"versions": build.versions(), "hash": own}
         facts["federation"] = json.dumps(shareable(resolved(self.federation)), sort_keys=True)
         if own == hash:
             experiment = self._own_layout()

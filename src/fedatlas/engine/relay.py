@@ -149,6 +149,7 @@ class ServerRelay:
         """How many jobs have connected so far."""
         self.present: list[str] = []
         self.number = 0
+        self.failed: str | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -187,6 +188,10 @@ class ServerRelay:
         """
         end = time.monotonic() + deadline
         waiting = {question.site: question for question in questions}
+        if self.failed:
+            for site in sorted(waiting):
+                yield site, self.failed
+            return
         self._put(list(waiting.values()), end)
         while waiting:
             try:
@@ -194,6 +199,11 @@ class ServerRelay:
             except queue.Empty:
                 for site in sorted(waiting):
                     yield site, f"no answer within {deadline:g} s (faults.deadline)"
+                return
+            if "fail" in event:
+                self.failed = event["fail"]
+                for site in sorted(waiting):
+                    yield site, self.failed
                 return
             if "job" in event:  # a new job, after the one that was asked has ended
                 self._put(list(waiting.values()), end)
@@ -209,6 +219,10 @@ class ServerRelay:
         what = {"ask": self.number, "deadline": left, "questions": [q.to_json().decode() for q in questions]}
         with contextlib.suppress(OSError, ValueError):  # a job that is just going: its end is the next event
             write_frame(self.stream, json.dumps(what).encode())
+
+    def fail(self, reason: Lost) -> None:
+        """There will be no job any more: every question that is open, and every later one, is lost."""
+        self.events.put({"fail": reason})
 
     def drop(self) -> None:
         """Lets the present job go; it ends by itself."""

@@ -1,0 +1,65 @@
+"""`fedatlas audit`: what left a hospital, from its own log."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedatlas.engine.egress import read_log
+from fedatlas.errors import RunFolderError
+
+LOG = "egress.jsonl"
+
+
+def logs_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Site -> the lines of its log, see `read_log`. folder: a hospital's kit, a site's folder of a run, or a run.
+
+    Raises RunFolderError if there is no log in it.
+    """
+    found = [folder / LOG, *sorted(folder.glob(f"sites/*/{LOG}"))]
+    logs = {path.parent.name: read_log(path) for path in found if path.exists()}
+    if not logs:
+        raise RunFolderError(f"{folder}: no {LOG} in it; nothing left from here, or it is no site's folder")
+    return logs
+
+
+def text_of(logs: Mapping[str, Sequence[Mapping[str, Any]]], *, full: bool = False) -> str:
+    """The logs for a person: a line per message, and what is wrong with the log; full: every tensor."""
+    lines = []
+    for site, entries in logs.items():
+        total = sum(entry.get("bytes", 0) for entry in entries)
+        lines.append(f"{site}: {len(entries)} messages, {total:,} bytes")
+        for entry in entries:
+            if entry["broken"]:
+                lines.append(f"  line {entry['line']}: BROKEN, it {entry['broken']}")
+                if "sha256" not in entry:
+                    continue
+            what = f"round {entry['round']} call {entry['call']} {entry['function']}"
+            lines.append(
+                f"  {entry['time']}  {entry['run']}  {entry['method']}  {what}: {_told(entry['contents'])}; "
+                f"{entry['bytes']:,} bytes, SHA-256 {entry['sha256'][:16]}…"
+            )
+            if full:
+                lines += [f"      {path}: {form}" for path, form in entry["contents"].items()]
+        broken = sum(bool(entry["broken"]) for entry in entries)
+        lines.append(
+            f"  the log is NOT whole: {broken} of its lines do not fit the chain"
+            if broken
+            else "  every line fits the chain"
+        )
+    return "\n".join(lines)
+
+
+def _told(contents: Mapping[str, str]) -> str:
+    """What a message holds, with tensors counted."""
+    tensors = [form for form in contents.values() if "[" in form]
+    numbers = sum(_product(form[form.index("[") + 1 : form.index("]")]) for form in tensors)
+    plain = [f"{path} ({form})" for path, form in contents.items() if "[" not in form]
+    counted = [f"{len(tensors)} tensors with {numbers:,} numbers"] if tensors else []
+    return ", ".join([*counted, *plain])
+
+
+def _product(sizes: str) -> int:
+    product = 1
+    for size in sizes.split(","):
+        product *= int(size or 1)
+    return product

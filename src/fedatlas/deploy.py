@@ -1,0 +1,630 @@
+"""A federation across machines: a folder (kit) per party, its processes, and the way of `fedatlas run` to the sites.
+
+    deploy/federation.yaml   what all agreed to; no path of anybody's data in it
+    deploy/authority/        what signs certificates; stays with the coordinator
+    deploy/server/           the coordinator's kit
+    deploy/<site>/           a hospital's kit: kit.yaml, federation.yaml, start.sh, engine/ (keys, certificates), and,
+                             once started, logs/, egress.jsonl, runs/<id>/ (memory, errors, overlays), cache/
+
+A kit is started by its `start.sh` and runs in the foreground: the engine's own process, and at a hospital the
+process that holds the data. Either is started again when it ends.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedatlas import __version__
+from fedatlas.engine.deployment import RELAY, Job, Launch, Plan
+from fedatlas.engine.frames import Question
+from fedatlas.engine.local import Workers
+from fedatlas.engine.relay import ServerRelay, SiteRelay
+from fedatlas.errors import FedAtlasError, FederationError
+
+ENGINES = {"nvflare": "fedatlas.engine.nvflare", "flower": "fedatlas.engine.flower"}
+"""The distributed engines: name -> the module that offers what `engine.deployment` says."""
+
+RESERVED = ("server", "authority")
+Tell = Callable[[str], None]
+
+
+def adapter(engine: str) -> Any:
+    """The module of an engine. Raises FederationError for an unknown name."""
+    if engine not in ENGINES:
+        raise FederationError(f"engine {engine!r} does not exist; known: local, {', '.join(ENGINES)}")
+    return importlib.import_module(ENGINES[engine])
+
+
+# ---------------------------------------------------------------------------------------------------- making kits
+
+
+def init(
+    federation: Any,
+    out: Path,
+    *,
+    engine: str = "nvflare",
+    host: str = "localhost",
+    port: int = 8002,
+    admin_port: int = 8003,
+    days: int = 365,
+    extra_sites: Sequence[str] = (),
+) -> list[Path]:
+    """Makes the folder of a deployment, with keys and certificates; returns the kits, the server's first.
+
+    host: the name or address under which hospitals reach the server. Raises FederationError if `out` holds
+    anything, or a site's name cannot name a folder here.
+    """
+    if out.exists() and any(out.iterdir()):
+        raise FederationError(
+            f"{out}: exists and is not empty; keys are never overwritten. Give another folder with -o"
+        )
+    sites = (*sorted(site.name for site in federation.sites), *extra_sites)
+    for site in sites:
+        if site.lower() in RESERVED:
+            raise FederationError(
+                f"site {site!r}: {', '.join(RESERVED)} are folders of a deployment; rename it"
+            )
+    if port == admin_port:
+        raise FederationError(f"--port and --admin-port are both {port}; they must differ")
+    out.mkdir(parents=True, exist_ok=True)
+    made = adapter(engine)
+    try:
+        made.provision(Plan(federation.name, host, port, admin_port, sites, days), out)
+        write_shared(federation, out / "federation.yaml")
+        for party in ("server", *sites):
+            kit = out / party
+            about: dict[str, Any] = {
+                "party": party,
+                "engine": engine,
+                "host": host,
+                "port": port,
+                "version": __version__,
+            }
+            if party == "server":
+                about["sites"] = list(sites)
+            (kit / "kit.yaml").write_text(yaml.safe_dump(about, sort_keys=False))
+            shutil.copy(out / "federation.yaml", kit / "federation.yaml")
+            (kit / "start.sh").write_text(_START)
+            (kit / "start.sh").chmod(0o755)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    return [out / party for party in ("server", *sites)]
+
+
+_START = """#!/bin/sh
+# Starts this party and stays in the foreground; Ctrl-C, or the end of the terminal, ends it.
+exec "${FEDATLAS:-fedatlas}" deploy start "$(dirname "$0")" "$@"
+"""
+
+
+def write_shared(federation: Any, path: Path) -> None:
+    """A federation file for all parties: every key with its value, no path, nothing of one machine."""
+    from fedatlas.engine.store import write_atomic
+    from fedatlas.experiment import resolved, shareable
+
+    plain = shareable(resolved(federation))
+    write_atomic(path, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True).encode())
+
+
+def read_kit(kit: Path) -> dict[str, Any]:
+    """Who a kit is for. Raises FederationError if the folder is not one."""
+    try:
+        about = yaml.safe_load((kit / "kit.yaml").read_text())
+        if not isinstance(about, dict) or not {"party", "engine"} <= set(about):
+            raise ValueError
+    except (OSError, ValueError, yaml.YAMLError):
+        raise FederationError(
+            f"{kit}: is not a party's folder, it has no usable kit.yaml; `fedatlas deploy init` makes them"
+        ) from None
+    return about
+
+
+def accept(kit: Path, file: Path, tell: Tell) -> None:
+    """Puts another federation file into a kit: what this party agrees to run from now on. Tells the difference."""
+    from fedatlas.experiment import flat_difference, load_federation, read_yaml, resolved
+
+    about, federation = read_kit(kit), load_federation(file)
+    names = [site.name for site in federation.sites]
+    if about["party"] != "server" and about["party"] not in names:
+        raise FederationError(f"{file}: does not name {about['party']}; its sites are {', '.join(names)}")
+    tell(flat_difference(read_yaml(kit / "federation.yaml"), resolved(federation), "before", "now"))
+    write_shared(federation, kit / "federation.yaml")
+
+
+# ------------------------------------------------------------------------------------------------- a party's processes
+
+
+def start(
+    kit: Path,
+    data: Mapping[str, str] | None,
+    tell: Tell = print,
+    *,
+    state: Path | None = None,
+    cache: Path | None = None,
+    case_names: bool = False,
+    texts: bool = False,
+    device: str | None = None,
+) -> None:
+    """Runs a party until it is told to end (SIGINT, SIGTERM). See `SiteDesk` for what leaves a site.
+
+    data: at a hospital, where its data are. state: its private folder, of one run only; None: in the kit, a
+    folder per run. Raises FederationError before anything is started if something is missing.
+    """
+    kit = kit.resolve()
+    about = read_kit(kit)
+    party, engine = about["party"], adapter(about["engine"])
+    site = party != "server"
+    if site and not data:
+        raise FederationError(
+            f"{kit}: says nothing about where the data are; give --data /path/at/the/hospital"
+        )
+    for name, path in (data or {}).items():
+        if not Path(path).is_dir():
+            raise FederationError(f"--data {path}: no such folder (the data of {name})")
+    logs = kit / "logs"
+    logs.mkdir(exist_ok=True)
+    with _alone(kit), _told_to_end() as over:
+        relay = kit / "relay"
+        workers = site_relay = None
+        if site:
+            arguments = {
+                "name": party,
+                "federation": str(kit / "federation.yaml"),
+                "data": {name: str(Path(path).resolve()) for name, path in (data or {}).items()},
+                "state": str(state or kit),
+                "cache": str(cache or kit / "cache"),
+                "one_run": state is not None,
+                "case_names": case_names,
+                "texts": texts,
+                "device": device,
+            }
+            workers = Workers("fedatlas.site:open_site", arguments, 1, logs / "site.log")
+            site_relay = SiteRelay(relay, workers.serve)
+        launch: Launch = (engine.site_process if site else engine.server_process)(kit)
+        process = Keeper(launch, relay, logs / "engine.log", kit / "engine.pid", tell, party)
+        try:
+            tell(f"{party}: started, engine {about['engine']}; logs in {logs}; Ctrl-C ends it")
+            while not over.wait(0.5):
+                process.look()
+        finally:
+            tell(f"{party}: ending")
+            process.close()
+            if site_relay:
+                site_relay.close()
+            if workers:
+                workers.close()
+
+
+class Keeper:
+    """Keeps an engine's process running: starts it again after a pause when it ends by itself."""
+
+    def __init__(
+        self, launch: Launch, relay: Path, log: Path, pid_file: Path, tell: Tell, party: str
+    ) -> None:
+        self.launch, self.relay, self.log, self.pid_file = launch, relay, log, pid_file
+        self.tell, self.party = tell, party
+        self.process: subprocess.Popen[bytes] | None = None
+        self.next = 0.0
+        self._end_stale()
+        self.look()
+
+    def look(self) -> None:
+        """Starts the process if it does not run and its pause is over."""
+        if self.process is not None and self.process.poll() is not None:
+            code = self.process.returncode
+            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            self.tell(
+                f"{self.party}: the engine's process ended {how}; it is started again in "
+                f"{self.launch.pause:g} s. See {self.log}"
+            )
+            _end_group(self.process.pid)  # what it may have left behind
+            self.process, self.next = None, time.monotonic() + self.launch.pause
+        if self.process is None and time.monotonic() >= self.next:
+            with self.log.open("ab") as log:
+                self.process = subprocess.Popen(
+                    self.launch.command,
+                    env=os.environ | dict(self.launch.env) | {RELAY: str(self.relay)},
+                    cwd=self.launch.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self.pid_file.write_text(str(self.process.pid))
+
+    def _end_stale(self) -> None:
+        """Ends the engine's process that a supervisor left behind when it was killed."""
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(self.pid_file.read_text())
+            mark = f"{RELAY}={self.relay}".encode()
+            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                _end_group(pid)
+
+    def close(self) -> None:
+        if self.process is not None:
+            _end_group(self.process.pid, self.process)
+        self.pid_file.unlink(missing_ok=True)
+
+
+def _end_group(pid: int, process: "subprocess.Popen[bytes] | None" = None, patience: float = 10.0) -> None:
+    """Ends a process and all that it started in its group: asked first, then made to."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGTERM)
+    end = time.monotonic() + patience
+    while time.monotonic() < end and _group_lives(pid, process):
+        time.sleep(0.1)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    if process is not None:
+        process.wait()
+
+
+def _group_lives(pid: int, process: "subprocess.Popen[bytes] | None") -> bool:
+    if process is not None:
+        process.poll()
+    try:
+        os.killpg(pid, 0)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _alone(kit: Path) -> Iterator[None]:
+    """Holds a kit for one supervisor."""
+    with (kit / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise FederationError(f"{kit}: is running already; one party runs once") from None
+        yield
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[threading.Event]:
+    """An event that SIGINT, SIGTERM or SIGHUP sets."""
+    over = threading.Event()
+    kinds = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {kind: signal.signal(kind, lambda *_: over.set()) for kind in kinds}
+    try:
+        yield over
+    finally:
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
+
+
+# ----------------------------------------------------------------------------------------- the way of a run to the sites
+
+
+class Deployed:
+    """`engine.clients.Transport` over a distributed engine: keeps a relay job running on it while it is open.
+
+    A job that ends, for whatever reason, is submitted again; the questions that were open are put to the next.
+    """
+
+    PATIENCE = 90.0
+    """Seconds in which no job could be started, after which the server counts as not running."""
+    MOST = 5
+    """Jobs in a row that ended without bringing an answer, after which the engine counts as broken."""
+
+    def __init__(self, engine: str, deploy: Path, sites: Sequence[str], tell: Tell) -> None:
+        self.engine, self.deploy, self.sites, self.tell = adapter(engine), deploy, sorted(sites), tell
+        self.kit = deploy / "server"
+        self.relay = ServerRelay(self.kit / "relay")
+        self.over = threading.Event()
+        self.job: Job | None = None
+        self.answers = 0
+        self.keeper = threading.Thread(target=self._keep, daemon=True)
+        self.keeper.start()
+
+    def ask(self, questions: Sequence[Question], deadline: float) -> Iterator[tuple[str, str | None]]:
+        for site, lost in self.relay.ask(questions, deadline):
+            if lost is None:
+                self.answers += 1
+            yield site, lost
+
+    def _keep(self) -> None:
+        without, answers, refused_since = 0, 0, None
+        while not self.over.wait(0.5):
+            if self.job is None:
+                try:
+                    self.job = self.engine.submit(
+                        self.kit, self.deploy / "authority", self.kit / "relay", self.sites
+                    )
+                    refused_since = None
+                except (FedAtlasError, OSError) as error:
+                    refused_since = refused_since or time.monotonic()
+                    if time.monotonic() - refused_since > self.PATIENCE:
+                        self.relay.fail(f"{error}")
+                        return
+                    self.over.wait(2.0)
+                continue
+            if (how := self.job.ended()) is None:
+                continue
+            without = without + 1 if self.answers == answers else 0
+            answers, self.job = self.answers, None
+            if without >= self.MOST:
+                self.relay.fail(f"the engine's job ended {without} times in a row without an answer ({how})")
+                return
+            if not self.over.is_set():
+                self.tell(f"the engine's job ended ({how}); a new one is started, nothing is lost")
+
+    def close(self) -> None:
+        self.over.set()
+        self.relay.close()
+        self.keeper.join(timeout=120)
+        if self.job is not None and self.job.ended() is None:
+            self.job.stop()
+
+
+def gather(engine: str, deploy: Path) -> Any:
+    """How `run_federation` finds the parties of a deployment: `session.Gather`."""
+
+    def gather(federation: Any, folder: Any, tell: Tell) -> Any:
+        about = read_kit(deploy / "server")
+        if about["engine"] != engine:
+            raise FederationError(
+                f"{deploy}: was made for the engine {about['engine']}, not {engine}; give --engine "
+                f"{about['engine']}, or make another with `fedatlas deploy init --engine {engine}`"
+            )
+        sites = [site.name for site in federation.sites]
+        missing = [site for site in sites if not _has(deploy, site)]
+        if missing:
+            raise FederationError(
+                f"{deploy}: has no party {missing[0]!r}; its parties are {', '.join(_parties(deploy))}"
+            )
+        return join(federation, folder, tell, Deployed(engine, deploy, _with_pool(federation, deploy), tell))
+
+    return gather
+
+
+def _parties(deploy: Path) -> list[str]:
+    """The sites that a deployment was made for, as its server's kit remembers them."""
+    return list(read_kit(deploy / "server").get("sites", []))
+
+
+def _has(deploy: Path, site: str) -> bool:
+    return site in _parties(deploy)
+
+
+def _with_pool(federation: Any, deploy: Path) -> list[str]:
+    from fedatlas.build import POOLED
+    from fedatlas.experiment import make_method
+    from fedatlas.method import declared
+
+    sites = [site.name for site in federation.sites]
+    if not declared(make_method(federation), "pooled"):
+        return sites
+    if not _has(deploy, POOLED):
+        raise FederationError(
+            f"method {federation.method['name']} trains on the union of all sites' data, which sites that share "
+            "nothing cannot form; it runs with the local engine, or with nvflare-local and flower-local"
+        )
+    return [*sites, POOLED]
+
+
+def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
+    """Says hello to every site, agrees on labels, and lets all prepare their data: `session.Parties`.
+
+    Raises FederationError where versions or federation files differ, with the difference; SiteLost where a site
+    does not come. A run that is resumed goes on without a site if its rule for lost sites is to drop them.
+    """
+    from fedatlas.build import POOLED, Design, space_of, versions
+    from fedatlas.engine.clients import SiteClients
+    from fedatlas.engine.run import read_json
+    from fedatlas.experiment import hash_of, resolved, shareable
+    from fedatlas.labels import LabelSpace
+    from fedatlas.session import Parties
+    from fedatlas.site import Agreement, SiteDesk
+
+    try:
+        run = {"run": folder.path.name}
+        before = read_json(folder.path / "run.json") if (folder.path / "run.json").exists() else None
+        rule = federation.faults.on_lost if before and federation.faults.on_lost == "drop" else "stop"
+        faults = replace(federation.faults, on_lost=rule)
+        clients = SiteClients(transport.sites, transport, folder.path / "scratch" / "join", faults, run)
+        tell(f"waits for {', '.join(transport.sites)}")
+        text = json.dumps(shareable(resolved(federation)), sort_keys=True)
+        mine = {"versions": versions(), "hash": hash_of(federation)}
+        replies = clients.call(SiteDesk.hello, federation=text, **mine)
+        hellos = {site: reply["facts"] for site, reply in replies}
+        _compare(json.loads(text), mine, hellos)
+        brings = {name: names for facts in hellos.values() for name, names in facts["brings"].items()}
+        channels = {site: facts["channels"] for site, facts in hellos.items()}
+        if len(set(channels.values())) > 1:
+            told = ", ".join(f"{site}: {n}" for site, n in sorted(channels.items()))
+            raise FederationError(f"the sites' images have different numbers of channels ({told})")
+        if before:
+            kept = before["labels"]
+            groups = tuple(tuple(group) for group in kept["groups"])
+            space = LabelSpace(tuple(kept["names"]), groups, kept["exclusive"])
+        else:
+            space = space_of(federation, brings)
+        labels = {
+            "names": list(space.names),
+            "groups": [list(g) for g in space.groups],
+            "exclusive": space.exclusive,
+        }
+        agreement = Agreement(
+            folder.path.name, mine["hash"], labels, next(iter(channels.values()))
+        ).to_plain()
+        clients.about = agreement
+        clients.faults = replace(faults, deadline=max(faults.deadline, faults.patience))
+        replies = clients.call(SiteDesk.join, agreement=agreement)
+        joined = {site: reply["facts"] for site, reply in replies}
+        tell(f"joined: {', '.join(joined)}")
+        summaries = {site: facts["summary"] for site, facts in joined.items() if site != POOLED}
+        if before:
+            summaries = before["sites"] | summaries
+        check_joined(joined, summaries, space)
+        design = Design(federation, space, agreement["channels"])
+        design.check_net()
+        training = [POOLED] if design.pooled else sorted(summaries)
+        return Parties(design, dict(sorted(summaries.items())), training, transport, agreement)
+    except BaseException:
+        transport.close()
+        raise
+
+
+SAME = ("fedatlas", "torch", "monai", "numpy", "scipy", "nibabel")
+"""The packages whose versions decide numbers; they must be equal everywhere, builds for CPU or GPU aside."""
+
+
+def _compare(plain: Mapping[str, Any], mine: Mapping[str, Any], hellos: Mapping[str, Any]) -> None:
+    """Raises FederationError if a site has other versions, or another federation file."""
+    from fedatlas.experiment import flat_difference
+
+    problems = []
+    for site, facts in sorted(hellos.items()):
+        for package in SAME:
+            here, there = mine["versions"].get(package, "none"), facts["versions"].get(package, "none")
+            if here.partition("+")[0] != there.partition("+")[0]:
+                problems.append(f"site {site}: {package} {there} is installed, {here} at the server")
+        if facts["hash"] != mine["hash"]:
+            difference = flat_difference(
+                json.loads(facts["federation"]), plain, "at the site", "at the server"
+            )
+            problems.append(
+                f"site {site}: has agreed to another federation file:\n{difference}\n  It takes this one with "
+                "`fedatlas deploy accept`, if it agrees"
+            )
+    if problems:
+        raise FederationError("\n".join(problems))
+
+
+def check_joined(joined: Mapping[str, Any], summaries: Mapping[str, Any], space: Any) -> None:
+    """Raises FederationError for what is wrong between sites: one name with two meanings, a class that nobody
+    annotates, a site without training cases."""
+    meaning: dict[str, tuple[str, str]] = {}
+    problems = []
+    for site, facts in sorted(joined.items()):
+        for name, target in facts["classes"].items():
+            first, other = meaning.setdefault(name, (site, target))
+            if other != target:
+                problems.append(
+                    f"site {site}: label {name!r} means {target!r} here and {other!r} at site {first}"
+                )
+    for site, summary in sorted(summaries.items()):
+        if not summary["cases"]["train"]:
+            problems.append(f"site {site}: has no training case")
+    annotated = {name for summary in summaries.values() for name in summary["annotated"]}
+    problems += [
+        f"no site annotates {space.names[c]!r}; take it out of `labels.names`, or add a site that does"
+        for c in space.foreground
+        if space.names[c] not in annotated
+    ]
+    if problems:
+        raise FederationError("\n".join(problems))
+
+
+# ------------------------------------------------------------------------------------------------- all on one machine
+
+
+class Trial:
+    """Real server and client processes of an engine on this machine, for one run; a context.
+
+    Its deployment lies in the run's folder, the sites' private folders where the local engine has them: so a run
+    may go on with another engine.
+    """
+
+    def __init__(self, engine: str, federation: Any, folder: Any, tell: Tell) -> None:
+        from fedatlas.build import POOLED, cache_folder, data_path
+        from fedatlas.experiment import make_method
+        from fedatlas.method import declared
+
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.deploy = folder.path / f"deploy-{engine}"
+        paths = {site.name: data_path(site) for site in federation.sites}
+        extra = [POOLED] if declared(make_method(federation), "pooled") else []
+        shutil.rmtree(self.deploy, ignore_errors=True)
+        port, admin_port = free_ports(2)
+        kits = init(
+            federation,
+            self.deploy,
+            engine=engine,
+            host="localhost",
+            port=port,
+            admin_port=admin_port,
+            extra_sites=extra,
+        )
+        try:
+            for kit in kits:
+                own = paths if kit.name in extra else {k: v for k, v in paths.items() if k == kit.name}
+                more = [
+                    "--state",
+                    str(folder.site(kit.name)),
+                    "--cache",
+                    str(cache_folder(federation, folder.path.parent)),
+                ]
+                more += ["--device", federation.engine.device, "--case-names", "--texts"]
+                more += [f"--data={name}={path}" for name, path in own.items()]
+                self._start(kit, more if kit.name != "server" else [])
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, kit: Path, more: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "fedatlas.cli", "deploy", "start", str(kit), *more]
+        (kit / "logs").mkdir(exist_ok=True)
+        with (kit / "logs" / "party.log").open("ab") as log:
+            self.processes.append(
+                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            )
+
+    def close(self) -> None:
+        for process in reversed(self.processes):
+            process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def gather_trial(engine: str) -> Any:
+    """How `run_federation` runs on an engine's real processes, all on this machine: `session.Gather`."""
+
+    def gather(federation: Any, folder: Any, tell: Tell) -> Any:
+        tell(f"starts {engine}'s server and {len(federation.sites)} sites on this machine")
+        trial = Trial(engine, federation, folder, tell)
+        try:
+            transport = Deployed(engine, trial.deploy, _with_pool(federation, trial.deploy), tell)
+            ended = transport.close
+
+            def close() -> None:
+                ended()
+                trial.close()
+
+            transport.close = close  # type: ignore[method-assign]
+            return join(federation, folder, tell, transport)
+        except BaseException:
+            trial.close()
+            raise
+
+    return gather
+
+
+def free_ports(n: int) -> list[int]:
+    """Ports of this machine that nobody listens on at this moment."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
