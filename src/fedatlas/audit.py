@@ -54,6 +54,8 @@ def _told(contents: Mapping[str, str]) -> str:
     tensors = [form for form in contents.values() if "[" in form]
     numbers = sum(_product(form[form.index("[") + 1 : form.index("]")]) for form in tensors)
     plain = [f"{path} ({form})" for path, form in contents.items() if "[" not in form]
+    if len(plain) > 8:
+        plain = [f"{len(plain)} plain values (--full lists them)"]
     counted = [f"{len(tensors)} tensors with {numbers:,} numbers"] if tensors else []
     return ", ".join([*counted, *plain])
 
