@@ -25,12 +25,18 @@ ALLOWED = {
     "method": {"data.batch", "tensors"},
     "training": {"data.batch", "method", "tensors"},
     "methods": {"methods", "data.batch", "method", "training", "tensors", "losses", "augment"},
-    "engine": {"engine", "data.batch", "method", "tensors"},
+    "compression": {"tensors"},
+    "privacy": {"tensors"},
+    "secure": {"tensors"},
+    "engine": {"engine", "data.batch", "method", "tensors", "compression", "privacy", "secure"},
     "inference": {"tensors"},
     "evaluation": {"evaluation", "data.batch", "method", "tensors", "inference"},
     "report": {"report", "evaluation.statistics"},
 }
-TOP = {"experiment", "session", "check", "catalogue", "cli", "__init__", "__main__"}
+TOP = {
+    "experiment", "build", "session", "trained", "site", "deploy", "audit", "check", "catalogue", "cli",
+    "__init__", "__main__",
+}  # fmt: skip
 """Nothing below imports these."""
 
 
@@ -79,7 +85,9 @@ def test_no_engine_names_a_method() -> None:
         assert not words & set(methods.REGISTRY), path.name
 
 
-@pytest.mark.parametrize("verb", ["--help", "run --help", "check --help", "list --help"])
+@pytest.mark.parametrize(
+    "verb", ["--help", "run --help", "check --help", "list --help", "deploy start --help", "audit --help"]
+)
 def test_help_needs_neither_torch_nor_monai(verb: str) -> None:
     code = (
         "import sys\nfrom fedatlas.cli import main\n"
@@ -89,7 +97,21 @@ def test_help_needs_neither_torch_nor_monai(verb: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "example:" in done.stdout or verb == "--help"
+    assert "example:" in done.stdout or verb in ("--help", "deploy start --help")
+
+
+@pytest.mark.parametrize("module", ["frames", "relay", "deployment", "local"])
+def test_an_engines_own_process_needs_no_torch(module: str) -> None:
+    code = f"import sys, fedatlas.engine.{module}\nassert not {{'torch', 'numpy', 'pydantic'}} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_core_needs_no_engine() -> None:
+    code = (
+        "import sys, fedatlas.cli, fedatlas.session, fedatlas.deploy, fedatlas.site\n"
+        "assert not {'nvflare', 'flwr', 'opacus', 'cryptography', 'Crypto'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_nothing_reads_or_seeds_the_global_generators() -> None:

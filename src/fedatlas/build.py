@@ -24,7 +24,7 @@ from fedatlas.engine.egress import EgressLog
 from fedatlas.engine.host import Host
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.evaluate import Evaluator
-from fedatlas.experiment import Federation, hash_of, make_method
+from fedatlas.experiment import Federation, hash_of, make_method, make_terms
 from fedatlas.labels import LabelSpace
 from fedatlas.method import declared, functions_of, sends_of
 from fedatlas.options import not_known
@@ -198,6 +198,7 @@ class Experiment(Design):
             threads=self.federation.threads_per_site,
             device=self.federation.engine.device,
             log=log,
+            terms=make_terms(self.federation),
             **options,
         )
 

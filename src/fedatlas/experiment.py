@@ -15,14 +15,18 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedatlas import methods, nets
 from fedatlas.augment import Augmentation
+from fedatlas.compression import Comm
 from fedatlas.data.samples import path as bundled_path
 from fedatlas.data.site_data import SiteConfig
 from fedatlas.data.transforms import Preprocessing, Sampling
 from fedatlas.engine.clients import Faults
+from fedatlas.engine.exchange import Terms, terms_of
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.method import Method
 from fedatlas.options import explain, from_dict, option, options
+from fedatlas.privacy import Privacy
+from fedatlas.secure import Secure
 from fedatlas.training import Local
 
 
@@ -70,6 +74,9 @@ class Federation:
     threads_per_site: int = option(1, "Processor threads that a site computes with; bits depend on it.", ge=1)
     evaluation: Evaluation = option(Evaluation(), "What is measured, when, and how the best model is chosen.")  # type: ignore[call-arg]
     faults: Faults = option(Faults(), "What happens when a site is lost.")  # type: ignore[call-arg]
+    comm: Comm = option(Comm(), "Compression of the models that are sent.")  # type: ignore[call-arg]
+    privacy: Privacy | None = option(None, "Differential privacy of what every site sends; null: none.")
+    secure: Secure | None = option(None, "Secure aggregation of the sites' models; null: none.")
     engine: Engine = option(Engine(), "How it runs on this machine; not part of the file's hash.")  # type: ignore[call-arg]
 
 
@@ -104,6 +111,10 @@ def parse_federation(raw: Mapping[str, Any], *, base: Path, source: str = "feder
         )
     make_method(federation, source)
     net_options(federation, source)
+    try:
+        make_terms(federation)
+    except FederationError as error:
+        raise FederationError(f"{source}: {error}") from None
     return federation
 
 
@@ -221,6 +232,13 @@ def make_method(federation: Federation, source: str = "federation") -> Method:
             f"{source}: method.local: unknown key; local training is the file's own key `local`"
         )
     return from_dict(cls, {**given, "local": federation.local}, what=f"{source}: method")
+
+
+def make_terms(federation: Federation) -> Terms:
+    """What happens to models on their way; FederationError where the method does not go with it."""
+    method, name = make_method(federation), str(federation.method["name"])
+    sites = len(federation.sites)
+    return terms_of(method, name, federation.comm, federation.privacy, federation.secure, sites)
 
 
 def net_options(federation: Federation, source: str = "federation") -> tuple[str, Any]:

@@ -145,6 +145,9 @@ class Defaults:
     """What a site answers, key -> kind, and nothing else: here its model's tensors and its number of training
     cases. The kinds are those of `engine.egress.check`, which refuses any other answer before it leaves the site.
     A method whose functions answer differently gives {function: {key: kind}}."""
+    summed: ClassVar[str | None] = None
+    """What the server makes of the sites' models, if that is a weighted mean and nothing else: "cases" (weights
+    are the training cases) or "equal". None: it needs each model by itself."""
     pooled: ClassVar[bool] = False
     """True: the federation's sites are merged into one that holds the union of their cases."""
 

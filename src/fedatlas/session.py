@@ -18,6 +18,7 @@ from fedatlas.build import Design, Experiment, cache_folder, egress_log, version
 from fedatlas.data.site_data import check_federation
 from fedatlas.engine import wire
 from fedatlas.engine.clients import SiteClients, Transport
+from fedatlas.engine.exchange import ServerExchange
 from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
 from fedatlas.engine.local import InProcess, Workers
@@ -26,7 +27,15 @@ from fedatlas.engine.store import read_whole, write_atomic
 from fedatlas.errors import FederationError, RunFolderError
 from fedatlas.evaluation.evaluate import selection_score
 from fedatlas.evaluation.statistics import read_rows, write_rows
-from fedatlas.experiment import Federation, flat_difference, hash_of, load_federation, read_yaml, resolved
+from fedatlas.experiment import (
+    Federation,
+    flat_difference,
+    hash_of,
+    load_federation,
+    make_terms,
+    read_yaml,
+    resolved,
+)
 from fedatlas.labels import LabelSpace
 from fedatlas.method import State, eval_members
 from fedatlas.tensors import n_bytes, tensors_of
@@ -107,8 +116,10 @@ class Running:
         faults, scratch = parties.design.federation.faults, folder.path / "scratch"
 
         def reach(sites: Sequence[str], place: str) -> SiteClients:
-            about = dict(parties.about)
-            return SiteClients(list(sites), parties.transport, scratch / place, faults, about, watch)
+            about, exchange = dict(parties.about), ServerExchange(make_terms(parties.design.federation))
+            return SiteClients(
+                list(sites), parties.transport, scratch / place, faults, about, watch, exchange
+            )
 
         self.clients = reach(parties.training, "train")
         self.evaluators = self.clients

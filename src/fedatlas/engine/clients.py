@@ -4,14 +4,17 @@ The same for every engine. What differs between engines is a `Transport`, which 
 with answers back.
 """
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from fedatlas import secure
 from fedatlas.engine import wire
+from fedatlas.engine.exchange import EXTRA, NotHeld, ServerExchange, new_context
 from fedatlas.engine.frames import Question
 from fedatlas.engine.store import read_whole, write_atomic
 from fedatlas.engine.wire import Data
@@ -53,6 +56,8 @@ class Call:
     logs: dict[str, dict[str, float]]
     cost: dict[str, dict[str, float]]
     lost: dict[str, str]
+    epsilon: float | None = None
+    """With differential privacy: ε of all that left the site with most releases so far."""
 
     def in_order(self) -> "Call":
         """The same with sites sorted: nothing may tell who was first."""
@@ -116,12 +121,14 @@ class SiteClients:
     faults: Faults = field(default_factory=lambda: Faults())  # type: ignore[call-arg]
     about: Mapping[str, Any] = field(default_factory=dict)
     watch: Callable[[str, str, dict[str, float], dict[str, float]], None] | None = None
+    exchange: ServerExchange = field(default_factory=ServerExchange)
     lost: dict[str, str] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     models: Spool | None = None
     """The last replies that held a model each: the sites' local models."""
     _round: int = 0
     _call: int = 0
+    _least: int = 10**9
 
     def __post_init__(self) -> None:
         self.sites = sorted(self.sites)
@@ -148,38 +155,126 @@ class SiteClients:
             raise FedAtlasError(
                 f"call of {function.__name__}: no site {unknown[0]!r}; known: {', '.join(self.sites)}"
             )
-        form = to_tree(payload)
-        forms = {site: form | to_tree((each or {}).get(site, {})) for site in chosen}  # type: ignore[operator]
-        questions, sizes = self._questions(function.__name__, chosen, form, each or {})
+        form: dict[str, Any] = to_tree(payload)  # type: ignore[assignment]
+        own: dict[str, dict[str, Any]] = {site: to_tree((each or {}).get(site, {})) for site in chosen}  # type: ignore[misc]
         record = Call(function.__name__, {}, {}, {})
-        self._collect(questions, sizes, forms, record)
-        record = record.in_order()
+        shared, model = self.exchange.pack(form)
+        if model is not None and "model" in form:
+            form = form | {"model": model}  # as the sites hold it
+        if self.exchange.masks(function.__name__):
+            replies = self._summed(function.__name__, chosen, shared, form, own, record)
+        else:
+            answered = self._round_trip(function.__name__, chosen, shared, form, own, record)
+            replies = Spool(answered)
+            if replies.has("model"):
+                self.models = replies
         self._call += 1
-        self.calls.append(record)
-        self.lost = record.lost
-        files = {site: questions[site].reply for site in chosen if site not in record.lost}
-        self._judge(function.__name__, chosen, len(files))
-        replies = Spool(files)
-        if replies.has("model"):
-            self.models = replies
-        self._forget(next(iter(questions.values())).shared.parent if questions else self.scratch)
+        self.calls.append(self._accounted(record.in_order(), len(replies.sites)))
+        self._forget()
         return replies
 
+    def _round_trip(
+        self,
+        function: str,
+        chosen: Sequence[str],
+        shared: Tree,
+        form: dict[str, Any],
+        own: Mapping[str, dict[str, Any]],
+        record: Call,
+    ) -> dict[str, Path]:
+        """Asks sites for one answer each; the files of those that can be used.
+
+        shared: what goes to all, as it is sent; form: the same as the sites will hold it.
+        """
+        questions, sizes = self._questions(function, chosen, shared, own)
+        forms = {site: form | own.get(site, {}) for site in chosen}
+        self._collect(questions, sizes, forms, record)
+        behind = sorted(site for site, reason in record.lost.items() if reason.startswith(NotHeld.__name__))
+        if behind:
+            whole = {site: self.exchange.whole(form) | own.get(site, {}) for site in behind}
+            questions |= (again := self._questions(function, behind, shared, whole)[0])
+            for site in behind:
+                del record.lost[site]
+                sizes[site] += _size(again[site].own)
+            self._collect(again, sizes, forms, record)
+        self.lost = dict(sorted(record.lost.items()))
+        files = {site: questions[site].reply for site in chosen if site not in record.lost}
+        self._judge(function, chosen, len(files))
+        return files
+
+    def _summed(
+        self,
+        function: str,
+        chosen: Sequence[str],
+        shared: Tree,
+        form: dict[str, Any],
+        own: Mapping[str, dict[str, Any]],
+        record: Call,
+    ) -> Spool:
+        """The call with its answers summed under masks: one reply, of nobody, with the weighted mean of the models
+        and the sum of the weights. See `secure` for the four steps."""
+        choice = self.exchange.terms.secure
+        assert choice is not None
+        context = new_context(str(self.about.get("run", "")), self._round, self._call)
+
+        def step(name: str, sites: Sequence[str], payload: dict[str, Any]) -> dict[str, Any]:
+            files = self._round_trip(name, sites, payload, payload, {}, record)
+            return {site: value["answer"] for site, value in Spool(files)}
+
+        publics = step("secure_advertise", chosen, {"context": context})
+        sealed = step("secure_share", sorted(publics), {"context": context, "publics": publics})
+        group = sorted(sealed)
+        extra = {
+            site: own.get(site, {})
+            | {EXTRA: {"context": context, "ciphertexts": {peer: sealed[peer][site] for peer in group}}}
+            for site in group
+        }
+        masked = Spool(self._round_trip(function, group, shared, form, extra, record))
+        survivors = masked.sites
+        dropped = [site for site in group if site not in survivors]
+        told = {"context": context, "survivors": survivors, "dropped": dropped}
+        reveals = step("secure_reveal", survivors, told)
+        total = secure.unmask(
+            secure.ring_sum(masked.each("masked")),
+            reveals,
+            publics,
+            survivors=survivors,
+            dropped=dropped,
+            threshold=secure.threshold_of(choice, self.exchange.terms.sites),
+            context=context,
+        )
+        model, weight = secure.unpack(total, form["model"], choice, sites=self.exchange.terms.sites)
+        path = self._folder() / "sum.fa"
+        write_atomic(path, wire.encode({"value": {"model": model, "n": weight}}), durable=False)  # type: ignore[dict-item]
+        self.models = None  # nobody but the sites knows theirs
+        return Spool({"(sum)": path})
+
+    def _accounted(self, record: Call, answered: int) -> Call:
+        """The record with what privacy was spent so far."""
+        releases = [int(log["releases"]) for log in record.logs.values() if "releases" in log]
+        if not releases:
+            return record
+        self._least = min(self._least, len(releases))
+        return replace(record, epsilon=self.exchange.epsilon(releases, self._least))
+
+    def _folder(self) -> Path:
+        return self.scratch / f"{self._round:06d}-{self._call:03d}"
+
     def _questions(
-        self, function: str, chosen: Sequence[str], form: Tree, each: Mapping[str, dict[str, Any]]
+        self, function: str, chosen: Sequence[str], form: Tree, own: Mapping[str, dict[str, Any]]
     ) -> tuple[dict[str, Question], dict[str, int]]:
         """A question per site, its payloads written, and how many bytes go to each."""
-        folder = self.scratch / f"{self._round:06d}-{self._call:03d}"
-        shared = folder / "shared.fa"
+        folder = self._folder() / function
+        shared = folder / "to-all.fa"
         written = _write(shared, form)
         questions, sizes = {}, {}
         for site in chosen:
-            own = folder / f"to-{site}.fa" if each.get(site) else None
-            sizes[site] = written + (_write(own, to_tree(each[site])) if own else 0)
+            path = folder / f"to-{site}.fa" if own.get(site) else None
+            sizes[site] = written + (_write(path, own[site]) if path else 0)
             reply = folder / f"{site}.fa"
             reply.unlink(missing_ok=True)
             questions[site] = Question(
-                site, function, self._round, self._call, shared, own, reply, self.about
+                site, function, self._round, self._call, shared, path, reply, self.about
             )
         return questions, sizes
 
@@ -212,24 +307,28 @@ class SiteClients:
 
     def _receive(self, question: Question, sent: int, form: Tree, record: Call) -> None:
         """Checks an answer, and keeps it if it can be used."""
+        site = question.site
         try:
             answer: Data = read_whole(question.reply)
         except OSError as error:
-            record.lost[question.site] = f"its answer cannot be read ({error.strerror or error})"
+            record.lost[site] = f"its answer cannot be read ({error.strerror or error})"
             return
-        reason = _refuse(answer, question, form)
-        if reason:
-            record.lost[question.site] = reason
+        try:
+            tree = opened(answer, question)
+            if self.exchange.expand(tree["value"], form.get("model")):  # type: ignore[union-attr]
+                write_atomic(question.reply, wire.encode(tree), durable=False)
+            check_answer(tree["value"], form)
+        except (Refused, WireError, NameMismatch, FloatingPointError) as error:
+            record.lost[site] = str(error)
             question.reply.unlink(missing_ok=True)
             return
-        head = wire.plain(answer)
-        assert isinstance(head, dict)
-        cost = {**head["cost"], "bytes_down": sent, "bytes_up": len(answer)}  # type: ignore[dict-item]
-        record.logs[question.site], record.cost[question.site] = head["log"], cost  # type: ignore[assignment]
+        cost = {**tree["cost"], "bytes_down": sent, "bytes_up": len(answer)}
+        spent = record.cost.setdefault(site, {})
+        for key, value in cost.items():
+            spent[key] = max(spent.get(key, 0.0), value) if key == "peak_mb" else spent.get(key, 0) + value
+        record.logs[site] = {**record.logs.get(site, {}), **tree["log"]}
         if self.watch:
-            self.watch(
-                question.site, question.function, record.logs[question.site], record.cost[question.site]
-            )
+            self.watch(site, question.function, record.logs[site], cost)
 
     def _judge(self, function: str, chosen: Sequence[str], answered: int) -> None:
         if not self.lost:
@@ -246,13 +345,16 @@ class SiteClients:
                 f"{where}: {answered} sites answered, faults.min_sites is {self.faults.min_sites}; lost:\n{reasons}"
             )
 
-    def _forget(self, newest: Path) -> None:
-        kept = {newest} | ({path.parent for path in self.models.files.values()} if self.models else set())
+    def _forget(self) -> None:
+        """Removes what no later call reads."""
+        kept = {self._folder_of(self._call - 1)}
+        kept |= {path.parent.parent for path in self.models.files.values()} if self.models else set()
         for folder in sorted(self.scratch.glob("[0-9]*-[0-9]*")):
             if folder not in kept:
-                for path in folder.iterdir():
-                    path.unlink()
-                folder.rmdir()
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _folder_of(self, call: int) -> Path:
+        return self.scratch / f"{self._round:06d}-{call:03d}"
 
 
 def _write(path: Path, form: Tree) -> int:
@@ -261,37 +363,47 @@ def _write(path: Path, form: Tree) -> int:
     return len(data)
 
 
-def _refuse(answer: Data, question: Question, asked: Tree) -> str | None:
-    """Why an answer cannot be used; None if it can."""
-    try:
-        tree = wire.decode(answer, copy=False)
-    except WireError as error:
-        return str(error)
+def _size(path: Path | None) -> int:
+    return path.stat().st_size if path else 0
+
+
+class Refused(FedAtlasError):
+    """An answer that cannot be used."""
+
+
+def opened(answer: Data, question: Question) -> dict[str, Any]:
+    """An answer as a tree with "value", "log" and "cost".
+
+    Raises WireError for damaged bytes, Refused for an error reply or an answer to another question.
+    """
+    tree: Any = wire.decode(answer, copy=False)
     if not isinstance(tree, dict) or not isinstance(tree.get("to"), dict):
-        return "its answer is not the reply of a site"
+        raise Refused("its answer is not the reply of a site")
     asked_for = {name: getattr(question, name) for name in ("site", "function", "round", "call")}
-    if (to := tree["to"]) != asked_for:
-        told = ", ".join(f"{name} {value}" for name, value in to.items())  # type: ignore[union-attr]
+    if tree["to"] != asked_for:
+        told = ", ".join(f"{name} {value}" for name, value in tree["to"].items())
         wanted = ", ".join(f"{name} {value}" for name, value in asked_for.items())
-        return f"it answered another question ({told}); asked was {wanted}"
+        raise Refused(f"it answered another question ({told}); asked was {wanted}")
     if "error" in tree:
         error = tree["error"]
-        assert isinstance(error, dict)
-        return f"{error['code']}: {error['text']}" if "text" in error else explained(str(error["code"]))
-    value = tree.get("value")
-    if not isinstance(value, dict):
-        return f"answered a {type(value).__name__}; functions at a site return a dict"
+        raise Refused(
+            f"{error['code']}: {error['text']}" if "text" in error else explained(str(error["code"]))
+        )
+    if not isinstance(tree.get("value"), dict):
+        raise Refused(f"answered a {type(tree.get('value')).__name__}; functions at a site return a dict")
+    if not isinstance(tree.get("log"), dict) or not isinstance(tree.get("cost"), dict):
+        raise Refused("its answer lacks its log or its cost")
+    return tree
+
+
+def check_answer(value: Mapping[str, Any], asked: Any) -> None:
+    """Raises Refused for a number that is not finite, NameMismatch for a model that is not like the one sent."""
     for key, item in value.items():
         if not is_finite(item):
-            return f"its answer holds a number that is not finite, in {key!r}"
-    assert isinstance(asked, dict)
+            raise Refused(f"its answer holds a number that is not finite, in {key!r}")
     sent, got = asked.get("model"), value.get("model")
     if isinstance(sent, dict) and isinstance(got, dict):
-        try:
-            require_same(sent, got, asked="its model")  # type: ignore[arg-type]
-        except NameMismatch as error:
-            return str(error)
-    return None
+        require_same(sent, got, asked="its model")
 
 
 _CODES = {
@@ -302,6 +414,7 @@ _CODES = {
     "DataError": "a case or label of its data is not usable",
     "RunFolderError": "its kept memory is not usable",
     "WireError": "what it received was damaged",
+    "FederationMismatch": "it agreed to another federation file, or was not joined to this run",
 }
 
 

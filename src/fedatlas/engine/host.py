@@ -4,6 +4,7 @@ Nothing of one call is left for the next but the site's memory, so any process m
 """
 
 import contextlib
+import hashlib
 import resource
 import time
 import traceback
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from fedatlas.engine import egress, wire
 from fedatlas.engine.egress import EgressLog, Forms
+from fedatlas.engine.exchange import EXTRA, SiteExchange, Terms
 from fedatlas.engine.frames import Question
 from fedatlas.engine.store import MemoryStore, read_whole, write_atomic
 from fedatlas.engine.wire import Data
@@ -103,6 +105,7 @@ class Host:
     seed: the federation's; with site, round and call it decides everything random.
     log: where every message that leaves is written down first; None only where nothing leaves (a test).
     texts: False keeps the text of every exception at the site; the server gets a code.
+    terms: what happens to models on their way.
     case_name: how the site calls a case in the rows of an evaluation; None: by its own name.
     """
 
@@ -121,11 +124,13 @@ class Host:
         log: EgressLog | None = None,
         texts: bool = True,
         case_name: Callable[[str], str] | None = None,
+        terms: Terms | None = None,
     ) -> None:
         self.name, self.source, self.functions, self.make_net = name, source, dict(functions), make_net
         self.folder, self.seed, self.threads, self.device = folder, seed, threads, torch.device(device)
         self.sends, self.log, self.texts, self.case_name = dict(sends), log, texts, case_name
         self.memory = MemoryStore(folder / "memory")
+        self.exchange = SiteExchange(terms or Terms(), name, folder)
         self._forms: dict[str, Forms] = {}
 
     def answer(self, question: Question) -> None:
@@ -152,22 +157,18 @@ class Host:
         reset_peak()
         began = time.perf_counter()
         try:
+            mark = _mark(shared, own) if self.exchange.terms.privacy else ""
+            if (before := self.exchange.replayed(function, round, call, mark)) is not None:
+                self._record(function, round, call, {"": "the very answer that was sent before"}, before)
+                return before
             value, logged = self._run(function, round, call, shared, own)
             del shared, own
-            what = f"site {self.name}: the answer to {function}"
-            egress.check(
-                value,
-                self.sends.get(function, {}),
-                what=what,
-                classes=len(self.source.labels.space),
-                forms=self.forms,
-            )
-            egress.check_log(logged, what=what)  # type: ignore[arg-type]
             cost: Tree = {"seconds": time.perf_counter() - began, "peak_mb": peak_mb()}
             to = self._to(function, round, call)
             contents = egress.contents({"value": value, "log": logged, "cost": cost})
             reply = wire.encode({"to": to, "value": value, "log": logged, "cost": cost})
             del value
+            self.exchange.remember(function, round, call, mark, reply)
             self._record(function, round, call, contents, reply)
             return reply
         except Exception as error:
@@ -207,15 +208,21 @@ class Host:
     def _run(
         self, function: str, round: int, call: int, shared: Data, own: Data | None
     ) -> tuple[Tree, dict[str, Tree]]:
-        if function not in self.functions:
-            allowed = ", ".join(sorted(self.functions))
+        built_in = SiteExchange.BUILT_IN if self.exchange.terms.secure else ()
+        if function not in self.functions and function not in built_in:
+            allowed = ", ".join(sorted((*self.functions, *built_in)))
             raise FedAtlasError(f"site {self.name}: asked to run {function!r}; allowed: {allowed}")
         torch.set_num_threads(self.threads)
-        payload = wire.decode(shared, copy=False)
-        extra = wire.decode(own, copy=False) if own is not None else {}
+        payload: Any = wire.decode(shared, copy=False)
+        extra: Any = wire.decode(own, copy=False) if own is not None else {}
         if not isinstance(payload, dict) or not isinstance(extra, dict):
             raise FedAtlasError(f"site {self.name}: the payload of {function!r} is not a dict of arguments")
         del shared, own
+        payload |= extra
+        if function in built_in:
+            return self.exchange.built_in(function, payload), {}
+        special = payload.pop(EXTRA, None)
+        payload = self.exchange.receive(payload)
         parts = (self.seed, self.name, round, call)
         memory = self.memory.before(round, call)
         site = HostedSite(
@@ -229,12 +236,34 @@ class Host:
             seed_parts=parts,
         )
         with isolated(*parts, "libraries"):
-            value = to_tree(self.functions[function](site, **payload, **extra))
-        self.memory.save(round, call, site.memory)
+            value: Any = to_tree(self.functions[function](site, **payload))
         if self.case_name and isinstance(value, dict) and isinstance(value.get("rows"), list):
-            for row in value["rows"]:  # type: ignore[union-attr]
-                row["case"] = self.case_name(row["case"])  # type: ignore[index,arg-type,call-overload]
-        return value, dict(site.logged)
+            for row in value["rows"]:
+                row["case"] = self.case_name(row["case"])
+        what = f"site {self.name}: the answer to {function}"
+        egress.check(
+            value,
+            self.sends.get(function, {}),
+            what=what,
+            classes=len(self.source.labels.space),
+            forms=self.forms,
+        )
+        egress.check_log(site.logged, what=what)
+        logged: dict[str, Tree] = dict(site.logged)
+        if function in self.exchange.terms.sending:
+            received = payload.get("model") if isinstance(payload.get("model"), dict) else None
+            value = self.exchange.send(function, value, received, site.memory, special)
+            if self.exchange.terms.privacy:  # what training logs is of the data, and not protected
+                logged = {"releases": float(self.exchange.releases(more=1))}
+        self.memory.save(round, call, site.memory)
+        return value, logged
+
+
+def _mark(shared: Data, own: Data | None) -> str:
+    """A digest of what was asked."""
+    digest = hashlib.sha256(shared)
+    digest.update(own or b"")
+    return digest.hexdigest()
 
 
 def reset_peak() -> None:

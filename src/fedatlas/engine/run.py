@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from torch import nn
 
 from fedatlas.engine import wire
-from fedatlas.engine.host import peak_mb, reset_peak
 from fedatlas.engine.clients import Call, Spool
+from fedatlas.engine.host import peak_mb, reset_peak
 from fedatlas.engine.store import read_whole, sync_folder, write_atomic
 from fedatlas.errors import FedAtlasError, RunFolderError, WireError
 from fedatlas.method import Clients, Method, State, declared
@@ -99,8 +99,10 @@ def _log(number: int, calls: list[Call], phases: dict[str, float], peak: float) 
                 total[name] = (
                     max(total.get(name, 0.0), value) if key == "peak_mb" else total.get(name, 0) + value
                 )
+    epsilons = [call.epsilon for call in calls if call.epsilon is not None]
     return {
         "round": number,
+        "epsilon": epsilons[-1] if epsilons else None,
         "sites": sites,
         "cost": cost,
         "phases": phases,

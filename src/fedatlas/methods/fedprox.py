@@ -41,6 +41,10 @@ class FedProx:
     def start(self, net: nn.Module, clients: Clients) -> State:
         return State(model=tensors_of(net))
 
+    @property
+    def summed(self) -> Weighting:
+        return self.weights
+
     def round(self, state: State, clients: Clients) -> State:
         replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
         weights = site_weights(replies, self.weights)
