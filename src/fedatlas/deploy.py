@@ -320,6 +320,8 @@ class Deployed:
 
     PATIENCE = 90.0
     """Seconds in which no job could be started, after which the server counts as not running."""
+    GONE = 3.0
+    """Seconds after which a job that was connected and is not any more counts as ended, whatever the engine says."""
     MOST = 5
     """Jobs in a row that ended without bringing an answer, after which the engine counts as broken."""
 
@@ -340,9 +342,10 @@ class Deployed:
             yield site, lost
 
     def _keep(self) -> None:
-        without, answers, refused_since = 0, 0, None
+        without, answers, refused_since, jobs, seen = 0, 0, None, 0, 0.0
         while not self.over.wait(0.5):
             if self.job is None:
+                jobs = self.relay.jobs
                 try:
                     self.job = self.engine.submit(
                         self.kit, self.deploy / "authority", self.kit / "relay", self.sites
@@ -355,7 +358,13 @@ class Deployed:
                         return
                     self.over.wait(2.0)
                 continue
-            if (how := self.job.ended()) is None:
+            if self.relay.connected or self.relay.jobs == jobs:
+                seen = time.monotonic()
+            how = self.job.ended()
+            if how is None and time.monotonic() - seen > self.GONE:
+                how = "its process has gone"
+                self.job.stop()
+            if how is None:
                 continue
             without = without + 1 if self.answers == answers else 0
             answers, self.job = self.answers, None
@@ -476,7 +485,9 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
         design = Design(federation, space, agreement["channels"])
         design.check_net()
         training = [POOLED] if design.pooled else sorted(summaries)
-        return Parties(design, dict(sorted(summaries.items())), training, transport, agreement)
+        return Parties(
+            design, dict(sorted(summaries.items())), training, transport, agreement, clients.answering
+        )
     except BaseException:
         transport.close()
         raise

@@ -49,7 +49,8 @@ class Parties:
     """Who takes part in a run, and how they are reached.
 
     summaries: site -> what it has, in numbers (`SiteData.summary`); training: the names that are asked to train,
-    which is "pooled" alone for a method that merges the data. about: goes with every question.
+    which is "pooled" alone for a method that merges the data. about: goes with every question. instances: site ->
+    the installation that joined; another one that answers under its name is refused.
     """
 
     design: Design
@@ -57,6 +58,7 @@ class Parties:
     training: Sequence[str]
     transport: Transport
     about: Mapping[str, Any] = field(default_factory=dict)
+    instances: Mapping[str, str] = field(default_factory=dict)
 
 
 Gather = Callable[[Federation, RunFolder, Tell], Parties]
@@ -118,7 +120,14 @@ class Running:
         def reach(sites: Sequence[str], place: str) -> SiteClients:
             about, exchange = dict(parties.about), ServerExchange(make_terms(parties.design.federation))
             return SiteClients(
-                list(sites), parties.transport, scratch / place, faults, about, watch, exchange
+                list(sites),
+                parties.transport,
+                scratch / place,
+                faults,
+                about,
+                parties.instances,
+                watch,
+                exchange,
             )
 
         self.clients = reach(parties.training, "train")

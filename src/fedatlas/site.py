@@ -10,6 +10,7 @@ import hmac
 import json
 import re
 import secrets
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -110,6 +111,17 @@ class SiteDesk:
         self.one_run, self.texts, self.case_names, self.device = one_run, texts, case_names, device
         self.federation = self._load()
         self.hosts: dict[str, Host] = {}
+        self.instance = self._instance()
+
+    def _instance(self) -> str:
+        """A name for this installation: it outlives a restart, and a copy of the folder, on another machine or in
+        another place, has another."""
+        kept = self.state / "instance"
+        if not kept.exists():
+            write_atomic(kept, secrets.token_hex(16).encode())
+        machine = Path("/etc/machine-id").read_text() if Path("/etc/machine-id").exists() else ""
+        where = f"{machine} {uuid.getnode()} {self.state.resolve()} {kept.read_text()}"
+        return hashlib.sha256(where.encode()).hexdigest()[:16]
 
     def _load(self) -> Federation:
         federation = load_federation(self.file)
@@ -154,6 +166,7 @@ class SiteDesk:
             seed=0,
             log=egress_log(self.federation, self.state / "egress.jsonl", run),
             texts=self.texts,
+            instance=self.instance,
         )
 
     def _folder(self, run: str) -> Path:
@@ -219,6 +232,7 @@ class SiteDesk:
             self._folder(agreed.run),
             egress_log(self.federation, self.state / "egress.jsonl", agreed.run),
             texts=self.texts,
+            instance=self.instance,
             case_name=None if self.case_names or self.name == POOLED else Pseudonyms(self.state),
         )
 

@@ -347,3 +347,13 @@ def children() -> list[int]:
         if parent == os.getpid() and b"fedatlas.engine.worker" in command:
             found.append(int(entry.name))
     return found
+
+
+def test_another_installation_of_a_name_is_refused(tmp_path) -> None:
+    """Two parties of one name: the second answers in the place of the one that joined."""
+    asked = clients(tmp_path, Walk())
+    run(Walk(), net(), asked, 1)
+    assert asked.answering == {"a": "", "b": "", "c": ""}
+    asked.instances = dict(asked.answering)
+    with pytest.raises(SiteLost, match="b: another installation answered under its name"):
+        run(Walk(), net(), tamper(asked, "b", lambda tree: tree.update({"from": "f00d"})), 2)

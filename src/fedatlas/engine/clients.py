@@ -112,6 +112,7 @@ class SiteClients:
     scratch: a folder for payloads and replies; only those of the last call, and of the last one that brought
     models, are kept.
     about: what goes with every question, see `Question`.
+    instances: site -> the installation that may answer for it; one that is not named may be any.
     watch: told of every usable answer: (site, function, log, cost).
     """
 
@@ -120,12 +121,15 @@ class SiteClients:
     scratch: Path
     faults: Faults = field(default_factory=lambda: Faults())  # type: ignore[call-arg]
     about: Mapping[str, Any] = field(default_factory=dict)
+    instances: Mapping[str, str] = field(default_factory=dict)
     watch: Callable[[str, str, dict[str, float], dict[str, float]], None] | None = None
     exchange: ServerExchange = field(default_factory=ServerExchange)
     lost: dict[str, str] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     models: Spool | None = None
     """The last replies that held a model each: the sites' local models."""
+    answering: dict[str, str] = field(default_factory=dict)
+    """site -> the installation that gave its last usable answer."""
     _round: int = 0
     _call: int = 0
     _least: int = 10**9
@@ -314,7 +318,7 @@ class SiteClients:
             record.lost[site] = f"its answer cannot be read ({error.strerror or error})"
             return
         try:
-            tree = opened(answer, question)
+            tree = opened(answer, question, self.instances.get(site))
             if self.exchange.expand(tree["value"], form.get("model")):  # type: ignore[union-attr]
                 write_atomic(question.reply, wire.encode(tree), durable=False)
             check_answer(tree["value"], form)
@@ -322,6 +326,7 @@ class SiteClients:
             record.lost[site] = str(error)
             question.reply.unlink(missing_ok=True)
             return
+        self.answering[site] = str(tree.get("from", ""))
         cost = {**tree["cost"], "bytes_down": sent, "bytes_up": len(answer)}
         spent = record.cost.setdefault(site, {})
         for key, value in cost.items():
@@ -371,7 +376,7 @@ class Refused(FedAtlasError):
     """An answer that cannot be used."""
 
 
-def opened(answer: Data, question: Question) -> dict[str, Any]:
+def opened(answer: Data, question: Question, instance: str | None = None) -> dict[str, Any]:
     """An answer as a tree with "value", "log" and "cost".
 
     Raises WireError for damaged bytes, Refused for an error reply or an answer to another question.
@@ -384,6 +389,11 @@ def opened(answer: Data, question: Question) -> dict[str, Any]:
         told = ", ".join(f"{name} {value}" for name, value in tree["to"].items())
         wanted = ", ".join(f"{name} {value}" for name, value in asked_for.items())
         raise Refused(f"it answered another question ({told}); asked was {wanted}")
+    if instance is not None and tree.get("from") != instance:
+        raise Refused(
+            "another installation answered under its name than the one that joined this run; its folder was copied "
+            "and is used in two places, or was made anew"
+        )
     if "error" in tree:
         error = tree["error"]
         raise Refused(

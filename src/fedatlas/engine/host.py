@@ -106,6 +106,7 @@ class Host:
     log: where every message that leaves is written down first; None only where nothing leaves (a test).
     texts: False keeps the text of every exception at the site; the server gets a code.
     terms: what happens to models on their way.
+    instance: tells this installation of the site from any other that uses its name; part of every reply.
     case_name: how the site calls a case in the rows of an evaluation; None: by its own name.
     """
 
@@ -125,10 +126,12 @@ class Host:
         texts: bool = True,
         case_name: Callable[[str], str] | None = None,
         terms: Terms | None = None,
+        instance: str = "",
     ) -> None:
         self.name, self.source, self.functions, self.make_net = name, source, dict(functions), make_net
         self.folder, self.seed, self.threads, self.device = folder, seed, threads, torch.device(device)
         self.sends, self.log, self.texts, self.case_name = dict(sends), log, texts, case_name
+        self.instance = instance
         self.memory = MemoryStore(folder / "memory")
         self.exchange = SiteExchange(terms or Terms(), name, folder)
         self._forms: dict[str, Forms] = {}
@@ -166,7 +169,9 @@ class Host:
             cost: Tree = {"seconds": time.perf_counter() - began, "peak_mb": peak_mb()}
             to = self._to(function, round, call)
             contents = egress.contents({"value": value, "log": logged, "cost": cost})
-            reply = wire.encode({"to": to, "value": value, "log": logged, "cost": cost})
+            reply = wire.encode(
+                {"to": to, "from": self.instance, "value": value, "log": logged, "cost": cost}
+            )
             del value
             self.exchange.remember(function, round, call, mark, reply)
             self._record(function, round, call, contents, reply)
@@ -194,7 +199,7 @@ class Host:
         if self.texts:
             known = isinstance(error, FedAtlasError | FloatingPointError | OSError | MemoryError)
             content["text"] = str(error) if known else f"{error} (see {file})"
-        reply = wire.encode({"to": self._to(function, round, call), "error": content})
+        reply = wire.encode({"to": self._to(function, round, call), "from": self.instance, "error": content})
         with contextlib.suppress(OSError):  # a code alone may leave where the log cannot be written
             self._record(function, round, call, {"error/code": content["code"]}, reply)  # type: ignore[dict-item]
         return reply

@@ -280,19 +280,18 @@ class SiteRelay:
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):
-            stream: Any = connection.makefile("rwb")
-            frame = read_frame(stream)
+        with connection, contextlib.suppress(OSError), connection.makefile("rwb") as stream:
+            frame = read_frame(stream)  # type: ignore[arg-type]
             if frame is None:
                 return
             try:
                 question = question_of(frame)
             except ValueError:
-                write_frame(stream, json.dumps({"lost": "a question that cannot be read"}).encode())
+                write_frame(stream, json.dumps({"lost": "a question that cannot be read"}).encode())  # type: ignore[arg-type]
                 return
             with self.turn:
                 lost = self.serve(question)
-            write_frame(stream, json.dumps({"lost": lost}).encode())
+            write_frame(stream, json.dumps({"lost": lost}).encode())  # type: ignore[arg-type]
 
     def close(self) -> None:
         self.listener.close()

@@ -1,0 +1,217 @@
+"""Faults in a federation whose parties are real processes on both engines; every party is started as a user does.
+
+What the rules say goes on must end in the same bits: as the undisturbed run, or as a run in which the lost site was
+absent for that round.
+"""
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployments import Deployment
+from test_local import Tampered
+
+from fedatlas.deploy import ENGINES
+from fedatlas.engine.run import RunFolder, read_json
+from fedatlas.errors import FederationError, SiteLost
+from fedatlas.experiment import parse_federation
+from fedatlas.session import Parties, gather_local, run_federation
+
+ROUNDS = 3
+
+
+@pytest.fixture(scope="module", params=sorted(ENGINES))
+def started(request, tmp_path_factory) -> Iterator[Callable[[dict[str, Any]], Deployment]]:
+    pytest.importorskip({"nvflare": "nvflare", "flower": "flwr"}[request.param])
+    made: list[Deployment] = []
+
+    def give(small: dict[str, Any]) -> Deployment:
+        if not made:
+            made.append(
+                Deployment(request.param, small, tmp_path_factory.mktemp(request.param), pooled=False)
+            )
+        made[0].accept(small)
+        return made[0]
+
+    yield give
+    for deployment in made:
+        deployment.close()
+
+
+@pytest.fixture
+def busy(small) -> dict[str, Any]:
+    """A federation whose rounds last long enough to be disturbed in the middle."""
+    small |= {"rounds": ROUNDS}
+    small["local"]["steps"] = 30
+    small["evaluation"] |= {"models": ["last"], "every": ROUNDS}
+    return small
+
+
+def local(small: dict[str, Any], path: Path, absent: tuple[str, int] | None = None) -> bytes:
+    """The last state of a run in this process; absent: a site that does not answer in one round."""
+
+    def gather(federation: Any, folder: RunFolder, tell: Any) -> Parties:
+        parties = gather_local(federation, folder, tell)
+        lose = lambda q: "absent" if (q.site, q.round) == absent else None  # noqa: E731
+        return Parties(
+            parties.design,
+            parties.summaries,
+            parties.training,
+            Tampered(parties.transport, lose),
+            parties.about,
+        )  # type: ignore[arg-type]
+
+    federation = parse_federation(copy.deepcopy(small), base=Path())
+    run_federation(federation, path, tell=lambda text: None, gather=gather)
+    return (path / "models" / "last.fa").read_bytes()
+
+
+def in_the_middle(path: Path, round: int, do: Callable[[], None], after: float = 0.7) -> threading.Thread:
+    """Does something while the sites train in a round: `after` seconds after they were asked."""
+
+    def wait() -> None:
+        asked = path / "scratch" / "train" / f"{round:06d}-000" / "local_update" / "to-all.fa"
+        end = time.monotonic() + 120
+        while not asked.exists() and time.monotonic() < end:
+            time.sleep(0.02)
+        time.sleep(after)
+        do()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_training_process_that_is_killed_costs_nothing(started, busy, tmp_path) -> None:
+    """As the system does for memory: the engine's job lives on, and the call is done again."""
+    deployment = started(busy)
+    killed: list[int] = []
+
+    def kill() -> None:
+        pid = deployment.worker("s1")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        killed.append(pid)
+
+    path = tmp_path / "run"
+    thread = in_the_middle(path, 2, kill)
+    assert deployment.run(parse_federation(busy, base=Path()), path) == local(busy, tmp_path / "local")
+    thread.join()
+    assert killed
+    log = read_json(path / "rounds" / "0002" / "log.json")
+    assert log["lost"] == {}
+
+
+def test_a_hospital_that_loses_power_comes_back(started, busy, tmp_path) -> None:
+    busy["faults"] = {"on_lost": "wait", "deadline": 100}
+    deployment = started(busy)
+    killed: list[str] = []
+
+    def crash() -> None:
+        deployment.kill("s2")
+        killed.append("s2")
+        time.sleep(3)
+        deployment.start("s2")
+
+    path = tmp_path / "run"
+    thread = in_the_middle(path, 2, crash)
+    assert deployment.run(parse_federation(busy, base=Path()), path) == local(busy, tmp_path / "local")
+    thread.join()
+    assert killed
+
+
+def test_a_server_that_is_killed_is_started_again_and_asked_again(started, busy, tmp_path) -> None:
+    deployment = started(busy)
+    told: list[str] = []
+
+    def crash() -> None:
+        deployment.kill("server")
+        deployment.start("server")
+
+    path = tmp_path / "run"
+    thread = in_the_middle(path, 2, crash)
+    bits = deployment.run(parse_federation(busy, base=Path()), path, tell=told.append)
+    thread.join()
+    assert bits == local(busy, tmp_path / "local")
+    assert any("a new one is started, nothing is lost" in text for text in told), told
+
+
+def test_a_slow_site_is_dropped_for_the_round(started, busy, tmp_path) -> None:
+    """It stops in the middle of round 2 and goes on after the deadline: it is in round 3 again."""
+    busy["faults"] = {"on_lost": "drop", "min_sites": 2, "deadline": 12}
+    deployment = started(busy)
+
+    def stall() -> None:
+        pid = deployment.worker("s0")
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(13)
+        os.kill(pid, signal.SIGCONT)
+
+    path = tmp_path / "run"
+    thread = in_the_middle(path, 2, stall)
+    bits = deployment.run(parse_federation(busy, base=Path()), path)
+    thread.join()
+    lost = [read_json(path / "rounds" / f"000{n}" / "log.json")["lost"] for n in (1, 2, 3)]
+    assert lost[0] == lost[2] == {} and list(lost[1]) == ["s0"] and "deadline" in lost[1]["s0"]
+    assert bits == local(busy, tmp_path / "local", absent=("s0", 2))
+
+
+def test_a_run_goes_on_with_another_engine(started, busy, tmp_path) -> None:
+    """The coordinator's process is gone after a round; the local engine goes on, and the other way round."""
+    deployment = started(busy)
+    federation = parse_federation(busy, base=Path())
+    whole = local(busy, tmp_path / "whole")
+
+    def stop(record: Any, best: Any) -> None:
+        if record.number == 1:
+            raise KeyboardInterrupt
+
+    path = tmp_path / "there"
+    with pytest.raises(KeyboardInterrupt):
+        deployment.run(federation, path, after_round=stop)
+    assert RunFolder(path).complete()[-1] == 1
+    run_federation(federation, path, tell=lambda text: None, resume=True)
+    assert (path / "models" / "last.fa").read_bytes() == whole
+    path = tmp_path / "back"
+    with pytest.raises(KeyboardInterrupt):
+        run_federation(federation, path, tell=lambda text: None, after_round=stop)
+    assert deployment.run(federation, path, resume=True) == whole
+
+
+def test_another_federation_file_is_refused_with_its_difference(started, busy, tmp_path) -> None:
+    deployment = started(busy)
+    busy["local"]["lr"] = 0.5
+    with pytest.raises(FederationError) as caught:
+        deployment.run(parse_federation(busy, base=Path()), tmp_path / "run")
+    text = str(caught.value)
+    assert "site s0: has agreed to another federation file" in text
+    assert "local.lr: 0.01 at the site, 0.5 at the server" in text and "fedatlas deploy accept" in text
+
+
+def test_a_second_party_of_one_name_is_refused(started, busy, tmp_path) -> None:
+    """The same kit twice on one machine: the second does not start. A copy of it elsewhere: the run is not disturbed."""
+    deployment = started(busy)
+    start = [sys.executable, "-m", "fedatlas.cli", "deploy", "start"]
+    data = f"--data={deployment.data['s0']}"
+    done = subprocess.run([*start, str(deployment.out / "s0"), data], capture_output=True, text=True)
+    assert done.returncode == 1 and "is running already" in done.stderr
+
+
+def test_a_site_that_is_not_there_is_told(started, busy, tmp_path) -> None:
+    busy["faults"] = {"deadline": 8}
+    deployment = started(busy)
+    deployment.kill("s1")
+    try:
+        with pytest.raises(SiteLost, match="hello: no usable answer from\n  s1: "):
+            deployment.run(parse_federation(busy, base=Path()), tmp_path / "run")
+    finally:
+        deployment.start("s1")
