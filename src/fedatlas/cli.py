@@ -200,7 +200,8 @@ def _deploy_verbs(verb: Any, federation: Any) -> None:
     made.add_argument("--device", help="where this site trains: cpu, cuda, cuda:0, … (default: cpu)")
     made.add_argument("--case-names", action="store_true", help="send names of cases instead of pseudonyms")
     made.add_argument("--texts", action="store_true", help="send the text of errors, not only their code")
-    made.add_argument("--state", type=Path, help="the site's private folder of one run (default: in the kit)")
+    made.add_argument("--state", type=Path, help="the site's private folder (default: the kit)")
+    made.add_argument("--one-run", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--cache", type=Path, help="folder of preprocessed cases (default: in the kit)")
 
     made = part(
@@ -261,6 +262,7 @@ def deploy_start(arguments: argparse.Namespace) -> int:
         data,
         lambda text: print(text, flush=True),
         state=arguments.state,
+        one_run=arguments.one_run,
         cache=arguments.cache,
         case_names=arguments.case_names,
         texts=arguments.texts,

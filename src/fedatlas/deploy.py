@@ -156,6 +156,7 @@ def start(
     tell: Tell = print,
     *,
     state: Path | None = None,
+    one_run: bool = False,
     cache: Path | None = None,
     case_names: bool = False,
     texts: bool = False,
@@ -163,8 +164,8 @@ def start(
 ) -> None:
     """Runs a party until it is told to end (SIGINT, SIGTERM). See `SiteDesk` for what leaves a site.
 
-    data: at a hospital, where its data are. state: its private folder, of one run only; None: in the kit, a
-    folder per run. Raises FederationError before anything is started if something is missing.
+    data: at a hospital, where its data are. state: its private folder, which outlives the kit; None: the kit itself.
+    one_run: that folder is the one of a single run. Raises FederationError before anything is started if something is missing.
     """
     kit = kit.resolve()
     about = read_kit(kit)
@@ -187,15 +188,15 @@ def start(
                 "name": party,
                 "federation": str(kit / "federation.yaml"),
                 "data": {name: str(Path(path).resolve()) for name, path in (data or {}).items()},
-                "state": str(state or kit),
-                "cache": str(cache or kit / "cache"),
-                "one_run": state is not None,
+                "state": str((state or kit).resolve()),
+                "cache": str((cache or kit / "cache").resolve()),
+                "one_run": one_run,
                 "case_names": case_names,
                 "texts": texts,
                 "device": device,
             }
             workers = Workers("fedatlas.site:open_site", arguments, 1, logs / "site.log")
-            site_relay = SiteRelay(relay, workers.serve)
+            site_relay = SiteRelay(relay, workers.serve, workers.end)
         launch: Launch = (engine.site_process if site else engine.server_process)(kit)
         process = Keeper(launch, relay, logs / "engine.log", kit / "engine.pid", tell, party)
         try:
@@ -485,9 +486,9 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
         design = Design(federation, space, agreement["channels"])
         design.check_net()
         training = [POOLED] if design.pooled else sorted(summaries)
-        return Parties(
-            design, dict(sorted(summaries.items())), training, transport, agreement, clients.answering
-        )
+        memories = {site: facts["memory"] for site, facts in joined.items()}
+        summaries = dict(sorted(summaries.items()))
+        return Parties(design, summaries, training, transport, agreement, clients.answering, memories)
     except BaseException:
         transport.close()
         raise
@@ -583,7 +584,7 @@ class Trial:
                     "--cache",
                     str(cache_folder(federation, folder.path.parent)),
                 ]
-                more += ["--device", federation.engine.device, "--case-names", "--texts"]
+                more += ["--one-run", "--device", federation.engine.device, "--case-names", "--texts"]
                 more += [f"--data={name}={path}" for name, path in own.items()]
                 self._start(kit, more if kit.name != "server" else [])
         except BaseException:

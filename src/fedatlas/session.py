@@ -23,7 +23,7 @@ from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
 from fedatlas.engine.local import InProcess, Workers
 from fedatlas.engine.run import Round, RunFolder, read_json, run, to_json
-from fedatlas.engine.store import read_whole, write_atomic
+from fedatlas.engine.store import MemoryStore, read_whole, write_atomic
 from fedatlas.errors import FederationError, RunFolderError
 from fedatlas.evaluation.evaluate import selection_score
 from fedatlas.evaluation.statistics import read_rows, write_rows
@@ -50,7 +50,8 @@ class Parties:
 
     summaries: site -> what it has, in numbers (`SiteData.summary`); training: the names that are asked to train,
     which is "pooled" alone for a method that merges the data. about: goes with every question. instances: site ->
-    the installation that joined; another one that answers under its name is refused.
+    the installation that joined; another one that answers under its name is refused. memories: site -> the versions
+    of its private memory of this run.
     """
 
     design: Design
@@ -59,6 +60,7 @@ class Parties:
     transport: Transport
     about: Mapping[str, Any] = field(default_factory=dict)
     instances: Mapping[str, str] = field(default_factory=dict)
+    memories: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 Gather = Callable[[Federation, RunFolder, Tell], Parties]
@@ -82,7 +84,9 @@ def gather_local(federation: Federation, folder: RunFolder, tell: Tell) -> Parti
     else:
         transport = InProcess(Hosts(experiment, folder).answer)
     summaries = {name: source.summary() for name, source in experiment.sources.items()}
-    return Parties(experiment, summaries, list(experiment.training), transport)
+    names = {**experiment.sources, **experiment.training}
+    memories = {name: MemoryStore(folder.site(name) / "memory").versions() for name in names}
+    return Parties(experiment, summaries, list(experiment.training), transport, memories=memories)
 
 
 class Hosts:
@@ -230,6 +234,7 @@ def run_federation(
         best = Best(folder, design.space, evaluation.select_weights)
         state = folder.latest(design.method)
         if state is not None:
+            running.clients.remembered = _memories(folder, parties, state.round)
             best.recover(state.round)
             tell(f"goes on after round {state.round} of {federation.rounds}")
 
@@ -322,6 +327,23 @@ def _finish(running: Running, federation: Federation) -> None:
     write_rows(folder.path / "rows.csv", rows)
     info = read_json(folder.path / "run.json")
     write_atomic(folder.path / "run.json", to_json({**info, "finished": _now()}))
+
+
+def _memories(folder: RunFolder, parties: Parties, round: int) -> dict[str, str]:
+    """site -> the version of its private memory with which a round ended.
+
+    Raises RunFolderError where a site lacks the private memory with which a round ended, as its optimizer's
+    moments: a run that went on without it would come to another result and not say so."""
+    file = folder.rounds / f"{round:04d}" / "log.json"
+    expected = read_json(file).get("memory", {})
+    for site, version in sorted(expected.items()):
+        if version and site in parties.memories and version not in parties.memories[site]:
+            raise RunFolderError(
+                f"site {site}: does not hold the private memory with which round {round} of this run ended. It is in "
+                "the folder that the site had then (sites/ of the run, or what its start.sh took with --state); let "
+                "it take part from there, or begin a new run with --id"
+            )
+    return expected
 
 
 def _claim(folder: RunFolder, federation: Federation, resume: bool) -> None:

@@ -167,6 +167,7 @@ class SiteDesk:
             log=egress_log(self.federation, self.state / "egress.jsonl", run),
             texts=self.texts,
             instance=self.instance,
+            remembers=False,
         )
 
     def _folder(self, run: str) -> Path:
@@ -205,7 +206,7 @@ class SiteDesk:
         for index in source.indexes:
             strict, _ = naming_of(index, agreed.space)
             classes |= {own: agreed.space.names[c] for own, c in strict.classes.items()}
-        return {"facts": {"summary": summary, "classes": classes}}
+        return {"facts": {"summary": summary, "classes": classes, "memory": host.memory.versions()}}
 
     def _joined(self, agreed: Agreement) -> Host:
         if agreed.hash != hash_of(self.federation):

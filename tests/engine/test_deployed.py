@@ -4,6 +4,7 @@ What the rules say goes on must end in the same bits: as the undisturbed run, or
 absent for that round.
 """
 
+import contextlib
 import copy
 import os
 import signal
@@ -19,9 +20,10 @@ import pytest
 from deployments import Deployment
 from test_local import Tampered
 
-from fedatlas.deploy import ENGINES
+from fedatlas.audit import logs_of
+from fedatlas.deploy import ENGINES, gather_trial
 from fedatlas.engine.run import RunFolder, read_json
-from fedatlas.errors import FederationError, SiteLost
+from fedatlas.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.experiment import parse_federation
 from fedatlas.session import Parties, gather_local, run_federation
 
@@ -145,16 +147,17 @@ def test_a_server_that_is_killed_is_started_again_and_asked_again(started, busy,
 
 
 def test_a_slow_site_is_dropped_for_the_round(started, busy, tmp_path) -> None:
-    """It stops in the middle of round 2 and goes on after the deadline: it is in round 3 again."""
-    busy["faults"] = {"on_lost": "drop", "min_sites": 2, "deadline": 12}
+    """It stops in the middle of round 2 and is continued after the deadline: it is in round 3 again."""
+    busy["faults"] = {"on_lost": "drop", "min_sites": 2, "deadline": 20}
     deployment = started(busy)
 
     def stall() -> None:
         pid = deployment.worker("s0")
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(13)
-        os.kill(pid, signal.SIGCONT)
+        time.sleep(20)
+        with contextlib.suppress(ProcessLookupError):  # the next question has ended it already
+            os.kill(pid, signal.SIGCONT)
 
     path = tmp_path / "run"
     thread = in_the_middle(path, 2, stall)
@@ -165,26 +168,26 @@ def test_a_slow_site_is_dropped_for_the_round(started, busy, tmp_path) -> None:
     assert bits == local(busy, tmp_path / "local", absent=("s0", 2))
 
 
-def test_a_run_goes_on_with_another_engine(started, busy, tmp_path) -> None:
-    """The coordinator's process is gone after a round; the local engine goes on, and the other way round."""
-    deployment = started(busy)
-    federation = parse_federation(busy, base=Path())
-    whole = local(busy, tmp_path / "whole")
+def stop_after(round: int) -> Callable[[Any, Any], None]:
+    """The coordinator's process goes away after a round."""
 
     def stop(record: Any, best: Any) -> None:
-        if record.number == 1:
+        if record.number == round:
             raise KeyboardInterrupt
 
-    path = tmp_path / "there"
+    return stop
+
+
+def test_a_run_does_not_go_on_without_what_a_site_remembers(started, busy, tmp_path) -> None:
+    """The moments of a site's optimizer are in its kit; the local engine does not have them, and says so."""
+    deployment = started(busy)
+    federation = parse_federation(busy, base=Path())
+    path = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        deployment.run(federation, path, after_round=stop)
-    assert RunFolder(path).complete()[-1] == 1
-    run_federation(federation, path, tell=lambda text: None, resume=True)
-    assert (path / "models" / "last.fa").read_bytes() == whole
-    path = tmp_path / "back"
-    with pytest.raises(KeyboardInterrupt):
-        run_federation(federation, path, tell=lambda text: None, after_round=stop)
-    assert deployment.run(federation, path, resume=True) == whole
+        deployment.run(federation, path, after_round=stop_after(1))
+    with pytest.raises(RunFolderError, match="site s0: does not hold the private memory with which round 1"):
+        run_federation(federation, path, tell=lambda text: None, resume=True)
+    assert deployment.run(federation, path, resume=True) == local(busy, tmp_path / "local")
 
 
 def test_another_federation_file_is_refused_with_its_difference(started, busy, tmp_path) -> None:
@@ -215,3 +218,20 @@ def test_a_site_that_is_not_there_is_told(started, busy, tmp_path) -> None:
             deployment.run(parse_federation(busy, base=Path()), tmp_path / "run")
     finally:
         deployment.start("s1")
+
+
+@pytest.mark.parametrize(("first", "second"), [("nvflare", "flower")])
+def test_a_run_goes_on_with_any_other_engine(first, second, busy, tmp_path) -> None:
+    """A round here, a round on one engine, a round on the other: the bits of a run that was never stopped."""
+    for package in ("nvflare", "flwr"):
+        pytest.importorskip(package)
+    federation = parse_federation(busy, base=Path())
+    path, quiet = tmp_path / "run", {"tell": lambda text: None, "resume": True}
+    with pytest.raises(KeyboardInterrupt):
+        run_federation(federation, path, after_round=stop_after(1), **quiet)
+    with pytest.raises(KeyboardInterrupt):
+        run_federation(federation, path, after_round=stop_after(2), gather=gather_trial(first), **quiet)
+    run_federation(federation, path, gather=gather_trial(second), **quiet)
+    assert (path / "models" / "last.fa").read_bytes() == local(busy, tmp_path / "local")
+    engines = {line["function"] for line in logs_of(path)["s0"]}
+    assert {"hello", "join", "local_update", "evaluate"} == engines

@@ -357,3 +357,26 @@ def test_another_installation_of_a_name_is_refused(tmp_path) -> None:
     asked.instances = dict(asked.answering)
     with pytest.raises(SiteLost, match="b: another installation answered under its name"):
         run(Walk(), net(), tamper(asked, "b", lambda tree: tree.update({"from": "f00d"})), 2)
+
+
+def test_an_answer_that_did_not_count_leaves_no_trace_at_its_site(tmp_path) -> None:
+    """Its reply was lost after it had worked: the next round starts from the memory of the one that counted."""
+    once = lambda question: question.round == 2  # noqa: E731
+    faults = Faults(on_lost="drop")
+    lost = silent(clients(tmp_path / "lost", Walk(), faults=faults), "b", once)
+    state = run(Walk(), net(), lost, 4)
+    never = clients(tmp_path / "never", Walk(), faults=faults)
+    inner = never.transport
+
+    class Absent:
+        """Does not even ask."""
+
+        def ask(self, questions, deadline):
+            yield from ((q.site, "absent") for q in questions if q.site == "b" and once(q))
+            yield from inner.ask([q for q in questions if not (q.site == "b" and once(q))], deadline)
+
+        def close(self) -> None: ...
+
+    never.transport = Absent()
+    assert equal(state, run(Walk(), net(), never, 4))
+    assert lost.remembered == {site: "000004-000" for site in "abc"}

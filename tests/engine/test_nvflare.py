@@ -123,7 +123,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     try:
         made.start("server", nvflare.server_process(made.out / "server"))
         for site in RUNNING:
-            made.relays.append(SiteRelay(root / f"{site}.relay", lambda question: made.serve(question)))
+            made.relays.append(SiteRelay(root / f"{site}.relay", lambda question, late: made.serve(question)))
             made.start(site, nvflare.site_process(made.out / site))
         yield made
     finally:

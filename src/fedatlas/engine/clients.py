@@ -128,6 +128,8 @@ class SiteClients:
     calls: list[Call] = field(default_factory=list)
     models: Spool | None = None
     """The last replies that held a model each: the sites' local models."""
+    remembered: dict[str, str] = field(default_factory=dict)
+    """site -> the version of its private memory after its last usable answer, "" if it keeps none."""
     answering: dict[str, str] = field(default_factory=dict)
     """site -> the installation that gave its last usable answer."""
     _round: int = 0
@@ -278,7 +280,15 @@ class SiteClients:
             reply = folder / f"{site}.fa"
             reply.unlink(missing_ok=True)
             questions[site] = Question(
-                site, function, self._round, self._call, shared, path, reply, self.about
+                site,
+                function,
+                self._round,
+                self._call,
+                shared,
+                path,
+                reply,
+                self.about,
+                self.remembered.get(site),
             )
         return questions, sizes
 
@@ -327,6 +337,7 @@ class SiteClients:
             question.reply.unlink(missing_ok=True)
             return
         self.answering[site] = str(tree.get("from", ""))
+        self.remembered[site] = str(tree.get("memory", ""))
         cost = {**tree["cost"], "bytes_down": sent, "bytes_up": len(answer)}
         spent = record.cost.setdefault(site, {})
         for key, value in cost.items():

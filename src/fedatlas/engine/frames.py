@@ -16,7 +16,8 @@ class Question:
     """One call of one site. Payloads and the answer are files of `wire` bytes; only their paths stand here.
 
     shared: what every site gets; own: what this one gets beside it; reply: where the answer is to lie, whole or
-    not at all. about: what the site must know of the run to serve the call at all, plain values.
+    not at all. about: what the site must know of the run to serve the call at all, plain values. memory: the version
+    of its private memory that the site starts from, which is that of its last answer that counted; None: the newest.
     """
 
     site: str
@@ -27,10 +28,11 @@ class Question:
     own: Path | None
     reply: Path
     about: Mapping[str, Any] = field(default_factory=dict)
+    memory: str | None = None
 
     def head(self) -> bytes:
         """All but the paths, which mean nothing on another machine, as JSON."""
-        plain = {name: getattr(self, name) for name in ("site", "function", "round", "call")}
+        plain = {name: getattr(self, name) for name in ("site", "function", "round", "call", "memory")}
         return json.dumps(plain | {"about": dict(self.about)}, sort_keys=True).encode()
 
     def to_json(self) -> bytes:
@@ -62,6 +64,7 @@ def question_of(data: bytes | bytearray, **paths: Path | None) -> Question:
             own=Path(given["own"]) if given["own"] else None,
             reply=Path(given["reply"]),
             about=dict(plain["about"]),
+            memory=None if plain["memory"] is None else str(plain["memory"]),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"a question lacks or misuses {error}") from None

@@ -107,6 +107,7 @@ class Host:
     texts: False keeps the text of every exception at the site; the server gets a code.
     terms: what happens to models on their way.
     instance: tells this installation of the site from any other that uses its name; part of every reply.
+    remembers: False where calls are no part of a run, and must leave its memory alone.
     case_name: how the site calls a case in the rows of an evaluation; None: by its own name.
     """
 
@@ -127,12 +128,13 @@ class Host:
         case_name: Callable[[str], str] | None = None,
         terms: Terms | None = None,
         instance: str = "",
+        remembers: bool = True,
     ) -> None:
         self.name, self.source, self.functions, self.make_net = name, source, dict(functions), make_net
         self.folder, self.seed, self.threads, self.device = folder, seed, threads, torch.device(device)
         self.sends, self.log, self.texts, self.case_name = dict(sends), log, texts, case_name
         self.instance = instance
-        self.memory = MemoryStore(folder / "memory")
+        self.memory, self.remembers = MemoryStore(folder / "memory"), remembers
         self.exchange = SiteExchange(terms or Terms(), name, folder)
         self._forms: dict[str, Forms] = {}
 
@@ -141,19 +143,28 @@ class Host:
         can be written."""
         shared = read_whole(question.shared)
         own = read_whole(question.own) if question.own else None
-        reply = self.handle(question.function, question.round, question.call, shared, own)
+        place = (question.function, question.round, question.call)
+        reply = self.handle(*place, shared, own, question.memory)
         del shared, own
         try:
             write_atomic(question.reply, reply, durable=False)
         except OSError as error:
-            place = (question.function, question.round, question.call)
             write_atomic(question.reply, self._error(*place, error), durable=False)
 
-    def handle(self, function: str, round: int, call: int, shared: Data, own: Data | None = None) -> Data:
+    def handle(
+        self,
+        function: str,
+        round: int,
+        call: int,
+        shared: Data,
+        own: Data | None = None,
+        version: str | None = None,
+    ) -> Data:
         """Answers one call. The reply is a tree with "to" (what it answers), "value", "log" and "cost", or with
         "to" and "error".
 
-        shared, own: the payload as `wire` bytes, used by nobody else from now on. Whatever goes wrong in the
+        shared, own: the payload as `wire` bytes, used by nobody else from now on. version: of the site's memory, see
+        `Question`. Whatever goes wrong in the
         function, the answer is an error reply: its code, its text where texts may leave, and the traceback stays
         in `errors.log` of the site's folder.
         """
@@ -164,14 +175,14 @@ class Host:
             if (before := self.exchange.replayed(function, round, call, mark)) is not None:
                 self._record(function, round, call, {"": "the very answer that was sent before"}, before)
                 return before
-            value, logged = self._run(function, round, call, shared, own)
+            value, logged = self._run(function, round, call, shared, own, version)
             del shared, own
             cost: Tree = {"seconds": time.perf_counter() - began, "peak_mb": peak_mb()}
             to = self._to(function, round, call)
             contents = egress.contents({"value": value, "log": logged, "cost": cost})
-            reply = wire.encode(
-                {"to": to, "from": self.instance, "value": value, "log": logged, "cost": cost}
-            )
+            kept = self.memory.after(round, call)
+            head: dict[str, Tree] = {"to": to, "from": self.instance, "memory": kept}
+            reply = wire.encode(head | {"value": value, "log": logged, "cost": cost})
             del value
             self.exchange.remember(function, round, call, mark, reply)
             self._record(function, round, call, contents, reply)
@@ -211,7 +222,7 @@ class Host:
         return self._forms[net]
 
     def _run(
-        self, function: str, round: int, call: int, shared: Data, own: Data | None
+        self, function: str, round: int, call: int, shared: Data, own: Data | None, version: str | None
     ) -> tuple[Tree, dict[str, Tree]]:
         built_in = SiteExchange.BUILT_IN if self.exchange.terms.secure else ()
         if function not in self.functions and function not in built_in:
@@ -229,7 +240,7 @@ class Host:
         special = payload.pop(EXTRA, None)
         payload = self.exchange.receive(payload)
         parts = (self.seed, self.name, round, call)
-        memory = self.memory.before(round, call)
+        memory = self.memory.before(round, call, version) if self.remembers else {}
         site = HostedSite(
             name=self.name,
             source=self.source,
@@ -260,7 +271,8 @@ class Host:
             value = self.exchange.send(function, value, received, site.memory, special)
             if self.exchange.terms.privacy:  # what training logs is of the data, and not protected
                 logged = {"releases": float(self.exchange.releases(more=1))}
-        self.memory.save(round, call, site.memory)
+        if self.remembers:
+            self.memory.save(round, call, site.memory, version)
         return value, logged
 
 

@@ -71,7 +71,7 @@ class Workers:
         except Late:
             late.set()
             for site in sorted(waiting.values()):
-                self._end(site)
+                self.end(site)
                 yield site, f"no answer within {deadline:g} s (faults.deadline)"
         finally:  # on Ctrl-C too: nobody waits for what is still at work
             late.set()
@@ -101,7 +101,7 @@ class Workers:
                 self.serving.pop(question.site, None)
             self.free.put(worker)
 
-    def _end(self, site: str) -> None:
+    def end(self, site: str) -> None:
         """Ends the worker that serves a site, if one does; it is replaced at the next question."""
         with self.lock:
             if worker := self.serving.get(site):

@@ -263,12 +263,22 @@ def forward(address: Path, question: Question, patience: float = 60.0) -> Lost |
 class SiteRelay:
     """The site's end: listens, and hands every question to `serve`, one at a time.
 
-    serve: writes the answer to `question.reply` and returns None, or returns why there is none.
+    serve: writes the answer to `question.reply` and returns None, or returns why there is none; its event is set
+    when nobody waits for the answer any more. end: makes what is served for a site come to an end.
+
+    A question that comes while another is at work means that nobody waits for that one: its work is ended, so that
+    a site that was late once is not late for ever.
     """
 
-    def __init__(self, address: Path, serve: Callable[[Question], Lost | None]) -> None:
-        self.listener, self.serve = _Listener(address), serve
+    def __init__(
+        self,
+        address: Path,
+        serve: Callable[[Question, threading.Event], Lost | None],
+        end: Callable[[str], None] = lambda site: None,
+    ) -> None:
+        self.listener, self.serve, self.end = _Listener(address), serve, end
         self.turn = threading.Lock()
+        self.present: tuple[str, threading.Event] | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -285,13 +295,22 @@ class SiteRelay:
             if frame is None:
                 return
             try:
-                question = question_of(frame)
+                lost = self._served(question_of(frame))
             except ValueError:
-                write_frame(stream, json.dumps({"lost": "a question that cannot be read"}).encode())  # type: ignore[arg-type]
-                return
-            with self.turn:
-                lost = self.serve(question)
+                lost = "a question that cannot be read"
             write_frame(stream, json.dumps({"lost": lost}).encode())  # type: ignore[arg-type]
+
+    def _served(self, question: Question) -> Lost | None:
+        if (present := self.present) is not None:
+            present[1].set()
+            self.end(present[0])
+        late = threading.Event()
+        with self.turn:
+            self.present = (question.site, late)
+            try:
+                return self.serve(question, late)
+            finally:
+                self.present = None
 
     def close(self) -> None:
         self.listener.close()

@@ -25,6 +25,7 @@ class RoundClients(Clients, Protocol):
 
     calls: list[Call]
     models: Spool | None
+    remembered: dict[str, str]
 
     def begin(self, round: int) -> None: ...
 
@@ -59,9 +60,10 @@ def run(
     """
     if state is None:
         clients.begin(0)
+        clients.remembered.update(dict.fromkeys(clients.sites, ""))
         state = replace(method.start(net, clients), round=0, rounds=rounds)
         if after_round:
-            after_round(Round(0, state, _log(0, clients.calls, {}, 0.0), []))
+            after_round(Round(0, state, _log(0, clients.calls, {}, 0.0, clients.remembered), []))
     while state.round < rounds:
         number = state.round + 1
         clients.begin(number)
@@ -78,11 +80,15 @@ def run(
         rows = evaluate(state) if evaluate else []
         phases = {"round": trained - began, "evaluate": time.perf_counter() - trained}
         if after_round:
-            after_round(Round(number, state, _log(number, clients.calls, phases, peak), rows))
+            after_round(
+                Round(number, state, _log(number, clients.calls, phases, peak, clients.remembered), rows)
+            )
     return state
 
 
-def _log(number: int, calls: list[Call], phases: dict[str, float], peak: float) -> dict[str, Any]:
+def _log(
+    number: int, calls: list[Call], phases: dict[str, float], peak: float, memory: Mapping[str, str]
+) -> dict[str, Any]:
     """Adds up the calls of a round: per site its numbers, and its cost of training apart from evaluation."""
     sites: dict[str, dict[str, float]] = {}
     cost: dict[str, dict[str, float]] = {}
@@ -102,6 +108,7 @@ def _log(number: int, calls: list[Call], phases: dict[str, float], peak: float) 
     epsilons = [call.epsilon for call in calls if call.epsilon is not None]
     return {
         "round": number,
+        "memory": dict(sorted(memory.items())),
         "epsilon": epsilons[-1] if epsilons else None,
         "sites": sites,
         "cost": cost,

@@ -56,17 +56,22 @@ class MemoryStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def before(self, round: int, call: int) -> dict[str, Tree]:
+    def before(self, round: int, call: int, version: str | None = None) -> dict[str, Tree]:
         """The memory from which call `call` of round `round` starts; empty if nothing was ever kept.
 
-        Raises RunFolderError where the file that holds it is damaged.
+        version: the one to start from, by its name, "" for none; None: the newest that is older than the call.
+        Raises RunFolderError where the file that holds it is missing or damaged.
         """
-        version = self._newest_before((round, call))
-        if version is None:
+        start = self._start(round, call, version)
+        if start is None:
             return {}
-        path = self._path(version)
+        path = self._path(start)
         try:
-            tree = wire.decode(path.read_bytes())
+            tree = wire.decode(read_whole(path), copy=False)
+        except FileNotFoundError:
+            raise RunFolderError(
+                f"{path}: missing; it is the site's private memory of this run, without which it cannot go on"
+            ) from None
         except (WireError, OSError) as error:
             raise RunFolderError(
                 f"{path}: the site's memory cannot be read ({error}); remove the run folder or restore the file"
@@ -74,14 +79,15 @@ class MemoryStore:
         assert isinstance(tree, dict)
         return tree
 
-    def save(self, round: int, call: int, memory: dict[str, Tree]) -> None:
-        """Keeps the memory after a call, unless it is what the call began with; forgets what no resume needs."""
+    def save(self, round: int, call: int, memory: dict[str, Tree], version: str | None = None) -> None:
+        """Keeps the memory after a call, unless it is what the call began with, from `version` as in `before`;
+        forgets what no resume needs, and what came of calls between the two, whose answers did not count."""
         data = wire.encode(memory)
-        version = self._newest_before((round, call))
-        unchanged = not memory if version is None else self._path(version).read_bytes() == data
-        for later in self._versions():
-            if later >= (round, call):
-                self._path(later).unlink()
+        start = self._start(round, call, version)
+        unchanged = not memory if start is None else self._path(start).read_bytes() == data
+        for other in self._versions():
+            if other >= (round, call) or (start is None or other > start):
+                self._path(other).unlink()
         if unchanged:
             return
         write_atomic(self._path((round, call)), data)
@@ -90,6 +96,20 @@ class MemoryStore:
         for old in self._versions():
             if needed is not None and old < needed:
                 self._path(old).unlink()
+
+    def _start(self, round: int, call: int, version: str | None) -> tuple[int, int] | None:
+        if version is None:
+            return self._newest_before((round, call))
+        return (int(version[:6]), int(version[7:])) if version else None
+
+    def versions(self) -> list[str]:
+        """The names of all that is kept, oldest first; a name orders by round and call."""
+        return [self._path(version).stem for version in self._versions()]
+
+    def after(self, round: int, call: int) -> str:
+        """The name of the version with which a call left the memory; "" if nothing is kept."""
+        version = self._newest_before((round, call + 1))
+        return self._path(version).stem if version else ""
 
     def _path(self, version: tuple[int, int]) -> Path:
         return self.folder / f"{version[0]:06d}-{version[1]:03d}.fa"
