@@ -327,8 +327,9 @@ class Deployed:
     """Jobs in a row that ended without bringing an answer, after which the engine counts as broken."""
 
     def __init__(self, engine: str, deploy: Path, sites: Sequence[str], tell: Tell) -> None:
-        self.engine, self.deploy, self.sites, self.tell = adapter(engine), deploy, sorted(sites), tell
-        self.kit = deploy / "server"
+        self.engine, self.deploy, self.sites = adapter(engine), deploy.resolve(), sorted(sites)
+        self.tell = tell
+        self.kit = self.deploy / "server"
         self.relay = ServerRelay(self.kit / "relay")
         self.over = threading.Event()
         self.job: Job | None = None
@@ -370,7 +371,10 @@ class Deployed:
             without = without + 1 if self.answers == answers else 0
             answers, self.job = self.answers, None
             if without >= self.MOST:
-                self.relay.fail(f"the engine's job ended {without} times in a row without an answer ({how})")
+                self.relay.fail(
+                    f"the engine's job ended {without} times in a row without an answer ({how}); see "
+                    f"{self.kit / 'logs' / 'engine.log'}"
+                )
                 return
             if not self.over.is_set():
                 self.tell(f"the engine's job ended ({how}); a new one is started, nothing is lost")

@@ -37,7 +37,9 @@ class Question:
 
     def to_json(self) -> bytes:
         """With the paths: for a process on this machine."""
-        paths = {"shared": str(self.shared), "own": self.own and str(self.own), "reply": str(self.reply)}
+        # absolute: the other process runs in a folder of its own
+        own = str(self.own.absolute()) if self.own else None
+        paths = {"shared": str(self.shared.absolute()), "own": own, "reply": str(self.reply.absolute())}
         return json.dumps(json.loads(self.head()) | paths, sort_keys=True).encode()
 
     def at(self, shared: Path, own: Path | None, reply: Path) -> "Question":

@@ -26,7 +26,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from fedatlas.evaluation.statistics import RowDict, grouped, mean_of_defined, select, table
+from fedatlas.evaluation.statistics import (
+    RowDict,
+    client_wise_index,
+    grouped,
+    mean_of_defined,
+    select,
+    table,
+)
 from fedatlas.report import tables
 from fedatlas.report.tables import Overlay, Run
 
@@ -368,6 +375,118 @@ def cost_figure(run: Run) -> str:
     return _svg(draw, "cost", "Seconds per round by phase, and seconds per round of every site")
 
 
+def presence_figure(run: Run) -> str:
+    """Which sites answered each round: a bar where a site did, a cross where it was lost."""
+    found = tables.presence(run)
+
+    def draw() -> Figure:
+        figure, (axis,) = _panels(1, columns=1, height=0.45 + 0.24 * len(found))
+        crosses, rings = [], []
+        for place, (site, rounds) in enumerate(found.items()):
+            there = [number for number, what in sorted(rounds.items()) if what != "lost"]
+            spans = [(number - 0.42, 0.84) for number in there]
+            merged = _joined(spans) if len(run.rounds) > 60 else spans
+            style = _site_style(run, site)
+            axis.broken_barh(merged, (place - 0.32, 0.64), facecolors=str(style["color"]), linewidth=0)
+            crosses += [(number, place) for number, what in rounds.items() if what == "lost"]
+            rings += [(number, place) for number, what in rounds.items() if what == "lost in evaluation"]
+        _line(axis, crosses, color=_BAD, marker="x", linestyle="none", markeredgewidth=1.8)
+        for number, place in rings:
+            axis.plot(number, place, "o", color=_PAPER, markeredgecolor=_BAD, markeredgewidth=1.6)
+        axis.set_yticks(range(len(found)), [_short(site, 22) for site in found])
+        axis.set_ylim(len(found) - 0.4, -0.6)
+        axis.grid(visible=False)
+        _round_axis(axis, run, best=False)
+        handles: list[Line2D | Patch] = [Patch(facecolor=_MUTED, label="answered")]
+        if crosses:
+            cross = {"color": _BAD, "marker": "x", "linestyle": "none", "markeredgewidth": 1.8}
+            handles.append(Line2D([], [], label="lost", **cross))  # type: ignore[arg-type]
+        if rings:
+            ring = {"marker": "o", "linestyle": "none", "color": _PAPER, "markeredgecolor": _BAD}
+            handles.append(Line2D([], [], label="trained, lost in the evaluation", **ring))  # type: ignore[arg-type]
+        _legend(figure, handles)
+        return figure
+
+    return _svg(draw, "presence", "Which sites answered in each round, and which were lost")
+
+
+def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(begin, length) of spans of neighbouring rounds, made one."""
+    joined: list[tuple[float, float]] = []
+    for begin, length in spans:
+        if joined and begin - sum(joined[-1]) < 0.5:
+            joined[-1] = (joined[-1][0], begin + length - joined[-1][0])
+        else:
+            joined.append((begin, length))
+    return joined
+
+
+def traffic_figure(run: Run) -> str:
+    """What travelled per round: of all sites by kind, and of every site."""
+    numbers = [entry.number for entry in run.rounds]
+    kinds = {key: title for key, title in tables.TRAFFIC.items() if tables.traffic(run.rounds, key)}
+    of_site = {
+        site: [sum(tables.traffic([entry], key, site) for key in kinds) for entry in run.rounds]
+        for site in sorted({site for entry in run.rounds for site in entry.cost})
+    }
+    most = max((sum(values) for values in zip(*of_site.values(), strict=True)), default=0.0)
+    unit, scale = next((u, v) for u, v in _UNITS if most < 1000 * v or u == _UNITS[-1][0])
+
+    def draw() -> Figure:
+        figure, axes = _panels(2, columns=2, height=2.4)
+        below = np.zeros(len(numbers))
+        for index, (key, title) in enumerate(kinds.items()):
+            values = np.array([tables.traffic([entry], key) / scale for entry in run.rounds])
+            colour = PHASE_COLOURS[index % len(PHASE_COLOURS)][0]
+            axes[0].bar(numbers, values, bottom=below, width=0.85, color=colour, label=title, linewidth=0)
+            below = below + values
+        axes[0].set_title(f"{unit} per round, all sites")
+        axes[0].set_ylim(0, 1.35 * max(below.max(initial=0.0), 1e-9))
+        axes[0].legend(loc="upper right", ncols=2) if kinds else None
+        for site, values in of_site.items():
+            points = [(n, v / scale if v else None) for n, v in zip(numbers, values, strict=True)]
+            _line(axes[1], points, **_site_style(run, site))
+        axes[1].set_title(f"{unit} per round, by site")
+        axes[1].set_ylim(0, 1.15 * axes[1].get_ylim()[1])
+        for axis in axes:
+            _round_axis(axis, run, best=False)
+        _legend(figure, _site_handles(run))
+        return figure
+
+    return _svg(draw, "traffic", "Bytes per round by kind over all sites, and of every site")
+
+
+_UNITS = (("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
+
+
+def epsilon_curves(run: Run) -> str:
+    """ε so far over rounds, and, where rounds were evaluated, client-wise validation Dice against it."""
+    spent = [(entry.number, entry.epsilon) for entry in run.rounds]
+    bought = [
+        (entry.epsilon, index)
+        for entry in run.rounds
+        if entry.epsilon is not None
+        and (index := client_wise_index(select(entry.rows, metric="dice"))) is not None
+    ]
+
+    def draw() -> Figure:
+        figure, axes = _panels(1 + bool(bought), columns=2, height=2.2)
+        style = {"color": THEME["accent"][0], "marker": "o", "markevery": max(1, len(spent) // 10)}
+        _line(axes[0], spent, **style)
+        axes[0].set_title("ε so far")
+        axes[0].set_ylim(0, None)
+        _round_axis(axes[0], run)
+        if bought:
+            axes[1].plot(*zip(*bought, strict=True), **style)
+            axes[1].set_title("validation Dice, client-wise, against ε")
+            axes[1].set_xlabel("ε so far")
+            axes[1].set_ylim(-0.03, 1.03)
+        _legend(figure, _mark_handles(run, lost=False))
+        return figure
+
+    return _svg(draw, "epsilon", "Privacy spent, ε, over rounds, and validation Dice against it")
+
+
 # ---------------------------------------------------------------------------------------------- overlays
 
 
@@ -477,7 +596,7 @@ def _round_axis(axis: Axes, run: Run, *, best: bool = True, label: bool = True) 
 
 
 def _site_style(run: Run, site: str) -> dict[str, object]:
-    index = list(run.sites).index(site)
+    index = list(run.sites).index(site) if site in run.sites else len(run.sites)
     return {
         "color": SITE_COLOURS[index % len(SITE_COLOURS)][0],
         "marker": MARKERS[index % len(MARKERS)],
@@ -511,7 +630,7 @@ def _mark_handles(run: Run, *, lost: bool = True) -> list[Line2D]:
 
 
 def _mark_lost(axis: Axes, run: Run) -> None:
-    rounds = sorted({number for number, _, _ in tables.lost(run)})
+    rounds = sorted({number for number, _, _ in tables.lost(run) if number})
     if rounds:
         axis.plot(
             rounds,

@@ -35,16 +35,21 @@ def write(run: Path, out: Path | None = None) -> Path:
 
 def render(run: Run) -> str:
     """The whole page."""
-    sections = [
-        ("labels", "Who annotated what", _labels(run)),
-        ("curves", "Training", _curves(run)),
-        ("boxes", "Global against local models", _boxes(run)),
-        ("results", "Results by site and class", _results(run)),
-        ("overlays", "Overlays", _overlays(run)),
-        ("forgetting", "Forgetting matrix", _forgetting(run)),
-        ("cost", "Cost", _cost(run)),
-        ("configuration", "Configuration", _configuration(run)),
+    private = run.exchange.privacy is not None or run.exchange.secure is not None
+    unknown_locals = run.exchange.secure is not None and not run.locals
+    chosen = [
+        ("labels", "Who annotated what", _labels, True),
+        ("curves", "Training", _curves, True),
+        ("privacy", "Privacy", _privacy, private),
+        ("boxes", "Global against local models", _boxes, not unknown_locals),
+        ("results", "Results by site and class", _results, True),
+        ("overlays", "Overlays", _overlays, True),
+        ("forgetting", "Forgetting matrix", _forgetting, not unknown_locals),
+        ("cost", "Cost", _cost, True),
+        ("traffic", "Traffic", _traffic, bool(run.rounds)),
+        ("configuration", "Configuration", _configuration, True),
     ]
+    sections = [(anchor, title, content(run)) for anchor, title, content, shown in chosen if shown]
     name = _text(run.info.get("name") or run.info.get("id") or run.folder.name)
     links = "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title, _ in sections)
     body = "".join(
@@ -89,7 +94,12 @@ def _header(run: Run) -> str:
     ]
     if duration := _duration(info):
         facts.append(("Took", duration))
-    listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
+    if run.exchange.compressed:
+        facts.append(("Compression", f"{_text(run.exchange.up)} up, {_text(run.exchange.down)} down"))
+    if run.exchange.secure is not None:
+        facts.append(("Aggregation", "secure"))
+    if run.exchange.privacy is not None and run.rounds:
+        facts.append(("Privacy", f"ε {_epsilon(run)}, δ {_text(run.exchange.privacy.get('delta'))}"))
     notes = []
     if not info.get("finished") or (isinstance(planned, int) and done < planned):
         notes.append(
@@ -97,7 +107,7 @@ def _header(run: Run) -> str:
                 f"This run is not finished: {done} of {_text(planned)} rounds are in the folder. {RESUME} goes on."
             )
         )
-    return f'<dl class="facts">{listed}</dl>{"".join(notes)}{_verdicts(run)}'
+    return f"{_facts(facts)}{''.join(notes)}{_verdicts(run)}"
 
 
 def _verdicts(run: Run) -> str:
@@ -225,6 +235,8 @@ def _curves(run: Run) -> str:
         parts.append(
             _figure(figures.loss_curves(run), "Training loss and its terms, mean over the steps of a round")
         )
+    elif run.exchange.privacy is not None:
+        parts.append(_note("With differential privacy the sites keep their losses to themselves."))
     else:
         parts.append(_note("No site has logged a loss."))
     if bad := tables.not_finite(run):
@@ -255,15 +267,116 @@ def _curves(run: Run) -> str:
                 "No round was evaluated, so there is no validation Dice; the federation file says how often."
             )
         )
-    if gone := tables.lost(run):
+    gone, there = tables.lost(run), tables.presence(run)
+    if gone or len({frozenset(rounds) for rounds in there.values()}) > 1:
+        parts.append(_figure(figures.presence_figure(run), "Which sites answered each round"))
+    elif there:
+        parts.append(_aid("Every site that was asked to train answered, in every round."))
+    if gone:
         body = [
-            f'<td class="num">{n}</td><td>{_text(site)}</td><td>{_text(why)}</td>' for n, site, why in gone
+            f'<td class="num">{n or "start"}</td><td>{_text(site)}</td><td>{_text(why)}</td>'
+            for n, site, why in gone
         ]
         parts.append(_table(f"Lost sites ({len(gone)})", ["Round", "Site", "Reason"], body))
+    merged = bool(there) and not set(there) & set(run.info["sites"])
     for site in run.info["sites"]:
-        if all(site not in entry.sites for entry in run.rounds):
+        if not merged and "answered" not in there.get(site, {}).values():
             parts.append(_note(f"{_text(site)} trained in no round: its curves are empty."))
     return "".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------- privacy
+
+
+def _privacy(run: Run) -> str:
+    return _differential(run) + _secure(run)
+
+
+def _differential(run: Run) -> str:
+    """Differential privacy: what was promised, what was spent, and what is outside."""
+    choice = run.exchange.privacy
+    if choice is None:
+        return ""
+    central = choice.get("mode") == "central"
+    who = (
+        "the sum of the sites' updates, against the server; a site that takes its own noise off sees less noise"
+        if central
+        else "what each site sends, against the server and everyone behind it"
+    )
+    facts = [
+        (f"ε after round {run.rounds[-1].number}" if run.rounds else "ε", _epsilon(run)),
+        ("δ", _text(choice.get("delta"))),
+        ("Mode", _text(choice.get("mode"))),
+        ("Clip, L2", _text(choice.get("clip"))),
+        ("Noise multiplier", _text(choice.get("noise"))),
+        ("Updates sent, per site", _text(tables.releases(run))),
+        ("Neighbours", "one site with any other data"),
+    ]
+    parts = [
+        "<h3>Differential privacy</h3>" if run.exchange.secure is not None else "",
+        _aid(
+            f"Protects {who}. ε counts all that was sent so far, and smaller is stronger: up to 1 is strong, "
+            "above 10 promises little."
+        ),
+        _facts(facts),
+    ]
+    if any(entry.epsilon is not None for entry in run.rounds):
+        parts.append(_figure(figures.epsilon_curves(run), "Privacy spent over rounds"))
+        parts.append(_details("ε of every round", _epsilons(run)))
+    elif run.rounds:
+        parts.append(_note("No round has a finite ε: without noise nothing is promised."))
+    parts.append(
+        _note(
+            "Not covered by this guarantee: the validation and test scores of this report, the choice of the best "
+            "round by them, the numbers of cases and voxels, and that a site answered or was lost."
+        )
+    )
+    return "".join(parts)
+
+
+def _epsilon(run: Run) -> str:
+    """ε of all that was sent so far."""
+    last = run.rounds[-1].epsilon if run.rounds else None
+    if last is None:
+        return "∞" if run.rounds else "–"
+    return f"{last:.3g}" if last < 1000 else f"{last:,.0f}"
+
+
+def _epsilons(run: Run) -> str:
+    body = []
+    for entry in run.rounds:
+        counted = [tables.number(site.get("releases")) for site in entry.sites.values()]
+        most = max((value for value in counted if value is not None), default=None)
+        cells = _cell(entry.epsilon, 3) + _cell(most, 0) + _cell(len(counted), 0)
+        body.append(f'<th scope="row" class="num">{entry.number}</th>{cells}')
+    return _table(
+        "ε of all that was sent up to each round",
+        ["Round", "ε", "updates sent, at most", "sites in the round"],
+        body,
+        kind="numbers",
+    )
+
+
+def _secure(run: Run) -> str:
+    """Secure aggregation: what the server saw, and to which quantum."""
+    choice = run.exchange.secure
+    if choice is None:
+        return ""
+    bits = tables.number(choice.get("bits"))
+    least = tables.number(choice.get("threshold")) or len(run.info["sites"]) // 2 + 1
+    facts = [
+        ("Secure aggregation", "on"),
+        ("Quantum", "–" if bits is None else f"2<sup>−{bits:.0f}</sup> ≈ {2**-bits:.1e}"),
+        ("Sites a sum needs", f"{least:.0f} of {len(run.info['sites'])}"),
+    ]
+    return (
+        ("<h3>Secure aggregation</h3>" if run.exchange.privacy is not None else "")
+        + _aid(
+            "The server saw the weighted sum of the sites' models only, in fixed point with steps of the quantum. "
+            "No site's own model is known to it, so local models and the forgetting matrix are left out."
+        )
+        + _facts(facts)
+    )
 
 
 # ---------------------------------------------------------------------------------------------- boxes
@@ -280,6 +393,10 @@ def _boxes(run: Run) -> str:
     parts = [aid]
     if not run.locals:
         parts.append(_note("No local model was evaluated, so the global model stands alone."))
+    elif run.exchange.privacy is not None:
+        parts.append(
+            _aid("With differential privacy a local model is what the site sent: clipped and with noise.")
+        )
     for position, split in enumerate(tables.splits(rows)):
         chosen = select(rows, split=split)
         if not any(r["value"] is not None for r in select(chosen, metric="dice")):
@@ -537,10 +654,7 @@ def _heat(cell: Cell | None, outlined: bool, words: tuple[str, str]) -> str:
 
 
 def _cost(run: Run) -> str:
-    aid = _aid(
-        "Where the time went, how much memory each party needed, and what travelled: down is from the server to "
-        "the site, up is back."
-    )
+    aid = _aid("Where the time went, and how much memory each party needed.")
     if not run.rounds:
         return aid + _note(f"No round is complete yet. {RESUME} starts or goes on.")
     parts = [aid]
@@ -568,9 +682,81 @@ def _cost(run: Run) -> str:
             _table(f"Seconds per phase over {_count(len(run.rounds), 'round')}", head, body, kind="numbers")
         )
 
-    names = sorted({*run.info["sites"], *(site for entry in run.rounds for site in entry.cost)})
-    parts.append(_site_costs(run, names))
-    records = [*([run.start] if run.start and run.start.cost else []), *run.rounds]
+    parts.append(_site_costs(run))
+    return "".join(parts)
+
+
+def _names(run: Run) -> list[str]:
+    """Whoever has a cost: the sites, and the one that merges them."""
+    return sorted({*run.info["sites"], *(site for entry in run.rounds for site in entry.cost)})
+
+
+def _site_costs(run: Run) -> str:
+    """Time and memory of every site over all rounds, training apart from evaluation."""
+
+    def of(site: str, key: str) -> list[float]:
+        return [v for e in run.rounds if (v := tables.number(e.cost.get(site, {}).get(key))) is not None]
+
+    body = []
+    for site in _names(run):
+        spent, evaluated = sum(of(site, "seconds")), of(site, "evaluate_seconds")
+        if not of(site, "seconds") and not evaluated:
+            body.append(f'<th scope="row">{_text(site)}</th><td colspan="5">took part in no round</td>')
+            continue
+        steps = sum(tables.number(e.sites.get(site, {}).get("step_seconds")) or 0.0 for e in run.rounds)
+        cells = [
+            _cell(len(of(site, "seconds")), 0),
+            _cell(spent, 1),
+            _cell(100 * steps / spent if spent and steps else None, 1, " %"),
+            _cell(sum(evaluated) or None, 1),
+            _cell(max(of(site, "peak_mb") + of(site, "evaluate_peak_mb"), default=None), 0),
+        ]
+        body.append(f'<th scope="row">{_text(site)}</th>{"".join(cells)}')
+    peaks = [entry.server_peak_mb for entry in run.rounds if entry.server_peak_mb is not None]
+    body.append(f'<th scope="row">server</th>{4 * "<td></td>"}{_cell(max(peaks, default=None), 0)}')
+    head = ["Site", "rounds", "training, s", "in steps", "evaluation, s", "peak, MiB"]
+    return _table("Time and memory by site", head, body, kind="wide numbers")
+
+
+# ---------------------------------------------------------------------------------------------- traffic
+
+
+def _traffic(run: Run) -> str:
+    """Bytes by round and site, and by what they were compressed."""
+    parts = [
+        _aid(
+            "Bytes of the messages as they were sent, without the engine's own framing and encryption: down is from "
+            "the server to a site, up is back. The final evaluation after the last round is not counted."
+        )
+    ]
+    if not any(tables.traffic(run.records, key) for key in tables.TRAFFIC):
+        return parts[0] + _note("The rounds of this folder hold no bytes.")
+    if run.exchange.compressed:
+        parts.append(_compression(run))
+    if any(tables.traffic(run.rounds, key) for key in tables.TRAFFIC):
+        parts.append(_figure(figures.traffic_figure(run), "Bytes per round, by kind and by site"))
+    names = _names(run)
+    whole = {site: sum(tables.traffic(run.records, key, site) for key in tables.TRAFFIC) for site in names}
+    everything = sum(whole.values())
+    body = []
+    for site in names:
+        cells = []
+        for key in tables.TRAFFIC:
+            sent = [v for e in run.rounds if (v := tables.number(e.cost.get(site, {}).get(key))) is not None]
+            cells.append(_bytes(mean_of_defined(sent)))
+        for keys in (("bytes_down", "evaluate_bytes_down"), ("bytes_up", "evaluate_bytes_up")):
+            cells.append(_bytes(sum(tables.traffic(run.records, key, site) for key in keys)))
+        cells.append(_cell(100 * whole[site] / everything, 1, " %"))
+        body.append(f'<th scope="row">{_text(site)}</th>{"".join(cells)}')
+    head = [
+        "Site",
+        *(f"{title} / round" for title in tables.TRAFFIC.values()),
+        "down, all",
+        "up, all",
+        "share",
+    ]
+    parts.append(_table("Bytes by site", head, body, kind="wide numbers"))
+    records = [entry for entry in run.records if entry.number or entry.cost]
     body = [
         f'<th scope="row" class="num">{entry.number or "start"}</th>'
         + "".join(f'<td class="num">{_exact_bytes(entry.cost.get(site, {}))}</td>' for site in names)
@@ -586,61 +772,23 @@ def _cost(run: Run) -> str:
     return "".join(parts)
 
 
-def _site_costs(run: Run, names: Sequence[str]) -> str:
-    """Time, memory and bytes of every site over all rounds, training apart from evaluation."""
-    records = [*([run.start] if run.start else []), *run.rounds]
+def _compression(run: Run) -> str:
+    """Which compression was on, and the size of a model without it."""
+    exchange, size = run.exchange, tables.number(run.info.get("model_bytes"))
+    share = "" if exchange.fraction is None else f", the largest {100 * exchange.fraction:g} %"
 
-    def of(site: str, key: str, entries: Sequence[tables.Round] = run.rounds) -> list[float]:
-        return [v for e in entries if (v := tables.number(e.cost.get(site, {}).get(key))) is not None]
+    def named(kind: str) -> str:
+        return "none" if kind == "none" else _text(kind) + (share if kind == "topk" else "")
 
-    def total(site: str, *keys: str) -> float:
-        return sum(sum(of(site, key, records)) for key in keys)
-
-    down, up = ("bytes_down", "evaluate_bytes_down"), ("bytes_up", "evaluate_bytes_up")
-    everything = sum(total(site, *down, *up) for site in names)
-    body = []
-    for site in names:
-        took_part = len(of(site, "seconds"))
-        spent = sum(of(site, "seconds"))
-        evaluated = [
-            sum(tables.number(e.cost.get(site, {}).get(key)) or 0.0 for key in (down[1], up[1]))
-            for e in run.rounds
-            if down[1] in e.cost.get(site, {})
-        ]
-        if not took_part and not total(site, *down, *up):
-            body.append(f'<th scope="row">{_text(site)}</th><td colspan="11">took part in no round</td>')
-            continue
-        steps = sum(tables.number(e.sites.get(site, {}).get("step_seconds")) or 0.0 for e in run.rounds)
-        peak = max(of(site, "peak_mb") + of(site, "evaluate_peak_mb"), default=None)
-        cells = [
-            _cell(took_part, 0),
-            _cell(spent, 1),
-            _cell(100 * steps / spent if spent and steps else None, 1, " %"),
-            _cell(sum(of(site, "evaluate_seconds")) or None, 1),
-            _cell(peak, 0),
-            _bytes(mean_of_defined(of(site, "bytes_down"))),
-            _bytes(mean_of_defined(of(site, "bytes_up"))),
-            _bytes(mean_of_defined(evaluated)),
-            _bytes(total(site, *down)),
-            _bytes(total(site, *up)),
-            _cell(100 * total(site, *down, *up) / everything if everything else None, 1, " %"),
-        ]
-        body.append(f'<th scope="row">{_text(site)}</th>{"".join(cells)}')
-    peaks = [entry.server_peak_mb for entry in run.rounds if entry.server_peak_mb is not None]
-    blank = "<td></td>"
-    body.append(f'<th scope="row">server</th>{4 * blank}{_cell(max(peaks, default=None), 0)}{6 * blank}')
-    head = [
-        "Site",
-        "rounds",
-        "training, s",
-        "in steps",
-        "evaluation, s",
-        "peak, MiB",
-        "down / round",
-        "up / round",
-    ]
-    head += ["evaluation / round", "down, all", "up, all", "share"]
-    return _table("Time, memory and bytes by site", head, body, kind="wide numbers")
+    facts = [("Compression up", named(exchange.up)), ("Compression down", named(exchange.down))]
+    facts.append(("Error feedback", "on" if exchange.feedback else "off"))
+    facts.append(("A model, uncompressed", "–" if size is None else _human(size)))
+    held = (
+        _aid("A model that a site holds already, as from the last evaluation, is named and not sent again.")
+        if exchange.down != "none"
+        else ""
+    )
+    return _facts(facts) + held
 
 
 def _exact_bytes(cost: Mapping[str, float]) -> str:
@@ -689,6 +837,12 @@ def _configuration(run: Run) -> str:
 
 def _text(value: Any) -> str:
     return "–" if value is None or value == "" else escape(str(value))
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    """Names as plain text, values as HTML."""
+    listed = "".join(f"<div><dt>{_text(name)}</dt><dd>{value}</dd></div>" for name, value in facts)
+    return f'<dl class="facts">{listed}</dl>'
 
 
 def _aid(sentence: str) -> str:

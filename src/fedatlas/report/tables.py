@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import yaml
 
 from fedatlas.errors import RunFolderError
 from fedatlas.evaluation.statistics import (
@@ -28,8 +29,15 @@ from fedatlas.labels import BACKGROUND
 
 GLOBAL = "best"
 RANKS = ("worst", "median", "best")
-BOOKKEEPING = frozenset({"steps", "step_seconds", "seconds", "cases"})
+BOOKKEEPING = frozenset({"steps", "step_seconds", "seconds", "cases", "releases"})
 """Numbers that a site logs beside its loss terms."""
+TRAFFIC = {
+    "bytes_down": "training, down",
+    "bytes_up": "training, up",
+    "evaluate_bytes_down": "evaluation, down",
+    "evaluate_bytes_up": "evaluation, up",
+}
+"""The four kinds of bytes in a site's cost of a round; down is from the server to the site."""
 
 
 class Metric(NamedTuple):
@@ -72,6 +80,27 @@ class Round:
     lost: Mapping[str, str]
     server_peak_mb: float | None
     rows: tuple[RowDict, ...]
+    epsilon: float | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the federation file says of models on their way.
+
+    up, down: the kind of compression, "none" where there is none. privacy, secure: their keys; None where off.
+    """
+
+    up: str = "none"
+    down: str = "none"
+    fraction: float | None = None
+    feedback: bool = True
+    privacy: Mapping[str, Any] | None = None
+    secure: Mapping[str, Any] | None = None
+
+    @property
+    def compressed(self) -> bool:
+        """Is anything sent compressed?"""
+        return (self.up, self.down) != ("none", "none")
 
 
 @dataclass(frozen=True)
@@ -118,6 +147,12 @@ class Run:
     best_score: float | None
     rows: tuple[RowDict, ...] | None
     federation: str | None
+    exchange: Exchange = field(default_factory=Exchange)
+
+    @property
+    def records(self) -> tuple[Round, ...]:
+        """The start, where it was kept, and every round."""
+        return (*([self.start] if self.start else []), *self.rounds)
 
     @property
     def locals(self) -> tuple[str, ...]:
@@ -176,6 +211,8 @@ def read(folder: Path) -> Run:
     for name in sorted({row["site"] for row in every} - set(sites)):
         sites[name] = SiteInfo()
 
+    file = folder / "federation.yaml"
+    federation = _text(file) if file.is_file() else None
     best = _json(folder / "best.json") if (folder / "best.json").is_file() else {}
     return Run(
         folder=folder,
@@ -187,7 +224,8 @@ def read(folder: Path) -> Run:
         best_round=int(best["round"]) if "round" in best else None,
         best_score=number(best.get("score")),
         rows=rows,
-        federation=_text(folder / "federation.yaml") if (folder / "federation.yaml").is_file() else None,
+        federation=federation,
+        exchange=_exchange(federation, file),
     )
 
 
@@ -251,6 +289,7 @@ def _rounds(folder: Path) -> Iterator[Round]:
             lost=log.get("lost") or {},
             server_peak_mb=number(log.get("server_peak_mb")),
             rows=_rows(_json(rows), rows) if rows.is_file() else (),
+            epsilon=number(log.get("epsilon")),
         )
 
 
@@ -280,6 +319,29 @@ def _site(entry: Mapping[str, Any]) -> SiteInfo:
         voxels=entry.get("voxels") or {},
         spacing=tuple(tuple(float(v) for v in row) for row in entry.get("spacing") or ()),
         orientation=tuple(str(code) for code in entry.get("orientation") or ()),
+    )
+
+
+def _exchange(federation: str | None, source: Path) -> Exchange:
+    """The keys `comm`, `privacy` and `secure` of a resolved federation file; all off where there is none."""
+    try:
+        found = yaml.safe_load(federation or "")
+    except yaml.YAMLError as error:
+        raise RunFolderError(
+            f"{source}: not valid YAML ({error}); it was cut short or edited. Restore it, or run again"
+        ) from None
+    plain = found if isinstance(found, dict) else {}
+    comm, privacy, secure = (
+        plain[key] if isinstance(plain.get(key), dict) else None for key in ("comm", "privacy", "secure")
+    )
+    comm = comm or {}
+    return Exchange(
+        up=str(comm.get("up", "none")),
+        down=str(comm.get("down", "none")),
+        fraction=number(comm.get("fraction")),
+        feedback=comm.get("feedback") is not False,
+        privacy=privacy,
+        secure=secure,
     )
 
 
@@ -440,7 +502,40 @@ def not_finite(run: Run) -> list[tuple[int, str, str]]:
 
 
 def lost(run: Run) -> list[tuple[int, str, str]]:
-    """(round, site, reason) of every site that was lost."""
+    """(round, site, reason) of every site that was lost; round 0 is the start."""
     return [
-        (entry.number, site, str(why)) for entry in run.rounds for site, why in sorted(entry.lost.items())
+        (entry.number, site, str(why)) for entry in run.records for site, why in sorted(entry.lost.items())
     ]
+
+
+Presence = Literal["answered", "lost", "lost in evaluation"]
+
+
+def presence(run: Run) -> dict[str, dict[int, Presence]]:
+    """site -> round -> what became of it, for every site that was asked to train. A round is left out where the
+    site was not asked. "lost in evaluation": it trained, and its scores of that round are missing."""
+    found: dict[str, dict[int, Presence]] = {}
+    for entry in run.rounds:
+        for site in sorted({*entry.cost, *entry.lost}):
+            why = str(entry.lost.get(site, ""))
+            if why and not why.startswith("evaluate:"):
+                found.setdefault(site, {})[entry.number] = "lost"
+            elif any(not key.startswith("evaluate_") for key in entry.cost.get(site, {})):
+                found.setdefault(site, {})[entry.number] = "lost in evaluation" if why else "answered"
+    return found
+
+
+def traffic(entries: Iterable[Round], key: str, site: str | None = None) -> float:
+    """Bytes of one kind (a key of TRAFFIC) over some rounds, of one site or of all."""
+    return sum(
+        number(cost.get(key)) or 0.0
+        for entry in entries
+        for name, cost in entry.cost.items()
+        if site in (None, name)
+    )
+
+
+def releases(run: Run) -> int | None:
+    """The private updates that left the site with most of them; None if no site counted any."""
+    counted = [value for e in run.rounds for s in e.sites.values() if (value := number(s.get("releases")))]
+    return int(max(counted)) if counted else None
