@@ -1,11 +1,16 @@
-"""Runs every benchmark, each in a process of its own, and prints what it found."""
+"""Runs every benchmark, or those that are named, each in a process of its own, and prints what it found.
+
+Options, from the first argument that begins with "-", go to the one that is named.
+"""
 
 import subprocess
 import sys
 
-MODULES = ("steps", "rounds", "server_memory", "metrics", "cache")
+MODULES = ("steps", "rounds", "server_memory", "metrics", "cache", "engines")
 
 if __name__ == "__main__":
-    for module in sys.argv[1:] or MODULES:
+    first = next((i for i, text in enumerate(sys.argv) if i and text.startswith("-")), len(sys.argv))
+    names, options = sys.argv[1:first], sys.argv[first:]
+    for module in names or MODULES:
         print(f"== {module}", flush=True)
-        subprocess.run([sys.executable, "-W", "ignore", "-m", f"benchmarks.{module}"], check=True)
+        subprocess.run([sys.executable, "-W", "ignore", "-m", f"benchmarks.{module}", *options], check=True)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fedatlas import nets
+from fedatlas.data.checks import Scan, shared_scans
 from fedatlas.data.site_data import (
     Problem,
     SiteData,
@@ -172,9 +173,11 @@ class Experiment(Design):
     def check(self) -> list[Problem]:
         """Reads every voxel of every site; the problems found, worst first."""
         found = list(check_federation(self.indexes, self.space))
+        scans: list[Scan] = []
         for index in self.indexes:
-            found += check_site(index, self.space)
-        return found
+            found += check_site(index, self.space, scans=scans)
+        found += shared_scans(scans)
+        return sorted(found, key=lambda problem: not problem.fatal)
 
     def prepare(self, tell: Callable[[str], None] = lambda text: None) -> None:
         """Fills the cache of every site."""

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -292,9 +293,10 @@ def deploy_sign(arguments: argparse.Namespace) -> int:
     from fedatlas.deploy import adapter, read_kit
 
     engine = adapter(read_kit(arguments.deploy / "server")["engine"])
+    made = engine.sign(arguments.request, arguments.deploy / "authority", arguments.deploy, arguments.days)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    answer = engine.sign(arguments.request, arguments.deploy / "authority", arguments.out, arguments.days)
-    print(f"{answer}: send this back; there, `fedatlas deploy install KIT {answer.name}`")
+    answer = shutil.copy(made, arguments.out / made.name)
+    print(f"{answer}: send this back; there, `fedatlas deploy install KIT {made.name}`")
     return 0
 
 

@@ -109,7 +109,12 @@ def init(
 
 _START = """#!/bin/sh
 # Starts this party and stays in the foreground; Ctrl-C, or the end of the terminal, ends it.
-exec "${FEDATLAS:-fedatlas}" deploy start "$(dirname "$0")" "$@"
+FEDATLAS="${FEDATLAS:-fedatlas}"
+if ! command -v "$FEDATLAS" >/dev/null; then
+  echo "error: $FEDATLAS is not found; activate the environment it is installed in, or set FEDATLAS to its path" >&2
+  exit 1
+fi
+exec "$FEDATLAS" deploy start "$(dirname "$0")" "$@"
 """
 
 

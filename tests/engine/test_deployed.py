@@ -21,7 +21,8 @@ from deployments import Deployment
 from test_local import Tampered
 
 from fedatlas.audit import logs_of
-from fedatlas.deploy import ENGINES, gather_trial
+from fedatlas.cli import main
+from fedatlas.deploy import ENGINES, gather_trial, init
 from fedatlas.engine.run import RunFolder, read_json
 from fedatlas.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.experiment import parse_federation
@@ -235,3 +236,41 @@ def test_a_run_goes_on_with_any_other_engine(first, second, busy, tmp_path) -> N
     assert (path / "models" / "last.fa").read_bytes() == local(busy, tmp_path / "local")
     engines = {line["function"] for line in logs_of(path)["s0"]}
     assert {"hello", "join", "local_update", "evaluate"} == engines
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_a_key_is_rotated_with_three_commands(engine, small, tmp_path, capsys) -> None:
+    """The new key never leaves the site's folder; what a stranger made is refused."""
+    pytest.importorskip({"nvflare": "nvflare", "flower": "flwr"}[engine])
+    out, file = tmp_path / "deploy", tmp_path / "f.yaml"
+    federation = parse_federation(small, base=Path())
+    init(federation, out, engine=engine)
+    kit = out / "s0"
+    private = {path: path.read_bytes() for path in (kit / "engine").rglob("*.key")}
+    assert private and all(path.stat().st_mode & 0o077 == 0 for path in private)
+    assert main(["deploy", "renew", str(kit)]) == 0
+    request = Path(capsys.readouterr().out.partition(":")[0])
+    assert b"PRIVATE" not in request.read_bytes() and {p: p.read_bytes() for p in private} == private
+    file.write_text("no request")
+    assert main(["deploy", "sign", str(out), str(file), "-o", str(tmp_path / "answers")]) == 1
+    assert main(["deploy", "sign", str(out), str(request), "-o", str(tmp_path / "answers")]) == 0
+    (answer,) = (tmp_path / "answers").iterdir()
+    assert main(["deploy", "install", str(out / "s1"), str(answer)]) == 1, "it is not for this site"
+    assert main(["deploy", "install", str(kit), str(answer)]) == 0
+    assert {p: p.read_bytes() for p in private} != private
+    assert main(["deploy", "init", str(file), "-o", str(out)]) == 1
+    capsys.readouterr()
+
+
+def test_kits_are_made_once(small, tmp_path) -> None:
+    federation = parse_federation(small, base=Path())
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").write_text("x")
+    with pytest.raises(FederationError, match="is not empty; keys are never overwritten"):
+        init(federation, tmp_path / "here")
+    with pytest.raises(FederationError, match="are both 8002; they must differ"):
+        init(federation, tmp_path / "there", port=8002, admin_port=8002)
+    small["sites"][0]["name"] = "Server"
+    with pytest.raises(FederationError, match="site 'Server': server, authority are folders"):
+        init(parse_federation(small, base=Path()), tmp_path / "there")
+    assert not (tmp_path / "there").exists()

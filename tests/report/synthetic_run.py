@@ -27,8 +27,14 @@ def write_run(
     cases: int = 5,
     splits: Sequence[str] = ("validation", "test"),
     models: Sequence[str] = ("best", "last"),
+    exchange: str = "",
 ) -> Path:
-    """Each site annotates every len(sites)-th pair of classes; every case is scored for every class."""
+    """Each site annotates every len(sites)-th pair of classes; every case is scored for every class.
+
+    exchange: further lines of the federation file. With "privacy", sites log their releases alone, and ε is
+    1.5 more every round; with "secure", there are no local models.
+    """
+    private, summed = "privacy:" in exchange, "secure:" in exchange
     rng = np.random.default_rng(3)
     folder.mkdir(parents=True)
     annotated = {
@@ -72,7 +78,9 @@ def write_run(
                         )  # fmt: skip
         return lines
 
-    (folder / "federation.yaml").write_text("name: head & neck\nrounds: 6\nlabels: <all>\n", encoding="utf-8")
+    (folder / "federation.yaml").write_text(
+        f"name: head & neck\nrounds: 6\nlabels: <all>\n{exchange}", encoding="utf-8"
+    )
     (folder / "run.json").write_text(
         json.dumps(
             {
@@ -87,6 +95,7 @@ def write_run(
                 "method": "condistfl",
                 "net": "unet2d",
                 "n_parameters": 1_234_567,
+                "model_bytes": 4_938_268,
                 "rounds": planned or rounds,
                 "seed": 0,
                 "labels": {"names": ["background", *classes], "groups": [], "exclusive": True},
@@ -154,7 +163,10 @@ def write_run(
             "phases": {"round": 37.0 + rng.normal(0, 1), "evaluate": 5.5 + rng.normal(0, 0.3)},
             "lost": lost,
             "server_peak_mb": 133.0,
+            "epsilon": 1.5 * number if private else None,
         }
+        if private:
+            log["sites"] = {site: {"releases": float(number)} for site in active}
         (place / "log.json").write_text(json.dumps(log), encoding="utf-8")
         entries = rows("validation", "federation", "global", number, progress, ["dice"]) if evaluated else []
         (place / "rows.json").write_text(json.dumps(entries), encoding="utf-8")
@@ -163,7 +175,7 @@ def write_run(
     if final:
         lines = []
         for split in splits:
-            for model in (*models, *(f"local/{site}" for site in present)):
+            for model in (*models, *(f"local/{site}" for site in present if not summed)):
                 lines += rows(split, "original", model, rounds, 0.9, ["dice", "hd95", "asd", "nsd"])
         write_rows(folder / "rows.csv", lines)
     if overlays and final:

@@ -105,6 +105,120 @@ def test_bytes_are_exact_and_count_start_and_evaluation(finished: Path) -> None:
     assert "over 3 rounds" in words
 
 
+def sections(text: str) -> dict[str, str]:
+    """The words of every section, by its anchor."""
+    parts = re.findall(r'<section id="(\w+)".*?</section>', text, flags=re.S)
+    bodies = re.findall(r"<section .*?</section>", text, flags=re.S)
+    return {name: " ".join(Outline(body).text) for name, body in zip(parts, bodies, strict=True)}
+
+
+def test_what_was_not_used_is_not_on_the_page(finished: Path) -> None:
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    assert "privacy" not in sections(text) and "traffic" in sections(text)
+    words = " ".join(Outline(text).text)
+    assert not re.search(r"ε|[Ss]ecure|[Cc]ompression|Error feedback|differential", words)
+
+
+def test_compression_and_bytes_by_kind(tmp_path: Path) -> None:
+    comm = "comm: {up: topk, down: bf16, fraction: 0.05, feedback: false}\n"
+    run = write_run(tmp_path / "run", **SMALL, exchange=comm)
+    traffic = sections(page.write(run).read_text(encoding="utf-8"))["traffic"]
+    for said in ("topk, the largest 5 %", "bf16", "off", "4.94 MB", "named and not sent again"):
+        assert said in traffic, said
+    for key, total in (
+        ("bytes_down", 2 * 3 * 4_938_268 - 4_938_268),
+        ("evaluate_bytes_up", 5 * 2_048),
+    ):
+        assert tables.traffic(tables.read(run).rounds, key) == total, "beta was lost in round 3"
+    up = write_run(tmp_path / "up", **SMALL, exchange="comm: {up: int8, down: none, fraction: 0.01}\n")
+    text = page.write(up).read_text(encoding="utf-8")
+    assert "named and not sent again" not in text and "the largest" not in text
+    assert "<dd>int8 up</dd>" in text
+
+
+def test_differential_privacy_says_what_it_covers_and_what_not(tmp_path: Path) -> None:
+    private = "privacy: {clip: 0.7, noise: 1.3, delta: 1.0e-05, mode: local}\n"
+    run = write_run(tmp_path / "run", **SMALL, exchange=private)
+    text = page.write(run).read_text(encoding="utf-8")
+    found = sections(text)["privacy"]
+    for said in (
+        "4.5",
+        "1e-05",
+        "local",
+        "0.7",
+        "1.3",
+        "one site with any other data",
+        "what each site sends",
+    ):
+        assert said in found, said
+    assert re.search("Not covered.* validation and test scores", found)
+    assert "Secure" not in found
+    assert text.count('aria-label="Privacy spent') == 1
+    assert [entry.epsilon for entry in tables.read(run).rounds] == [1.5, 3.0, 4.5]
+    assert tables.releases(tables.read(run)) == 3
+    training = sections(text)["curves"]
+    assert "sites keep their losses" in training and "releases" not in training
+    assert "with noise" in sections(text)["boxes"], "what a local model is"
+
+
+def test_without_noise_no_epsilon_is_promised(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", **SMALL, exchange="privacy: {clip: 1.0, noise: 0.0, delta: 1.0e-05}\n")
+    for log in run.glob("rounds/000?/log.json"):
+        log.write_text(json.dumps(json.loads(log.read_text()) | {"epsilon": None}))
+    text = page.write(run).read_text(encoding="utf-8")
+    assert "ε ∞" in text and "nothing is promised" in text and 'aria-label="Privacy spent' not in text
+
+
+def test_secure_aggregation_leaves_out_what_needs_local_models(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", **SMALL, exchange="secure: {bits: 20, threshold: null}\n")
+    found = sections(page.write(run).read_text(encoding="utf-8"))
+    assert "boxes" not in found and "forgetting" not in found
+    assert "20" in found["privacy"] and "9.5e-07" in found["privacy"] and "2 of 2" in found["privacy"]
+    assert "No site's own model is known" in found["privacy"] and "ε" not in found["privacy"]
+
+
+def test_the_central_mode_is_told_apart(tmp_path: Path) -> None:
+    both = "privacy: {clip: 1.0, noise: 2.0, delta: 1.0e-05, mode: central}\nsecure: {bits: 24}\n"
+    run = write_run(tmp_path / "run", **SMALL, exchange=both)
+    found = sections(page.write(run).read_text(encoding="utf-8"))["privacy"]
+    assert "the sum of the sites' updates" in found and "Differential privacy" in found
+    assert "Secure aggregation" in found and "what each site sends" not in found
+
+
+def test_who_answered_and_who_was_lost(tmp_path: Path, finished: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    log = run / "rounds" / "0002" / "log.json"
+    found = json.loads(log.read_text())
+    found["lost"] = {"alpha": "evaluate: no answer within 60 s"}
+    log.write_text(json.dumps(found))
+    start = run / "rounds" / "0000" / "log.json"
+    start.write_text(json.dumps(json.loads(start.read_text()) | {"lost": {"beta": "begin: too late"}}))
+    there = tables.presence(tables.read(run))
+    assert there["alpha"] == {1: "answered", 2: "lost in evaluation", 3: "answered"}
+    assert there["beta"] == {1: "answered", 2: "answered", 3: "lost"}
+    text = page.write(run).read_text(encoding="utf-8")
+    assert text.count('aria-label="Which sites answered') == 1 and "lost in the evaluation" in text
+    assert "Lost sites (3)" in text and '<td class="num">start</td><td>beta</td>' in text
+    for log in run.glob("rounds/000?/log.json"):
+        found = json.loads(log.read_text()) | {"lost": {}}
+        found["cost"].setdefault("beta", {"seconds": 1.0})
+        log.write_text(json.dumps(found))
+    text = page.write(run).read_text(encoding="utf-8")
+    assert "answered, in every round" in text and 'aria-label="Which sites answered' not in text
+    assert "red cross" not in text
+
+
+def test_a_merged_site_is_no_site_that_never_trained(tmp_path: Path, finished: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for log in run.glob("rounds/000?/log.json"):
+        cost = {"pooled": {"seconds": 3.0, "bytes_down": 5, "bytes_up": 6}}
+        log.write_text(json.dumps(json.loads(log.read_text()) | {"cost": cost, "lost": {}}))
+    text = page.write(run).read_text(encoding="utf-8")
+    assert "trained in no round" not in text and "pooled" in sections(text)["traffic"]
+
+
 def test_the_report_needs_no_torch() -> None:
     code = "import sys, fedatlas.report.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -285,6 +399,11 @@ def _cut_overlay(run: Path) -> str:
     return path.name
 
 
+def _cut_yaml(run: Path) -> str:
+    (run / "federation.yaml").write_text("comm: {up: int8,\n")
+    return "federation.yaml: not valid YAML"
+
+
 def _no_column(run: Path) -> str:
     text = (run / "rows.csv").read_text()
     (run / "rows.csv").write_text(text.replace("metric", "measure", 1))
@@ -298,7 +417,7 @@ def _bad_value(run: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "spoil", [_no_folder, _no_run_json, _cut_log, _no_labels, _cut_overlay, _no_column, _bad_value]
+    "spoil", [_no_folder, _no_run_json, _cut_log, _no_labels, _cut_overlay, _cut_yaml, _no_column, _bad_value]
 )
 def test_what_is_damaged_is_named(tmp_path: Path, finished: Path, spoil) -> None:
     run = tmp_path / "run"

@@ -1,7 +1,7 @@
 """What can be wrong with a site, and with several together. Nothing is trained, nothing is changed."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import nibabel as nib
 
@@ -10,6 +10,16 @@ from fedatlas.data.index import SiteIndex, naming_of
 from fedatlas.data.reading import digest, read_case
 from fedatlas.errors import FederationError
 from fedatlas.labels import BACKGROUND, LabelSpace
+
+
+class Scan(NamedTuple):
+    """A scan that was read. file: as it is shown; digest: of its voxels, see `reading.digest`."""
+
+    site: str
+    case: str
+    split: str
+    file: str
+    digest: str
 
 
 def layout_problems(index: SiteIndex) -> list[Problem]:
@@ -63,10 +73,52 @@ def twin_problems(index: SiteIndex, digests: Sequence[tuple[str, str, str, str]]
     return found
 
 
+def shared_scans(scans: Sequence[Scan]) -> list[Problem]:
+    """Equal scans at two sites; of one site alone see `twin_problems`.
+
+    Fatal where a test case of one is a training or validation case of the other: such a test tells nothing. Others
+    are one note per pair of sites and splits.
+    """
+    found: list[Problem] = []
+    by_digest: dict[str, list[Scan]] = {}
+    for scan in scans:
+        by_digest.setdefault(scan.digest, []).append(scan)
+    pairs: dict[tuple[str, str, str, str], list[tuple[Scan, Scan]]] = {}
+    for equal in by_digest.values():
+        for place, scan in enumerate(equal):
+            for other in equal[:place]:
+                if other.site == scan.site:
+                    continue
+                if (scan.split == "test") != (other.split == "test"):
+                    test, seen = (scan, other) if scan.split == "test" else (other, scan)
+                    what = (
+                        f"the scan of test case {test.case!r} is, voxel by voxel, that of {seen.split} case"
+                    )
+                    what += f" {seen.case!r} of site {seen.site}"
+                    found.append(Problem(test.site, test.file, what, "take one out"))
+                else:
+                    pairs.setdefault((scan.site, other.site, scan.split, other.split), []).append(
+                        (scan, other)
+                    )
+    for equals in pairs.values():
+        scan, other = equals[0]
+        what = f"the scan of {scan.split} case {scan.case!r} is, voxel by voxel, that of {other.split} case"
+        what += f" {other.case!r} of site {other.site}"
+        what += f" ({len(equals)} such scans)" if len(equals) > 1 else ""
+        found.append(Problem(scan.site, scan.file, what, "if that is not meant, keep it at one site", False))
+    return sorted(found, key=lambda problem: not problem.fatal)
+
+
 def check_site(
-    index: SiteIndex, space: LabelSpace, *, progress: Callable[[str], None] | None = None
+    index: SiteIndex,
+    space: LabelSpace,
+    *,
+    progress: Callable[[str], None] | None = None,
+    scans: list[Scan] | None = None,
 ) -> list[Problem]:
     """Reads every file of a site. The problems found, those that stop training first; one per file at most.
+
+    scans: every scan that could be read is added to it, for `shared_scans`.
 
     Training raises DataError for the same fatal ones: both go through `read_case` and `layout_problems`.
     """
@@ -86,7 +138,10 @@ def check_site(
         found += raw.problems
         file = index.file(case.images[0])
         if raw.image is not None:
-            digests.append((case.name, case.split, file, digest(raw.image)))
+            mark = digest(raw.image)
+            digests.append((case.name, case.split, file, mark))
+            if scans is not None:
+                scans.append(Scan(index.name, case.name, case.split, file, mark))
             header: Any = nib.load(case.images[0]).header  # type: ignore[attr-defined]
             if int(header["qform_code"]) == 0 and int(header["sform_code"]) == 0:
                 what = "neither qform nor sform is set: left and right are a guess"

@@ -387,7 +387,7 @@ def presence_figure(run: Run) -> str:
             spans = [(number - 0.42, 0.84) for number in there]
             merged = _joined(spans) if len(run.rounds) > 60 else spans
             style = _site_style(run, site)
-            axis.broken_barh(merged, (place - 0.32, 0.64), facecolors=str(style["color"]), linewidth=0)
+            axis.broken_barh(merged, (place - 0.2, 0.4), facecolors=str(style["color"]), linewidth=0)
             crosses += [(number, place) for number, what in rounds.items() if what == "lost"]
             rings += [(number, place) for number, what in rounds.items() if what == "lost in evaluation"]
         _line(axis, crosses, color=_BAD, marker="x", linestyle="none", markeredgewidth=1.8)

@@ -95,7 +95,10 @@ def _header(run: Run) -> str:
     if duration := _duration(info):
         facts.append(("Took", duration))
     if run.exchange.compressed:
-        facts.append(("Compression", f"{_text(run.exchange.up)} up, {_text(run.exchange.down)} down"))
+        ways = ((run.exchange.up, "up"), (run.exchange.down, "down"))
+        facts.append(
+            ("Compression", ", ".join(f"{_text(kind)} {way}" for kind, way in ways if kind != "none"))
+        )
     if run.exchange.secure is not None:
         facts.append(("Aggregation", "secure"))
     if run.exchange.privacy is not None and run.rounds:
@@ -222,9 +225,10 @@ def _labels(run: Run) -> str:
 
 
 def _curves(run: Run) -> str:
+    cross = "; a red cross marks a round in which a site was lost" if tables.lost(run) else ""
     aid = _aid(
         "Each site has a marker and a colour; the dotted line is the best round, which the global model is "
-        "taken from; a red cross marks a round in which a site was lost."
+        f"taken from{cross}."
     )
     if not run.rounds:
         return aid + _note(f"No round is complete yet. {RESUME} starts or goes on.")
@@ -995,6 +999,7 @@ code{overflow-wrap:anywhere}
 pre{margin:8px 0;padding:14px 16px;overflow-x:auto;border:1px solid var(--grid);border-radius:6px;line-height:1.45}
 pre code{overflow-wrap:normal}
 .facts{display:flex;flex-wrap:wrap;gap:10px 26px;margin:0}
+section .facts{margin:4px 0 14px}
 .facts dt{color:var(--muted);font-size:12.5px}
 .facts dd{margin:0;font-weight:550;overflow-wrap:anywhere}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(230px,1fr));gap:14px;margin:0 0 12px}
