@@ -143,3 +143,14 @@ def test_shipped_federation_files_are_read() -> None:
     assert files
     for path in files:
         load_federation(path)
+
+
+def test_a_key_that_is_no_word_is_told(tmp_path) -> None:
+    with pytest.raises(FederationError, match="a key is a word, not a list"):
+        load_federation(write(tmp_path / "x.yaml", "? [a, b]\n: 1"))
+
+
+def test_a_name_in_the_place_of_a_block_is_told_how(small, tmp_path) -> None:
+    file = write(tmp_path / "f.yaml", small)
+    with pytest.raises(FederationError, match=r"expected a mapping of keys.*-o method.name=fedavg"):
+        load_federation(file, ["method=fedavg"])

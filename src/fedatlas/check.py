@@ -1,13 +1,15 @@
 """`fedatlas check`: what a federation is made of, what is wrong with it, and what it will cost."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedatlas.build import Experiment, cache_folder
+from fedatlas.build import Design, Experiment, cache_folder, usable_device
+from fedatlas.errors import FederationError
 from fedatlas.experiment import load_federation
 from fedatlas.tensors import n_bytes, tensors_of
 
@@ -19,30 +21,103 @@ def check_federation_file(path: Path, overrides: Sequence[str], runs: Path) -> d
     """
     federation = load_federation(path, overrides)
     experiment = Experiment(federation, cache_folder(federation, runs))
-    problems = experiment.check()
+    problems: list[dict[str, Any]] = []
     result: dict[str, Any] = {
         "federation": federation.name,
         "classes": list(experiment.space.names),
-        "problems": [{"fatal": p.fatal, "text": str(p)} for p in problems],
+        "problems": problems,
         "sites": {},
         "cost": None,
     }
-    if any(problem.fatal for problem in problems):
-        return result
-    net = experiment.check_net()
-    experiment.prepare()
-    result["sites"] = {name: source.summary() for name, source in experiment.sources.items()}
-    model = n_bytes(tensors_of(net))
-    trainers = len(experiment.training)
+    for test in (lambda: usable_device(federation), lambda: Design.check_net(experiment)):
+        try:
+            test()
+        except FederationError as error:
+            problems.append({"fatal": True, "text": str(error)})
+    problems += [{"fatal": p.fatal, "text": str(p)} for p in experiment.check()]
+    if not any(problem["fatal"] for problem in problems):
+        experiment.prepare()
+        result["sites"] = {name: source.summary() for name, source in experiment.sources.items()}
+        result["cost"] = cost(experiment)
+    problems += [{"fatal": False, "text": text} for text in notes(experiment, result["sites"])]
+    problems.sort(key=lambda problem: not problem["fatal"])
+    return result
+
+
+def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is worth knowing before a run, and stops none. sites: name -> summary."""
+    federation, found = experiment.federation, []
+    least, count = federation.faults.min_sites, len(federation.sites)
+    if least > count:
+        found.append(
+            f"faults.min_sites is {least}, and the federation has {_counted(count, 'site')}; every site must then "
+            f"answer, lower it to {count} or less"
+        )
+    if experiment.pooled:
+        found.append(
+            f"method {federation.method['name']} trains on the union of all sites' data; it runs where all data lie "
+            "on one machine, and not across sites"
+        )
+    without = [name for name, summary in sites.items() if not summary["cases"]["validation"]]
+    if without and len(without) == len(sites):
+        found.append(
+            "no site has a validation case; no best round can be chosen, and the last model is the result. Raise "
+            "`evaluation.validation`, or list validation cases"
+        )
+    else:
+        found += [
+            f"site {name}: no validation case; it has no say in which round is best. Raise `evaluation.validation`, "
+            "or list validation cases"
+            for name in without
+        ]
+    return found
+
+
+def cost(experiment: Experiment) -> dict[str, Any]:
+    """What a run will need. Bytes are those of the models; what goes with them is small.
+
+    bytes_down, bytes_up: of a site that trains, per round; bytes_per_round: of all of them; evaluation_bytes:
+    what an evaluated round sends more, to all sites.
+    """
+    federation, net = experiment.federation, experiment.make_net()
+    values, comm = tensors_of(net), federation.comm
+    model = n_bytes(values)
+    down = sent_bytes(values, comm.down, comm.fraction)
+    up = masked_bytes(values) if federation.secure else sent_bytes(values, comm.up, comm.fraction)
     shape = (federation.local.batch, experiment.in_channels, *federation.preprocessing.patch)
-    result["cost"] = {
+    return {
         "parameters": sum(parameter.numel() for parameter in net.parameters()),
         "model_bytes": model,
-        "bytes_per_round": 2 * model * trainers,
+        "bytes_down": down,
+        "bytes_up": up,
+        "down": comm.down,
+        "up": "masked" if federation.secure else comm.up,
+        "bytes_per_round": (down + up) * len(experiment.training),
+        "evaluation_bytes": model * len(experiment.sources) if comm.down == "none" else 0,
         "site_memory_bytes": site_memory(net, shape, federation.local.optimizer),
         "server_memory_bytes": 5 * model,
     }
-    return result
+
+
+def sent_bytes(model: Mapping[str, Tensor], kind: str, fraction: float) -> int:
+    """The bytes of a model's values as `fedatlas.compression` sends them; kind: as in `comm`."""
+    total = 0
+    for tensor in model.values():
+        n = tensor.numel()
+        if kind == "none" or not tensor.is_floating_point():
+            total += n * tensor.element_size()
+        elif kind == "bf16":
+            total += 2 * n
+        elif kind == "int8":
+            total += n + 4 * (tensor.shape[0] if tensor.ndim > 1 else 1)
+        else:
+            total += min(6 * max(1, math.ceil(fraction * n)), 4 * n)
+    return total
+
+
+def masked_bytes(model: Mapping[str, Tensor]) -> int:
+    """The bytes of a model as `fedatlas.secure` sends it: 8 per number, one more for the weight."""
+    return 8 + 8 * sum(tensor.numel() for tensor in model.values() if tensor.is_floating_point())
 
 
 def site_memory(net: nn.Module, shape: Sequence[int], optimizer: str) -> int:
@@ -91,24 +166,40 @@ def text_of(result: dict[str, Any]) -> str:
             more = f" and {len(info['spacing']) - 3} more" if len(info["spacing"]) > 3 else ""
             lines.append(f"site {site}: {cases} cases; {', '.join(info['orientation'])}; {spacings}{more} mm")
     if result["cost"]:
-        cost = result["cost"]
+        spent = result["cost"]
+        down, up = ("" if spent[way] == "none" else f" ({spent[way]})" for way in ("down", "up"))
         lines += [
             "",
-            f"model: {cost['parameters']:,} parameters, {megabytes(cost['model_bytes'])}",
-            f"per round: {megabytes(cost['bytes_per_round'])} between server and sites, both ways",
-            f"memory, estimated: {megabytes(cost['site_memory_bytes'])} at a site beside the libraries, "
-            f"{megabytes(cost['server_memory_bytes'])} at the server",
+            f"model: {spent['parameters']:,} parameters, {megabytes(spent['model_bytes'])}",
+            f"per round: {megabytes(spent['bytes_per_round'])} between server and sites; a site that trains receives "
+            f"{megabytes(spent['bytes_down'])}{down} and sends {megabytes(spent['bytes_up'])}{up}",
         ]
+        if spent["evaluation_bytes"]:
+            lines.append(f"an evaluated round: {megabytes(spent['evaluation_bytes'])} more, to all sites")
+        else:
+            lines.append(
+                "the first model goes whole; one that a site holds already is named and not sent again"
+            )
+        lines.append(
+            f"memory, estimated: {megabytes(spent['site_memory_bytes'])} at a site beside the libraries, "
+            f"{megabytes(spent['server_memory_bytes'])} at the server"
+        )
     lines.append("")
     for problem in result["problems"]:
         lines.append(("error: " if problem["fatal"] else "note: ") + problem["text"])
     fatal = sum(problem["fatal"] for problem in result["problems"])
     lines.append(
-        "nothing stands in the way of a run" if not fatal else f"{fatal} errors: this federation cannot run"
+        f"{_counted(fatal, 'error')}: this federation cannot run"
+        if fatal
+        else "nothing stands in the way of a run"
     )
     return "\n".join(lines)
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def megabytes(count: float) -> str:
-    """Bytes in units of 2^20."""
-    return f"{count / 2**20:,.1f} MiB"
+    """Bytes in units of 2^20, of 2^10 where they are few."""
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 / 10 else f"{count / 2**10:,.1f} KiB"

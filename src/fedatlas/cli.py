@@ -114,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
     made.add_argument("--out", type=Path, help="write all rows to this CSV file")
+    made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
     as_json(made)
 
     made = verb(
@@ -130,6 +131,7 @@ def parser() -> argparse.ArgumentParser:
         help="NIfTI files; a scan of several channels: its files joined by commas",
     )
     made.add_argument("-o", "--out", type=Path, required=True, help="folder for label maps and classes.json")
+    made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
     as_json(made)
 
@@ -395,6 +397,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         labels=arguments.labels,
         test_labels=arguments.test_labels,
         out=arguments.out,
+        device=arguments.device,
     )
     if arguments.json:
         print(json.dumps({"rows": rows, "ignored": ignored}, indent=1))
@@ -409,7 +412,9 @@ def predict(arguments: argparse.Namespace) -> int:
     from fedatlas.trained import predict_scans
 
     scans = [[Path(part) for part in str(scan).split(",")] for scan in arguments.scan]
-    result = predict_scans(arguments.run, scans, arguments.out, model=arguments.model)
+    result = predict_scans(
+        arguments.run, scans, arguments.out, model=arguments.model, device=arguments.device
+    )
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:

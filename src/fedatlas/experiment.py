@@ -134,6 +134,10 @@ class _Strict(yaml.SafeLoader):
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[str] = set()
     for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key is a word, not a list or a mapping", key.start_mark
+            )
         if key.value in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"the key {key.value!r} is given twice", key.start_mark

@@ -66,6 +66,13 @@ def explain(error: ValidationError, cls: Any, what: str) -> list[str]:
         elif kind == "dataclass_type":
             keys = ", ".join(_keys_at(cls, loc))
             lines.append(f"{where}: got {item['input']!r}; expected a mapping with the keys {keys}")
+        elif kind in ("dict_type", "mapping_type"):
+            example = f"{'.'.join(map(str, loc))}.name={item['input']}"
+            lines.append(
+                f"{where}: got {item['input']!r}; expected a mapping of keys. On the command line: -o {example}"
+            )
+        elif kind in ("tuple_type", "list_type"):
+            lines.append(f"{where}: got {item['input']!r}; expected a list, as [{item['input']}]")
         else:
             message = item["msg"].removeprefix("Value error, ")
             lines.append(f"{where}: got {item['input']!r}; {message[:1].lower()}{message[1:]}")

@@ -226,6 +226,11 @@ def run_federation(
     """
     folder = RunFolder(path)
     _claim(folder, federation, resume)
+    if resume and _is_finished(folder, federation):
+        tell(f"{path}: is finished already")
+        return
+    if resume and not folder.complete():
+        tell(f"{path}: nothing to resume, begins with the first round")
     parties = gather(federation, folder, tell)
     evaluation, design = federation.evaluation, parties.design
     with Running(parties, folder, watch) as running:
@@ -344,6 +349,13 @@ def _memories(folder: RunFolder, parties: Parties, round: int) -> dict[str, str]
                 "it take part from there, or begin a new run with --id"
             )
     return expected
+
+
+def _is_finished(folder: RunFolder, federation: Federation) -> bool:
+    """Was every round done, and the final evaluation written?"""
+    info = folder.path / "run.json"
+    done = folder.complete()[-1:] == [federation.rounds] and (folder.path / "rows.csv").exists()
+    return done and info.exists() and read_json(info)["finished"] is not None
 
 
 def _claim(folder: RunFolder, federation: Federation, resume: bool) -> None:

@@ -24,6 +24,17 @@ from fedatlas.options import not_known
 from fedatlas.tensors import Tensors, load
 
 
+def _device(name: str) -> torch.device:
+    """A device by its name. Raises FederationError if it is none, or not here."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise FederationError(f"--device {name}: cannot be used here ({reason}); use cpu") from None
+    return device
+
+
 class Trained:
     """The model of a run folder, ready to predict.
 
@@ -45,10 +56,10 @@ class Trained:
         self.method = make_method(self.federation)
         kept = self.federation.engine.device
         try:  # a model that was trained on a GPU is used wherever it is taken
-            torch.zeros(1, device=device or kept)
+            torch.zeros(1, device=kept)
         except (RuntimeError, AssertionError):
             kept = "cpu"
-        self.device = torch.device(device or kept)
+        self.device = _device(device) if device else torch.device(kept)
         self.model = model
         self.members = self._members()
 
@@ -97,13 +108,13 @@ class Trained:
 
 
 def predict_scans(
-    path: Path, scans: Sequence[Sequence[Path]], out: Path, *, model: str = "best"
+    path: Path, scans: Sequence[Sequence[Path]], out: Path, *, model: str = "best", device: str | None = None
 ) -> dict[str, Any]:
     """Writes a label map per scan, in the scan's own geometry, and classes.json beside them.
 
     scans: the NIfTI files of each, one per channel. Returns what was written and the volume found per class.
     """
-    trained = Trained(path, model)
+    trained = Trained(path, model, device)
     names = trained.space.names
     targets = [out / f"{f[0].name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz" for f in scans]
     for number, target in enumerate(targets):
@@ -140,12 +151,13 @@ def evaluate_folder(
     labels: str = "labelsTr",
     test_labels: str = "labelsTs",
     out: Path | None = None,
+    device: str | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Scores a trained model on every labelled case of a folder, on the original grids.
 
     Returns the rows, and the labels of the folder that the model does not know: they are not scored.
     """
-    trained = Trained(path, model)
+    trained = Trained(path, model, device)
     federation, space = trained.federation, trained.space
     aliases = dict(aliases or {})
     name = data.resolve().name
@@ -156,6 +168,9 @@ def evaluate_folder(
         "labels": labels,
         "test_labels": test_labels,
     }
+    for name_of, target in aliases.items():
+        if target not in space.names:
+            raise not_known(f"--alias {name_of}={target}: the class", target, space.names)
     theirs = read_site(SiteConfig(**form), data).names  # type: ignore[arg-type]
     known = [label for label in theirs if aliases.get(label, label) in space.names and label != BACKGROUND]
     ignored = [label for label in theirs if label not in known and label != BACKGROUND]

@@ -1,0 +1,163 @@
+"""`fedatlas check`: what it finds in a federation as a whole, and what it says a run will cost."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from fedatlas import compression, secure
+from fedatlas.check import check_federation_file, masked_bytes, sent_bytes, text_of
+from fedatlas.engine import wire
+from fedatlas.secure import Secure
+
+
+def checked(values: dict[str, Any], folder: Path, *overrides: str) -> dict[str, Any]:
+    file = folder / "federation.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return check_federation_file(file, overrides, folder / "runs")
+
+
+def texts(result: dict[str, Any], *, fatal: bool) -> list[str]:
+    return [problem["text"] for problem in result["problems"] if problem["fatal"] is fatal]
+
+
+def copied(small: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The federation with data of its own, to be changed."""
+    for number, site in enumerate(small["sites"]):
+        shutil.copytree(site["path"], folder / f"site-{number}")
+        site["path"] = str(folder / f"site-{number}")
+    small["engine"]["cache"] = str(folder / "cache")
+    return small
+
+
+def give_scan(scan: Path, target: Path) -> None:
+    """A scan in the place of another, whose labels become empty ones of its geometry."""
+    shutil.copy(scan, target)
+    image: Any = nib.load(scan)  # type: ignore[attr-defined]
+    empty = nib.Nifti1Image(np.zeros(image.shape, np.uint8), image.affine)  # type: ignore[attr-defined]
+    for file in target.parents[1].glob(f"labels*/{target.name.replace('_0000', '')}"):
+        nib.save(empty, file)  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------------ bytes
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "topk"])
+@pytest.mark.parametrize("fraction", [0.02, 0.5, 0.9])
+def test_bytes_are_those_of_what_is_sent(kind: str, fraction: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    model = {
+        "conv": torch.randn(40, 30, 3, 3, generator=generator),
+        "bias": torch.randn(40, generator=generator),
+        "scalar": torch.randn((), generator=generator),
+        "seen": torch.tensor(7),
+    }
+    told = sent_bytes(model, kind, fraction)
+    tree: dict[str, Any] = compression.compress(model, kind, fraction=fraction)
+    packed = [value for value in tree.values() if isinstance(value, torch.Tensor)]
+    packed += tree["exact"].values()
+    assert told == sum(tensor.numel() * tensor.element_size() for tensor in packed)
+    assert told <= len(wire.encode(tree)) <= told + 1500
+
+
+def test_bytes_of_a_model_as_it_is_and_masked() -> None:
+    model = {"w": torch.ones(10, 5), "half": torch.ones(3, dtype=torch.float16), "seen": torch.tensor(7)}
+    assert sent_bytes(model, "none", 0.01) == 4 * 50 + 2 * 3 + 8
+    vector = secure.pack(model, 2, Secure(), sites=3)  # type: ignore[call-arg]
+    assert masked_bytes(model) == vector.numel() * vector.element_size()
+
+
+def test_cost_follows_the_federation(small, tmp_path) -> None:
+    plain = checked(small, tmp_path)
+    model = plain["cost"]["model_bytes"]
+    assert (
+        plain["cost"]["bytes_per_round"] == 2 * 3 * model and plain["cost"]["evaluation_bytes"] == 3 * model
+    )
+    assert "an evaluated round" in text_of(plain)
+
+    packed = checked(small, tmp_path, "comm.up=int8", "comm.down=bf16")
+    assert model / 4 < packed["cost"]["bytes_up"] < model / 3
+    assert packed["cost"]["bytes_down"] == model / 2 and packed["cost"]["evaluation_bytes"] == 0
+    assert packed["cost"]["bytes_per_round"] == 3 * (
+        packed["cost"]["bytes_up"] + packed["cost"]["bytes_down"]
+    )
+    assert "(bf16) and sends" in text_of(packed) and "named and not sent again" in text_of(packed)
+
+    masked = checked(small, tmp_path, "secure={}")
+    assert masked["cost"]["bytes_up"] == 2 * model + 8 and "(masked)" in text_of(masked)
+
+
+# ----------------------------------------------------------------------------------------------------- between sites
+
+
+def test_a_test_scan_that_another_site_trains_on_stops_the_run(small, tmp_path) -> None:
+    values = copied(small, tmp_path)
+    assert not texts(checked(values, tmp_path), fatal=True)
+    one, two = (Path(site["path"]) for site in values["sites"][:2])
+    trained, test = next((one / "imagesTr").iterdir()), next((two / "imagesTs").iterdir())
+    give_scan(trained, test)
+    result = checked(values, tmp_path)
+    (problem,) = [text for text in texts(result, fatal=True) if "voxel by voxel" in text]
+    assert problem.startswith(
+        f"site {values['sites'][1]['name']}: imagesTs/{test.name}: the scan of test case"
+    )
+    assert f"of site {values['sites'][0]['name']}" in problem
+    assert result["cost"] is None and "1 error: this federation cannot run" in text_of(result)
+
+
+def test_one_training_scan_at_two_sites_is_a_note(small, tmp_path) -> None:
+    values = copied(small, tmp_path)
+    one, two = (Path(site["path"]) for site in values["sites"][:2])
+    for number in (0, 1):
+        give_scan(*(sorted((site / "imagesTr").iterdir())[number] for site in (one, two)))
+    found = [text for text in texts(checked(values, tmp_path), fatal=False) if "voxel by voxel" in text]
+    assert len(found) == 1 and "(2 such scans)" in found[0] and "train case" in found[0]
+
+
+# ------------------------------------------------------------------------------------------------------------- notes
+
+
+def test_notes_stop_nothing(small, tmp_path) -> None:
+    assert checked(small, tmp_path, "faults.min_sites=3")["problems"] == []
+    result = checked(small, tmp_path, "faults.min_sites=5", "method.name=centralized")
+    least, pooled = texts(result, fatal=False)
+    assert "faults.min_sites is 5, and the federation has 3 sites" in least
+    assert "method centralized" in pooled and "not across sites" in pooled
+    assert result["cost"]["bytes_per_round"] == 2 * result["cost"]["model_bytes"]
+    assert "nothing stands in the way" in text_of(result)
+
+
+def test_a_site_without_validation_cases_is_named(small, tmp_path) -> None:
+    (note,) = texts(checked(small, tmp_path, "evaluation.validation=0"), fatal=False)
+    assert "no site has a validation case" in note and "last model" in note
+    values = copied(small, tmp_path)
+    second = Path(values["sites"][1]["path"])
+    for image in sorted((second / "imagesTr").iterdir())[1:]:
+        (second / "labelsTr" / image.name.replace("_0000", "")).unlink()
+        image.unlink()
+    found = texts(checked(values, tmp_path), fatal=False)
+    name = values["sites"][1]["name"]
+    assert [text for text in found if "validation" in text and text.startswith(f"site {name}: no validation")]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("engine.device=gpu", "engine.device: got 'gpu'"),
+        ("local.precision=fp16", "fp16 needs a GPU"),
+        ("preprocessing.patch=[18, 18]", "patch"),
+    ],
+)
+def test_what_cannot_run_is_a_problem_beside_the_others(override, said, small, tmp_path) -> None:
+    values = copied(small, tmp_path)
+    image = next((Path(values["sites"][0]["path"]) / "imagesTr").iterdir())
+    image.write_bytes(b"no image")
+    result = checked(values, tmp_path, override)
+    fatal = texts(result, fatal=True)
+    assert len(fatal) == 2 and said in fatal[0] and image.name in fatal[1]
+    assert text_of(result).endswith("2 errors: this federation cannot run")
