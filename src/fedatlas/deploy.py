@@ -438,6 +438,10 @@ def _with_pool(federation: Any, deploy: Path) -> list[str]:
     return [*sites, POOLED]
 
 
+COMING = 600.0
+"""Seconds that a run waits for its sites to come."""
+
+
 def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
     """Says hello to every site, agrees on labels, and lets all prepare their data: `session.Parties`.
 
@@ -455,10 +459,13 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
     try:
         run = {"run": folder.path.name}
         before = read_json(folder.path / "run.json") if (folder.path / "run.json").exists() else None
-        rule = federation.faults.on_lost if before and federation.faults.on_lost == "drop" else "stop"
-        faults = replace(federation.faults, on_lost=rule)
+        if before and federation.faults.on_lost == "drop":
+            faults = federation.faults
+        else:  # all of them, and they may still be starting
+            coming = min(federation.faults.deadline, COMING)
+            faults = replace(federation.faults, on_lost="wait", deadline=coming, patience=coming)
         clients = SiteClients(transport.sites, transport, folder.path / "scratch" / "join", faults, run)
-        tell(f"waits for {', '.join(transport.sites)}")
+        tell(f"waits for {', '.join(transport.sites)}, at most {faults.patience:g} s")
         text = json.dumps(shareable(resolved(federation)), sort_keys=True)
         mine = {"versions": versions(), "hash": hash_of(federation)}
         replies = clients.call(SiteDesk.hello, federation=text, **mine)
@@ -484,7 +491,9 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
             folder.path.name, mine["hash"], labels, next(iter(channels.values()))
         ).to_plain()
         clients.about = agreement
-        clients.faults = replace(faults, deadline=max(faults.deadline, faults.patience))
+        # data are read and preprocessed now; that is the longest call of all
+        dropping = federation.faults.on_lost == "drop" and not before
+        clients.faults = replace(federation.faults, on_lost="stop") if dropping else federation.faults
         replies = clients.call(SiteDesk.join, agreement=agreement)
         joined = {site: reply["facts"] for site, reply in replies}
         tell(f"joined: {', '.join(joined)}")

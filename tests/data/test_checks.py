@@ -10,6 +10,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from fedatlas.data.checks import Scan, shared_scans
 from fedatlas.data.phantom import phantom_sites, write_phantom
 from fedatlas.data.site_data import (
     Problem,
@@ -240,3 +241,26 @@ def test_between_sites(sound: Path) -> None:
     wider = SiteIndex(**{**two.__dict__, "channels": 2})
     (channels,) = check_federation([one, wider], space)
     assert channels.fatal and "2 image channels, but site s0 has 1" in str(channels)
+
+
+def test_scans_shared_by_sites(sound: Path) -> None:
+    def scan(site: str, case: str, split: str, mark: str) -> Scan:
+        return Scan(site, case, split, f"{split}/{case}", mark)
+
+    for seen in ("train", "validation"):
+        for order in (1, -1):
+            pair = [scan("a", "x", seen, "1"), scan("b", "y", "test", "1"), scan("a", "z", "test", "2")]
+            (problem,) = shared_scans(pair[::order])
+            assert problem.fatal and str(problem).startswith("site b: test/y: the scan of test case 'y'")
+            assert f"that of {seen} case 'x' of site a" in str(problem)
+    same_site = [scan("a", "x", "train", "1"), scan("a", "y", "test", "1"), scan("b", "y", "test", "2")]
+    assert not shared_scans(same_site), "these are for twin_problems"
+    many = [scan(site, f"p{n}", "test", str(n)) for site in "ab" for n in range(4)]
+    (note,) = shared_scans(many)
+    assert not note.fatal and "of site a (4 such scans)" in str(note)
+
+    read: list[Scan] = []
+    index = index_of(sound / "site-0")
+    check_site(index, SPACE, scans=read)
+    assert [(s.site, s.case, s.split) for s in read] == [("north", c.name, c.split) for c in index.cases]
+    assert len({s.digest for s in read}) == len(read) == 4

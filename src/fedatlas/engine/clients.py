@@ -33,7 +33,11 @@ class Faults:
         "whoever gave no answer is asked again, and the run ends when `patience` is over.",
     )
     min_sites: int = option(1, "With drop: how many sites must answer for a round to count.", ge=1)
-    deadline: float = option(3600.0, "Seconds that a site may take over one call; then it is lost.", gt=0)
+    deadline: float = option(
+        86400.0,
+        "Seconds that a site may take over one call; then it is lost. One that is seen to be gone is lost at once.",
+        gt=0,
+    )
     patience: float = option(86400.0, "With wait: seconds after which a call is given up.", gt=0)
 
 

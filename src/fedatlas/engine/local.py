@@ -65,8 +65,9 @@ class Workers:
         waiting: dict[Future[str | None], str] = {
             pool.submit(self.serve, question, late): question.site for question in questions
         }
+        turns = -(-len(questions) // self.n)  # the last of them begins when others have ended
         try:
-            for future in as_completed(list(waiting), timeout=deadline):
+            for future in as_completed(list(waiting), timeout=deadline * turns):
                 yield waiting.pop(future), future.result()
         except Late:
             late.set()
