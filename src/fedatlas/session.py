@@ -15,9 +15,11 @@ import yaml
 from torch import nn
 
 from fedatlas.build import Design, Experiment, cache_folder, egress_log, versions
+from fedatlas.data.checks import shared_scans
+from fedatlas.data.reading import refuse
 from fedatlas.data.site_data import check_federation
 from fedatlas.engine import wire
-from fedatlas.engine.clients import SiteClients, Transport
+from fedatlas.engine.clients import NEVER, SiteClients, Transport
 from fedatlas.engine.exchange import ServerExchange
 from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
@@ -76,6 +78,7 @@ def gather_local(federation: Federation, folder: RunFolder, tell: Tell) -> Parti
         raise FederationError("\n".join(str(problem) for problem in problems))
     experiment.check_net()
     experiment.prepare(tell)
+    refuse(shared_scans([scan for source in experiment.sources.values() for scan in source.scans()]))
     transport: Transport
     if federation.engine.workers:
         arguments = {"run": str(folder.path), "cache": str(cache)}
@@ -239,6 +242,7 @@ def run_federation(
         best = Best(folder, design.space, evaluation.select_weights)
         state = folder.latest(design.method)
         if state is not None:
+            running.clients.least = _fewest_private(folder)
             running.clients.remembered = _memories(folder, parties, state.round)
             best.recover(state.round)
             tell(f"goes on after round {state.round} of {federation.rounds}")
@@ -332,6 +336,13 @@ def _finish(running: Running, federation: Federation) -> None:
     write_rows(folder.path / "rows.csv", rows)
     info = read_json(folder.path / "run.json")
     write_atomic(folder.path / "run.json", to_json({**info, "finished": _now()}))
+
+
+def _fewest_private(folder: RunFolder) -> int:
+    """The fewest sites that made a private update in any round so far: what ε in central mode rests on."""
+    logs = [log for log, _ in folder.records()]
+    counts = [sum("releases" in numbers for numbers in log["sites"].values()) for log in logs]
+    return min((count for count in counts if count), default=NEVER)
 
 
 def _memories(folder: RunFolder, parties: Parties, round: int) -> dict[str, str]:

@@ -264,3 +264,25 @@ def test_scans_shared_by_sites(sound: Path) -> None:
     check_site(index, SPACE, scans=read)
     assert [(s.site, s.case, s.split) for s in read] == [("north", c.name, c.split) for c in index.cases]
     assert len({s.digest for s in read}) == len(read) == 4
+
+
+def test_a_run_refuses_a_test_scan_that_another_site_trains_on(small, tmp_path) -> None:
+    from fedatlas.experiment import parse_federation
+    from fedatlas.session import run_federation
+
+    places = []
+    for site in small["sites"][:2]:
+        copy = tmp_path / site["name"]
+        shutil.copytree(site["path"], copy)
+        places.append(copy)
+    trained = sorted((places[0] / "imagesTr").glob("*.nii.gz"))[0]
+    tested = sorted((places[1] / "imagesTs").glob("*.nii.gz"))[0]
+    shutil.copy(trained, tested)
+    image: Any = nib.load(trained)
+    empty = nib.Nifti1Image(np.zeros(image.shape, np.uint8), image.affine)
+    for folder in ("labelsTs", "labelsTs_all"):
+        nib.save(empty, places[1] / folder / tested.name.replace("_0000", ""))
+    small["sites"] = [site | {"path": str(tmp_path / site["name"])} for site in small["sites"][:2]]
+    small["labels"] = {}
+    with pytest.raises(DataError, match="s1.*test case .* is, voxel by voxel, that of .* of site s0"):
+        run_federation(parse_federation(small, base=tmp_path), tmp_path / "run", tell=lambda text: None)

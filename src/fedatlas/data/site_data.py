@@ -17,6 +17,7 @@ from fedatlas.augment import Augmentation, augment
 from fedatlas.data import cache as store
 from fedatlas.data.batch import Batch, Volume
 from fedatlas.data.checks import (
+    Scan,
     check_federation,
     check_site,
     empty_site,
@@ -175,14 +176,29 @@ class SiteData:
             self._entry(item, (lambda text=text: progress(text)) if progress else None)
             if item.split != "train" and item.case.reference is not None:
                 self._reference(item)
+        scans = self._scans()
         for index in self.indexes:
-            marks = [
-                (i.case.name, i.split, index.file(i.case.images[0]), self._entry(i).meta["digest"])
-                for i in everything
-                if i.index is index
-            ]
-            refuse(twin_problems(index, marks))
+            refuse(twin_problems(index, [scan[1:] for scan in scans if scan.site == index.name]))
         self._ready = True
+
+    def scans(self) -> list[Scan]:
+        """Every scan with the digest of its voxels, for `shared_scans`. Prepares if need be."""
+        if not self._ready:
+            self.prepare()
+        return self._scans()
+
+    def _scans(self) -> list[Scan]:
+        return [
+            Scan(
+                i.index.name,
+                i.case.name,
+                i.split,
+                i.index.file(i.case.images[0]),
+                self._entry(i).meta["digest"],
+            )
+            for items in self.items.values()
+            for i in items
+        ]
 
     def _entry(self, item: Item, progress: Callable[[], None] | None = None) -> store.Entry:
         """The cached image and target of a case."""

@@ -41,6 +41,10 @@ class Faults:
     patience: float = option(86400.0, "With wait: seconds after which a call is given up.", gt=0)
 
 
+NEVER = 10**9
+"""Stands for the fewest sites where there was no private update yet."""
+
+
 class Transport(Protocol):
     """Gets questions to sites and answers back."""
 
@@ -136,9 +140,10 @@ class SiteClients:
     """site -> the version of its private memory after its last usable answer, "" if it keeps none."""
     answering: dict[str, str] = field(default_factory=dict)
     """site -> the installation that gave its last usable answer."""
+    least: int = NEVER
+    """The fewest sites that made a private update in any call so far."""
     _round: int = 0
     _call: int = 0
-    _least: int = 10**9
 
     def __post_init__(self) -> None:
         self.sites = sorted(self.sites)
@@ -179,7 +184,7 @@ class SiteClients:
             if replies.has("model"):
                 self.models = replies
         self._call += 1
-        self.calls.append(self._accounted(record.in_order(), len(replies.sites)))
+        self.calls.append(self._accounted(record.in_order()))
         self._forget()
         return replies
 
@@ -259,13 +264,13 @@ class SiteClients:
         self.models = None  # nobody but the sites knows theirs
         return Spool({"(sum)": path})
 
-    def _accounted(self, record: Call, answered: int) -> Call:
+    def _accounted(self, record: Call) -> Call:
         """The record with what privacy was spent so far."""
         releases = [int(log["releases"]) for log in record.logs.values() if "releases" in log]
         if not releases:
             return record
-        self._least = min(self._least, len(releases))
-        return replace(record, epsilon=self.exchange.epsilon(releases, self._least))
+        self.least = min(self.least, len(releases))
+        return replace(record, epsilon=self.exchange.epsilon(releases, self.least))
 
     def _folder(self) -> Path:
         return self.scratch / f"{self._round:06d}-{self._call:03d}"
