@@ -206,8 +206,11 @@ def start(
         process = Keeper(launch, relay, logs / "engine.log", kit / "engine.pid", tell, party)
         try:
             tell(f"{party}: started, engine {about['engine']}; logs in {logs}; Ctrl-C ends it")
+            news = News(state or kit, party, tell) if site else None
             while not over.wait(0.5):
                 process.look()
+                if news:
+                    news.look()
         finally:
             tell(f"{party}: ending")
             process.close()
@@ -215,6 +218,47 @@ def start(
                 site_relay.close()
             if workers:
                 workers.close()
+
+
+class News:
+    """Tells the people at a hospital what leaves it and what goes wrong, as the site's own process writes it down."""
+
+    def __init__(self, state: Path, party: str, tell: Tell) -> None:
+        self.state, self.party, self.tell = state, party, tell
+        self.read = {path: path.stat().st_size for path in self._files()}
+
+    def _files(self) -> list[Path]:
+        places = [self.state, *sorted(self.state.glob("runs/*"))]
+        found = [self.state / "egress.jsonl", *(place / "errors.log" for place in places)]
+        return [path for path in found if path.exists()]
+
+    def look(self) -> None:
+        for path in self._files():
+            with path.open("rb") as file:
+                file.seek(self.read.get(path, 0))
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self.read[path] = self.read.get(path, 0) + len(whole)
+            for line in whole.decode(errors="replace").splitlines():
+                told = self._sent(line) if path.suffix == ".jsonl" else self._error(line, path)
+                if told:
+                    self.tell(f"{self.party}: {told}")
+
+    @staticmethod
+    def _sent(line: str) -> str:
+        try:
+            plain = json.loads(line.partition(" ")[2])
+            what = f"round {plain['round']} {plain['function']}"
+            return f"sent {plain['bytes']:,} bytes, {what} of {plain['run']}"
+        except (ValueError, KeyError):
+            return ""
+
+    @staticmethod
+    def _error(line: str, path: Path) -> str:
+        """The last line of a traceback: neither indented nor a heading."""
+        name, colon, _ = line.partition(": ")
+        is_error = colon and name.replace(".", "").replace("_", "").isalnum()
+        return f"error: {line} ({path})" if is_error else ""
 
 
 class Keeper:

@@ -22,7 +22,8 @@ from test_local import Tampered
 
 from fedatlas.audit import logs_of
 from fedatlas.cli import main
-from fedatlas.deploy import ENGINES, gather_trial, init
+from fedatlas.deploy import ENGINES, News, gather_trial, init
+from fedatlas.engine.egress import EgressLog
 from fedatlas.engine.run import RunFolder, read_json
 from fedatlas.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.experiment import parse_federation
@@ -274,3 +275,27 @@ def test_kits_are_made_once(small, tmp_path) -> None:
     with pytest.raises(FederationError, match="site 'Server': server, authority are folders"):
         init(parse_federation(small, base=Path()), tmp_path / "there")
     assert not (tmp_path / "there").exists()
+
+
+def test_people_at_a_hospital_are_told_what_leaves_and_what_fails(tmp_path) -> None:
+    told: list[str] = []
+    log = EgressLog(tmp_path / "egress.jsonl", "before", "fedavg")
+    log.record({"function": "join", "round": 0, "call": 1, "contents": {}}, b"12345")
+    news = News(tmp_path, "s0", told.append)
+    news.look()
+    assert told == [], "what was there before is not news"
+    EgressLog(tmp_path / "egress.jsonl", "run", "fedavg").record(
+        {"function": "local_update", "round": 3, "call": 0, "contents": {}}, b"x" * 1234
+    )
+    errors = tmp_path / "runs" / "run" / "errors.log"
+    errors.parent.mkdir(parents=True)
+    errors.write_text(
+        "round 3, call 0, local_update\nTraceback (most recent call last):\n"
+        '  File "x.py", line 1, in f\n    g()\nfedatlas.errors.DataError: site s0: no such file\n\nhalf a li'
+    )
+    news.look()
+    news.look()
+    assert told == [
+        "s0: sent 1,234 bytes, round 3 local_update of run",
+        f"s0: error: fedatlas.errors.DataError: site s0: no such file ({errors})",
+    ]
