@@ -1,22 +1,23 @@
-"""Metrics of image-level classes under missing labels: exact, from summable histograms, with patient bootstrap.
+"""Metrics of image-level classes under missing labels: exact, from summable histograms, with patient
+bootstrap.
 
-Each class is a yes or no of its own and is judged over its known samples only. One rule holds for every metric:
-a class without a known sample, with one label value, or with a score that is not finite has no value, only the
-reason. A sample is called positive where its score is at least the threshold.
+Each class is a yes or no of its own and is judged over its known samples only. One rule holds for every
+metric: a class without a known sample, with one label value, or with a score that is not finite has no value,
+only the reason. A sample is called positive where its score is at least the threshold.
 
 auroc               share of (positive, negative) pairs in which the positive scores higher; ties count half.
-ap                  average precision, sum over falling distinct scores of (recall gained) x precision, with no
-                    interpolation; tied scores are one threshold.
+ap                  average precision, sum over falling distinct scores of (recall gained) x precision, with
+                    no interpolation; tied scores are one threshold.
 f1, sensitivity, specificity, balanced_accuracy (mean of the two before)   at the class's threshold.
 ece                 expected calibration error of the positive class, sum over bins of
-                    (samples in bin / samples) x |mean score - share of positives|. Equal-width bins [b/K, (b+1)/K),
-                    the last one closed.
-ece_mass            the same over K bins of equal mass: a sample whose mid-rank, counted from the lowest score, is r
-                    of n (0 < r < n) is in bin floor(K r / n); so tied scores share a bin.
+                    (samples in bin / samples) x |mean score - share of positives|. Equal-width bins [b/K,
+                    (b+1)/K), the last one closed.
+ece_mass            the same over K bins of equal mass: a sample whose mid-rank, counted from the lowest
+                    score, is r of n (0 < r < n) is in bin floor(K r / n); so tied scores share a bin.
 brier               mean of (score - truth) squared.
 
-All of them depend only on how many positives and negatives there are at each distinct score. So a resample is a
-row of weights over samples that are sorted once, and a histogram is a set of scores that are tied per bin.
+All of them depend only on how many positives and negatives there are at each distinct score. So a resample is
+a row of weights over samples that are sorted once, and a histogram is a set of scores that are tied per bin.
 
 Shapes: N samples, n known samples of one class, C classes, G distinct scores, D resamples, K bins.
 """
@@ -60,8 +61,8 @@ class Predictions:
     scores [N, C] in 0..1; truth [N, C] in {0, 1}; known [N, C] bool. Where known is False, scores and truth
     may hold anything. patients: N names; a name is one patient.
 
-    Raises ValueError for shapes that do not fit, a known truth besides 0 and 1, or a finite known score outside
-    of 0..1.
+    Raises ValueError for shapes that do not fit, a known truth besides 0 and 1, or a finite known score
+    outside of 0..1.
     """
 
     scores: np.ndarray
@@ -97,7 +98,8 @@ class Predictions:
 
 @dataclass(frozen=True)
 class ClassScore:
-    """One metric of one class: a value, or None and the reason. n_positive, n_negative: of its known samples."""
+    """One metric of one class: a value, or None and the reason. n_positive, n_negative: of its known
+    samples."""
 
     class_index: int
     metric: str
@@ -109,8 +111,8 @@ class ClassScore:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Where a class begins to be positive, or None and the reason. reached: the criterion's value there on the
-    samples that it was fitted on, if it was fitted."""
+    """Where a class begins to be positive, or None and the reason. reached: the criterion's value there on
+    the samples that it was fitted on, if it was fitted."""
 
     value: float | None
     reached: float | None = None
@@ -128,8 +130,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Roc:
-    """Points of a ROC curve from (0, 0) to (1, 1). Point i calls scores >= threshold[i] positive; the first is
-    infinite."""
+    """Points of a ROC curve from (0, 0) to (1, 1). Point i calls scores >= threshold[i] positive; the first
+    is infinite."""
 
     threshold: list[float]
     false_positive_rate: list[float]
@@ -165,8 +167,8 @@ class Interval:
     reason: str = ""
 
     def cells(self, metric: str, name: str) -> list[dict[str, Any]]:
-        """As the function `cells`, for class `name`: <metric>_low, <metric>_high and <metric>_undefined, the share
-        of draws without a value."""
+        """As the function `cells`, for class `name`: <metric>_low, <metric>_high and <metric>_undefined, the
+        share of draws without a value."""
         share = self.undefined / self.draws if self.draws else None
         values = {"low": self.low, "high": self.high, "undefined": share}
         return [
@@ -184,7 +186,8 @@ def score(
 ) -> list[ClassScore]:
     """Every metric of every class, in the order of the classes.
 
-    thresholds: one per class; without them the metrics in THRESHOLDED have no value. bins: of ece and ece_mass.
+    thresholds: one per class; without them the metrics in THRESHOLDED have no value. bins: of ece and
+    ece_mass.
 
     Raises ValueError for an unknown metric, fewer than one bin, or thresholds that are not C finite numbers.
     """
@@ -194,7 +197,7 @@ def score(
         scores, truth = predictions.of_class(c)
         n_positive = int(truth.sum())
         why = _why_not(scores, truth)
-        counts = None if why else _Ranking(scores, truth).counts(np.ones((1, len(scores)), dtype=np.int64))
+        counts = None if why else _Ranking(scores, truth).counts()
         for metric in metrics:
             value, reason = None, why or _why_no_threshold(metric, limits[c])
             if counts and not reason:
@@ -220,11 +223,12 @@ def cells(scores: Iterable[ClassScore], names: Sequence[str]) -> list[dict[str, 
 
 
 def roc(scores: np.ndarray, truth: np.ndarray) -> Roc | None:
-    """Every point of the ROC curve of one class, scores [n] and truth [n]; None where AUROC is not defined."""
+    """Every point of the ROC curve of one class, scores [n] and truth [n]; None where AUROC is not
+    defined."""
     scores, truth = np.asarray(scores, dtype=np.float64), np.equal(truth, 1)
     if _why_not(scores, truth):
         return None
-    counts = _Ranking(scores, truth).counts(np.ones((1, len(scores)), dtype=np.int64))
+    counts = _Ranking(scores, truth).counts()
     return _roc(counts, counts.scores)
 
 
@@ -233,7 +237,7 @@ def reliability(scores: np.ndarray, truth: np.ndarray, bins: int = 10) -> list[R
     scores, truth = np.asarray(scores, dtype=np.float64), np.equal(truth, 1)
     finite = np.isfinite(scores)
     ranking = _Ranking(scores[finite], truth[finite])
-    return _reliability(ranking.counts(np.ones((1, int(finite.sum())), dtype=np.int64)), bins)
+    return _reliability(ranking.counts(), bins)
 
 
 def equal_edges(bins: int) -> tuple[float, ...]:
@@ -247,13 +251,13 @@ def equal_edges(bins: int) -> tuple[float, ...]:
 class Histogram:
     """How many positives and negatives of one class score in each bin; sites add theirs up with `+`.
 
-    A site that labels only some classes, or has only positives, adds what it has; single scores do not leave it.
-    A bin that holds one sample still tells its score to within the bin, so bins should not outnumber samples, or
-    the counts be summed by secure aggregation.
+    A site that labels only some classes, or has only positives, adds what it has; single scores do not leave
+    it. A bin that holds one sample still tells its score to within the bin, so bins should not outnumber
+    samples, or the counts be summed by secure aggregation.
 
-    edges: rising, from 0 to 1; bin b is [edges[b], edges[b + 1]), the last one closed. Where scores crowd near 0,
-    as of a rare finding, edges that lie closer there give a smaller error. not_finite: scores in no bin; with one
-    of them nothing is defined.
+    edges: rising, from 0 to 1; bin b is [edges[b], edges[b + 1]), the last one closed. Where scores crowd
+    near 0, as of a rare finding, edges that lie closer there give a smaller error. not_finite: scores in no
+    bin; with one of them nothing is defined.
 
     Raises WireError for edges or counts of another form, and where two of different edges are added.
     """
@@ -293,8 +297,8 @@ class Histogram:
     def __add__(self, other: "Histogram") -> "Histogram":
         if self.edges != other.edges:
             raise WireError(
-                f"histograms of {len(self.edges) - 1} and {len(other.edges) - 1} bins with different edges cannot "
-                "be added; all sites must use the same edges"
+                f"histograms of {len(self.edges) - 1} and {len(other.edges) - 1} bins with different edges "
+                "cannot be added; all sites must use the same edges"
             )
         return Histogram(
             self.edges,
@@ -336,8 +340,8 @@ class Histogram:
         return Estimate(float(_values("auroc", counts, None, 1)[0]), shared / (2 * pairs))
 
     def ece(self, bins: int = 10) -> Estimate:
-        """Over bins of equal width, with every score taken as the middle of its bin; the exact value is within
-        half the mean width of the samples' bins. Needs edges that hold every multiple of 1 / bins."""
+        """Over bins of equal width, with every score taken as the middle of its bin; the exact value is
+        within half the mean width of the samples' bins. Needs edges that hold every multiple of 1 / bins."""
         if self.reason:
             return Estimate(None, None, self.reason)
         if not set(equal_edges(bins)) <= set(self.edges):
@@ -372,13 +376,10 @@ class Histogram:
         )
 
     def _cutoffs(self) -> np.ndarray:
-        """[G] per filled bin an edge that calls it positive and the next lower one not: in the middle of the edges
-        between them; 0 for the lowest."""
+        """[G] per filled bin an edge that calls it positive and the next lower one not: in the middle of the
+        edges between them; 0 for the lowest."""
         filled = self._filled()
-        below = np.append(filled[1:] + 1, 0)
-        middle = (filled + below + 1) // 2
-        if len(middle):
-            middle[-1] = 0
+        middle = np.append((filled[:-1] + filled[1:] + 1) // 2, 0)
         return np.asarray(self.edges)[middle]
 
 
@@ -388,7 +389,8 @@ def histograms(predictions: Predictions, edges: Sequence[float]) -> list[Histogr
 
 
 def fit_thresholds(source: Predictions | Sequence[Histogram], criterion: Criterion) -> list[Threshold]:
-    """Per class the threshold with the highest F1, or the highest Youden index (sensitivity + specificity - 1).
+    """Per class the threshold with the highest F1, or the highest Youden index (sensitivity + specificity -
+    1).
 
     Every way to cut the distinct scores, or the filled bins, is tried; of equally good ones the highest is
     taken, and the threshold lies in the middle of the gap below the last positive call (0 if all are called
@@ -406,7 +408,7 @@ def fit_thresholds(source: Predictions | Sequence[Histogram], criterion: Criteri
             if reason:
                 found.append(Threshold(None, None, reason))
             else:
-                counts = _Ranking(scores, truth).counts(np.ones((1, len(scores)), dtype=np.int64))
+                counts = _Ranking(scores, truth).counts()
                 found.append(_best_cut(counts, _between(counts.scores), criterion))
     else:
         for histogram in source:
@@ -430,9 +432,10 @@ def bootstrap(
 ) -> Interval:
     """The percentile interval of a metric over patients drawn with replacement, each with all of its samples.
 
-    class_index: one class, and the patients with a known sample of it; None: the mean over the classes that have
-    a value, and the patients with a known sample of any of them, and a draw in which one of these classes has no
-    value counts as undefined. thresholds are held fixed. Equal generators give equal intervals.
+    class_index: one class, and the patients with a known sample of it; None: the mean over the classes that
+    have a value, and the patients with a known sample of any of them, and a draw in which one of these
+    classes has no value counts as undefined. thresholds are held fixed. Equal generators give equal
+    intervals.
 
     Raises ValueError as `score` does, and for a class, a level or a number of draws that is not possible.
     """
@@ -453,7 +456,8 @@ def bootstrap_difference(
     level: float = 0.95,
     draws: int = 2000,
 ) -> Interval:
-    """As `bootstrap`, for one - other on the same samples: every draw scores both models on the same patients.
+    """As `bootstrap`, for one - other on the same samples: every draw scores both models on the same
+    patients.
 
     Raises ValueError also where truth, known or patients of the two are not equal.
     """
@@ -500,20 +504,21 @@ def _interval(
         np.asarray(first.patients, dtype=object)[rows].astype(str), return_inverse=True
     )
     rankings = [[_Ranking(*p.of_class(c)) for c in classes] for p, _ in models]
-    signs = (1.0, -1.0)
 
     def of_draws(weights: np.ndarray) -> np.ndarray:
         """[D, len(rows)] -> [D], NaN where not defined."""
-        total = np.zeros(len(weights))
-        for sign, ranked, (_, limits) in zip(signs, rankings, models, strict=False):
-            for j, c in enumerate(classes):
-                counts = ranked[j].counts(weights[:, known[rows, j]])
-                total += sign * _values(metric, counts, limits[c].value, bins)
-        return total / len(classes)
+        means = []
+        for ranked, (_, limits) in zip(rankings, models, strict=True):
+            values = [
+                _values(metric, ranking.counts(weights[:, known[rows, j]]), limits[c].value, bins)
+                for j, (c, ranking) in enumerate(zip(classes, ranked, strict=True))
+            ]
+            means.append(sum(values) / len(classes))
+        return means[0] - means[1] if len(means) == 2 else means[0]
 
     value = float(of_draws(np.ones((1, len(rows)), dtype=np.int64))[0])
     if len(names) < 2:
-        reason = f"all samples are of one patient ({names[0]}); at least 2 are needed"
+        reason = "all samples are of one patient; at least 2 are needed"
         return Interval(value, None, None, 0, 0, 1, classes, reason)
     drawn = np.concatenate([of_draws(w) for w in _resamples(rng, patient, len(names), draws)])
     defined = drawn[~np.isnan(drawn)]
@@ -556,8 +561,10 @@ class _Ranking:
         self.starts = np.flatnonzero(np.diff(falling, prepend=np.inf))
         self.scores = falling[self.starts]
 
-    def counts(self, weights: np.ndarray) -> _Counts:
-        """weights [D, n]: how often each sample counts."""
+    def counts(self, weights: np.ndarray | None = None) -> _Counts:
+        """weights [D, n]: how often each sample counts; without them each counts once, and D is 1."""
+        if weights is None:
+            weights = np.ones((1, len(self.order)), dtype=np.int64)
         weights = weights[:, self.order]
         positives = np.where(self.truth, weights, 0)
         if len(self.starts) < len(self.order):
@@ -569,8 +576,8 @@ class _Ranking:
 def _values(metric: str, counts: _Counts, threshold: float | None, bins: int) -> np.ndarray:
     """[D], NaN where a resample has no positive or no negative."""
     both = counts.positives.any(1) & counts.negatives.any(1)
-    found = np.full(len(both), np.nan)
-    if both.any():
+    found = np.full(both.shape, np.nan)
+    if np.any(both):
         counts = _Counts(counts.scores, counts.positives[both], counts.negatives[both])
         if metric in THRESHOLDED:
             assert threshold is not None
