@@ -19,6 +19,7 @@ from fedatlas.data.checks import shared_scans
 from fedatlas.data.reading import refuse
 from fedatlas.data.site_data import check_federation
 from fedatlas.engine import wire
+from fedatlas.engine.allocator import return_freed_blocks
 from fedatlas.engine.clients import NEVER, SiteClients, Transport
 from fedatlas.engine.exchange import ServerExchange
 from fedatlas.engine.frames import Question
@@ -227,6 +228,7 @@ def run_federation(
     Raises FederationError or DataError before anything is trained if something is wrong, RunFolderError if
     the folder belongs to another configuration, SiteLost as the federation's rule says.
     """
+    return_freed_blocks()
     folder = RunFolder(path)
     _claim(folder, federation, resume)
     if resume and _is_finished(folder, federation):

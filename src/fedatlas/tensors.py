@@ -46,6 +46,15 @@ def tensors_of(net: nn.Module) -> Tensors:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in _live(net).items()}
 
 
+def forms_of(net: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """name -> (dtype, shape) of what `tensors_of` gives; nothing is copied."""
+    return {name: (_dtype(tensor), tuple(tensor.shape)) for name, tensor in _live(net).items()}
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def load(net: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Copies `values` into a net, in place. Raises NameMismatch, before anything is changed, unless names,
     shapes and dtypes are equal."""
@@ -72,7 +81,7 @@ def require_same(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], *, a
 
 
 def _form(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{_dtype(tensor)}{list(tensor.shape)}"
 
 
 def _first(names: Sequence[str], most: int = 6) -> str:

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from fedatlas.engine import wire
-from fedatlas.engine.egress import EgressError, EgressLog, check, check_log, contents, forms_of, read_log
+from fedatlas.engine.egress import EgressError, EgressLog, check, check_log, contents, read_log
 from fedatlas.engine.host import Host
 from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.method import at_site
-from fedatlas.tensors import tensors_of
+from fedatlas.tensors import forms_of, tensors_of
 
 FORMS = {"conv.weight": ("float32", (4, 1, 3, 3)), "conv.bias": ("float32", (4,))}
 DECLARED = {"model": "model", "n": "number"}
@@ -206,5 +206,8 @@ def test_long_lines_are_chained_too(tmp_path) -> None:
     assert broken(path) == {}
 
 
-def test_forms_are_told_by_name() -> None:
-    assert forms_of({"a": torch.zeros(2, 3)}) == {"a": ("float32", (2, 3))}
+def test_forms_are_those_of_the_tensors_that_travel() -> None:
+    net = torch.nn.BatchNorm2d(2)
+    forms = forms_of(net)
+    assert forms == {n: (str(v.dtype)[6:], tuple(v.shape)) for n, v in tensors_of(net).items()}
+    assert forms["num_batches_tracked"] == ("int64", ())

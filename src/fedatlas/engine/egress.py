@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor
 
 from fedatlas.errors import FedAtlasError, RunFolderError
-from fedatlas.tensors import Tensors
 
 FIRST = "0" * 64
 """Stands for the line before the first."""
@@ -33,13 +32,6 @@ KINDS = ("model", "mask", "number", "classes", "per class", "rows", "facts", "op
 
 class EgressError(FedAtlasError):
     """A reply holds what the method does not declare; it was not sent."""
-
-
-def forms_of(model: Tensors) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """name -> (dtype, shape)."""
-    return {
-        name: (str(value.dtype).removeprefix("torch."), tuple(value.shape)) for name, value in model.items()
-    }
 
 
 def check(

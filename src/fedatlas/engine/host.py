@@ -26,7 +26,7 @@ from fedatlas.errors import FedAtlasError
 from fedatlas.labels import SiteLabels
 from fedatlas.method import Batches
 from fedatlas.seeds import generator, isolated
-from fedatlas.tensors import Tensors, Tree, load, tensors_of, to_tree
+from fedatlas.tensors import Tensors, Tree, forms_of, load, to_tree
 
 
 class SiteSource(Protocol):
@@ -218,7 +218,7 @@ class Host:
     def forms(self, net: str) -> Forms:
         """The tensors of one of the federation's nets: name -> (dtype, shape)."""
         if net not in self._forms:
-            self._forms[net] = egress.forms_of(tensors_of(self.make_net(net)))
+            self._forms[net] = forms_of(self.make_net(net))
         return self._forms[net]
 
     def _run(

@@ -14,11 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from fedatlas.engine.allocator import return_freed_blocks
 from fedatlas.engine.frames import Question, question_of, read_frame, write_frame
 
 
 def main(target: str, arguments: str) -> None:
     replies = os.fdopen(os.dup(1), "wb")
+    return_freed_blocks()
     os.dup2(2, 1)  # what a library prints must not fall among the frames
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     module, name = target.split(":")
