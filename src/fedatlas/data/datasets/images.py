@@ -40,7 +40,9 @@ class ImageCase:
     def __post_init__(self) -> None:
         both = sorted(self.present & self.absent)
         if both:
-            raise DataError(f"case {self.name!r}: {both[0]!r} is present and absent at once; give it one value")
+            raise DataError(
+                f"case {self.name!r}: {both[0]!r} is present and absent at once; give it one value"
+            )
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class CsvForm:
         None, "Column whose 1 says that every class left empty in the row is absent; null: none."
     )
     uncertain: Literal["ignore", "ones", "zeros"] = option(
-        "ignore", "What -1 is read as: not annotated, present, or absent (CheXpert's U-Ignore, U-Ones, U-Zeros)."
+        "ignore",
+        "What -1 is read as: not annotated, present, or absent (CheXpert's U-Ignore, U-Ones, U-Zeros).",
     )
     source: str | None = option(
         None, "Whose patient names these are; sites that share them give the same text. Null: the site's own."
@@ -195,7 +198,9 @@ def some(problems: Sequence[Problem], of: str) -> list[Problem]:
     """The first problems of a kind, and one that counts the rest. of: what they have in common, in a few words."""
     if len(problems) <= LISTED:
         return list(problems)
-    more = replace(problems[LISTED], file="", what=f"{of}: {len(problems) - LISTED} more like the {LISTED} before")
+    more = replace(
+        problems[LISTED], file="", what=f"{of}: {len(problems) - LISTED} more like the {LISTED} before"
+    )
     return [*problems[:LISTED], more]
 
 
@@ -207,15 +212,15 @@ def find_images(folder: Path, *, deep: bool = True) -> tuple[list[Path], list[Pa
 
     Hidden files and folders, and those that macOS puts into archives, are passed over.
     """
-    images: list[Path] = []
-    others: list[Path] = []
+    images: list[str] = []
+    others: list[str] = []
     for base, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if not f.startswith(".") and f != "__MACOSX") if deep else []
         for name in files:
             if not name.startswith("."):
                 known = os.path.splitext(name)[1].lower() in SUFFIXES
-                (images if known else others).append(Path(base, name))
-    return sorted(images), sorted(others)
+                (images if known else others).append(os.path.join(base, name))
+    return [Path(file) for file in sorted(images)], [Path(file) for file in sorted(others)]
 
 
 def shown(path: Path, root: Path) -> str:
@@ -315,7 +320,9 @@ def balanced(
             for case in pool[:wanted]:
                 drawn.setdefault(case, (set(), set()))[side].add(name)
     return tuple(
-        replace(case, split="test", present=frozenset(drawn[case.name][0]), absent=frozenset(drawn[case.name][1]))
+        replace(
+            case, split="test", present=frozenset(drawn[case.name][0]), absent=frozenset(drawn[case.name][1])
+        )
         for case in cases
         if case.name in drawn
     )
@@ -383,8 +390,14 @@ def federation_problems(listings: Mapping[str, ImageListing]) -> list[Problem]:
                 what = f"patient {case.patient!r} of {entry.source} is also at site {other} (case {first.name!r})"
                 shared.append(Problem(site, str(case.image), what, "give every patient to one site"))
     found += some(shared, "a patient at two sites")
-    owners = {case.image: (site, case) for site, entry in listings.items() for case in entry.cases}
+    owners: dict[Path, tuple[str, ImageCase]] = {}
     twins: list[Problem] = []
+    for site, entry in listings.items():
+        for case in entry.cases:
+            other, first = owners.setdefault(case.image, (site, case))
+            if other != site:
+                what = f"case {case.name!r} is the same file as case {first.name!r} at site {other}"
+                twins.append(Problem(site, str(case.image), what, "give every file to one site"))
     for group in contents(owners):
         site, first = owners[group[0]]
         for file in group[1:]:
@@ -436,7 +449,9 @@ def read_csv(site: str, root: Path, form: CsvForm, splitting: Splitting) -> Imag
     )
     classes = form.classes or tuple(n for n in header if n and n not in (*special, *form.ignored))
     if not classes:
-        raise DataError(f"site {site}: {path}: line 1: no column is left to be a class; it has: {', '.join(header)}")
+        raise DataError(
+            f"site {site}: {path}: line 1: no column is left to be a class; it has: {', '.join(header)}"
+        )
     folder = root / form.images
     there, _ = find_images(folder)
     known = {os.path.normpath(file) for file in there}
@@ -451,14 +466,16 @@ def read_csv(site: str, root: Path, form: CsvForm, splitting: Splitting) -> Imag
         bad += [replace(fault, file=f"{form.table}, line {row.line}") for fault in faults]
         if case is None:
             continue
-        if os.path.normpath(file) in known or file.is_file():
+        if os.path.normpath(file) in known or os.path.isfile(file):
             cases.append(case)
         else:
             what = f"missing: listed in {form.table}, line {row.line}, column {form.file!r}"
             remedy = "add the file, correct `images`, or take the row out"
             gone.append(Problem(site, shown(file, root), what, remedy))
     unused = [
-        Problem(site, shown(file, root), f"an image without a row in {form.table}", "add a row to use it", False)
+        Problem(
+            site, shown(file, root), f"an image without a row in {form.table}", "add a row to use it", False
+        )
         for file in there
         if os.path.normpath(file) not in listed
     ]
@@ -479,7 +496,7 @@ def _csv_case(
         what = f"column {column!r} holds {row.values[column]!r}; allowed: {allowed}"
         faults.append(Problem(site, "", what, "correct the row, or take it out"))
 
-    name = Path(row.values[form.file]).with_suffix("").as_posix() if row.values[form.file] else ""
+    name = os.path.splitext(row.values[form.file])[0]
     if not name:
         wrong(form.file, "the path of an image")
     patient = row.values[form.patient] if form.patient else name
@@ -505,7 +522,10 @@ def _csv_case(
         except ValueError:
             number = 2.0
         if number not in (None, 0, 1, -1):
-            wrong(column, "1 present, 0 absent, -1 uncertain, empty not annotated; other columns go into `ignored`")
+            wrong(
+                column,
+                "1 present, 0 absent, -1 uncertain, empty not annotated; other columns go into `ignored`",
+            )
         values[column] = marks[form.uncertain] if number == -1 else None if number is None else int(number)
     if faults or split is None:
         return None, faults
@@ -550,7 +570,8 @@ def read_folders(
             what = "empty: no image in this folder"
             problems.append(Problem(site, shown(folder, root), what, "unpack the data set again"))
         strange = [
-            Problem(site, shown(file, root), "no image by its suffix", "take it out", False) for file in others
+            Problem(site, shown(file, root), "no image by its suffix", "take it out", False)
+            for file in others
         ]
         problems += some(strange, "files that are no images")
         for file in images:
