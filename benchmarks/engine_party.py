@@ -11,11 +11,11 @@ Commands come on standard input, a line each; every answer is a line of JSON on 
     round   a call that sends the model and gets one from every site, and their average; {"seconds", "server", "site"},
             the peaks of memory in float32 models, beyond what the process held before it had a model
     raw     as many opaque bytes to every site, and others back; {"seconds"}
-    forget  drops the model
 """
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from fedatlas.deploy import Deployed, Keeper, adapter, free_ports
+from fedatlas.engine.allocator import return_freed_blocks
 from fedatlas.engine.clients import SiteClients
 from fedatlas.engine.deployment import Job, Launch, Plan
 from fedatlas.engine.egress import EgressLog
@@ -127,6 +128,7 @@ class Ours:
         self.engine, self.mb, self.folder = engine, mb, folder
         self.stack = ExitStack()
         self.keepers: dict[str, Keeper] = {}
+        self.workers: list[Workers] = []
         self.state: State | None = None
         self.calls = 0
         if engine != "local":
@@ -160,11 +162,14 @@ class Ours:
         arguments = {"folder": str(self.folder), "mb": self.mb}
         made = Workers(f"{__spec__.name}:open_sites", arguments, n, self.folder / f"{name}.log")
         self.stack.callback(made.close)
+        self.workers.append(made)
         return made
 
     def _site_peak(self) -> float:
-        """Of any site in the last call, 10**6 bytes."""
-        return max(cost["peak_mb"] for cost in self.clients.calls[-1].cost.values()) * MIB
+        """Of any site in the last call, 10**6 bytes: a host starts the measurement anew when it is asked, and what it
+        tells itself is from before its answer was encoded."""
+        pids = [worker.pid for workers in self.workers for worker in workers.running]
+        return max(peak_of(pid) for pid in pids)
 
     def _begin_call(self) -> float:
         self.calls += 1
@@ -193,10 +198,6 @@ class Ours:
             "site": (self._site_peak() - self.before_site) / self.mb,
         }
 
-    def forget(self) -> dict[str, float]:
-        self.state = None
-        return {}
-
     def raw(self) -> dict[str, float]:
         """The transport alone: neither `wire`, nor checks, nor an average."""
         self.calls += 1
@@ -213,6 +214,14 @@ class Ours:
             assert np.array_equal(np.fromfile(question.reply, np.uint8), ~np.fromfile(shared, np.uint8))
             question.reply.unlink()
         return {"seconds": seconds}
+
+
+def peak_of(pid: int) -> float:
+    """The largest resident memory of a process since it was last reset, 10**6 bytes."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    return float("nan")
 
 
 def payload(size: int, number: int) -> Any:
@@ -315,7 +324,9 @@ def commands() -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> None:
     kind, mb, folder = arguments[0], float(arguments[1]), Path(arguments[2])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended on the way out
     torch.set_num_threads(1)
+    return_freed_blocks()  # as `fedatlas run` does
     party: Any = (Bare if kind.startswith("bare-") else Ours)(kind.removeprefix("bare-"), mb, folder)
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -20,11 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-ENGINES = ("nvflare", "flower")
+PACKAGES = {"nvflare": "nvflare", "flower": "flwr"}
+ENGINES = tuple(PACKAGES)
 LARGE = 100
 """10**6 bytes from which a model is large: fewer repeats, none of them to warm up."""
 
@@ -233,15 +235,22 @@ def share(engines: Sequence[str]) -> None:
             gather: Any = gather_local if name == "local" else gather_trial(name)
             run_federation(federation, path, gather=gather, tell=lambda text: None)
             logs = [json.loads(file.read_text()) for file in sorted(path.glob("rounds/*/log.json"))]
-            trained[name] = [log["phases"]["round"] for log in logs if log["round"] >= 2]
+            logs = [log for log in logs if log["round"] >= 2]
+            trained[name] = [log["phases"]["round"] for log in logs]
             print(f"{name}: a round of training, s: {median_of(trained[name])}", flush=True)
-    own = statistics.median(trained["local"])
+            # what a site tells of its own call begins when it has the question, and ends before the answer is encoded
+            slowest = [max(cost["seconds"] for cost in log["cost"].values()) for log in logs]
+            outside = [whole - site for whole, site in zip(trained[name], slowest, strict=True)]
+            part = [100 * one / whole for one, whole in zip(outside, trained[name], strict=True)]
+            print(
+                f"{name}: of it outside the slowest site, s: {median_of(outside)}; %: {median_of(part)}",
+                flush=True,
+            )
     for name in engines:
         with Party(name, 1) as party:
             tiny = statistics.median(party.do("ping")["seconds"] for _ in range(7))
         whole = statistics.median(trained[name])
         print(f"{name}: tiny question {tiny:.3g} s, of a round of training {tiny / whole:.2%}")
-        print(f"{name}: round of training over the local engine's: {whole / own:.3f}")
 
 
 def echo(engine: str, mb: float) -> None:
@@ -276,7 +285,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", choices=ENGINES, action="append", help="default: both")
     parser.add_argument("--mb", type=float, nargs="+", default=[40.0], help="sizes of the model, 10**6 bytes")
     chosen = parser.parse_args(arguments)
-    engines = chosen.engine or ENGINES
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started is ended on the way out
+    engines = [name for name in chosen.engine or ENGINES if find_spec(PACKAGES[name])]
+    for name in set(chosen.engine or ENGINES) - set(engines):
+        print(f'{name} is not installed, and left out: pip install "fedatlas[{name}]"')
     print(
         f"{time.strftime('%Y-%m-%d %H:%M')} UTC{-time.timezone // 3600:+d}, {os.cpu_count()} cores, load {os.getloadavg()}"
     )

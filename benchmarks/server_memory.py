@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.timing import show
 from fedatlas.engine import wire
-from fedatlas.engine.host import peak_mb, reset_peak
 from fedatlas.engine.clients import SiteClients
 from fedatlas.engine.frames import Question
+from fedatlas.engine.host import peak_mb, reset_peak
 from fedatlas.engine.local import InProcess
 from fedatlas.method import State, at_site
 from fedatlas.seeds import generator
@@ -34,19 +34,15 @@ def one_round(sites: int) -> dict[str, float]:
     rng = generator("model")
     model = {f"layer {i}": torch.randn(1024, 1024, generator=rng) for i in range(MODEL_MB // 4)}
     with tempfile.TemporaryDirectory() as folder:
-
-        def answer(question: Question) -> None:
-            to = {"site": question.site, "function": "update", "round": 0, "call": 0}
-            content = {"to": to, "value": {"model": model, "n": 3}, "log": {}, "cost": {"seconds": 0.0}}
-            question.reply.write_bytes(wire.encode(content))
-
         names = [f"site-{i:02d}" for i in range(sites)]
-        replies_of = {name: Path(folder) / f"{name}.ready" for name in names}
-        for name, path in replies_of.items():
-            answer(Question(name, "update", 0, 0, path, None, path))
+        ready = {name: Path(folder) / f"{name}.ready" for name in names}
+        for name, path in ready.items():
+            to = {"site": name, "function": "update", "round": 0, "call": 0}
+            content = {"to": to, "value": {"model": model, "n": 3}, "log": {}, "cost": {"seconds": 0.0}}
+            path.write_bytes(wire.encode(content))
 
         def serve(question: Question) -> None:
-            os.rename(replies_of[question.site], question.reply)
+            os.rename(ready[question.site], question.reply)
 
         clients = SiteClients(names, InProcess(serve), Path(folder) / "scratch")
         state = State(model)
