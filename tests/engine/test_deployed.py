@@ -54,7 +54,7 @@ def started(request, tmp_path_factory) -> Iterator[Callable[[dict[str, Any]], De
 def busy(small) -> dict[str, Any]:
     """A federation whose rounds last long enough to be disturbed in the middle."""
     small |= {"rounds": ROUNDS}
-    small["local"]["steps"] = 30
+    small["local"]["steps"] = 120  # some seconds
     small["evaluation"] |= {"models": ["last"], "every": ROUNDS}
     return small
 
@@ -78,7 +78,7 @@ def local(small: dict[str, Any], path: Path, absent: tuple[str, int] | None = No
     return (path / "models" / "last.fa").read_bytes()
 
 
-def in_the_middle(path: Path, round: int, do: Callable[[], None], after: float = 0.7) -> threading.Thread:
+def in_the_middle(path: Path, round: int, do: Callable[[], None], after: float = 0.5) -> threading.Thread:
     """Does something while the sites train in a round: `after` seconds after they were asked."""
 
     def wait() -> None:

@@ -158,7 +158,7 @@ RELEASED = threading.Event()
 SEEN: list[tuple[str, int, str]] = []
 
 
-def serve(question: Question) -> str | None:
+def serve(question: Question, late: threading.Event) -> str | None:
     SEEN.append((question.function, question.call, question.site))
     if question.function == "lost":
         return "refused by the site's rules"
