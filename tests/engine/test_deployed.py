@@ -29,7 +29,7 @@ from fedatlas.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.experiment import parse_federation
 from fedatlas.session import Parties, gather_local, run_federation
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 @pytest.fixture(scope="module", params=sorted(ENGINES))
@@ -55,7 +55,7 @@ def busy(small) -> dict[str, Any]:
     """A federation whose rounds last long enough to be disturbed in the middle."""
     small |= {"rounds": ROUNDS}
     small["local"]["steps"] = 120  # some seconds
-    small["evaluation"] |= {"models": ["last"], "every": ROUNDS}
+    small["evaluation"] |= {"models": ["last"], "every": 10}
     return small
 
 
@@ -150,7 +150,7 @@ def test_a_server_that_is_killed_is_started_again_and_asked_again(started, busy,
 
 def test_a_slow_site_is_dropped_for_the_round(started, busy, tmp_path) -> None:
     """It stops in the middle of round 2 and is continued after the deadline: it is in round 3 again."""
-    busy["faults"] = {"on_lost": "drop", "min_sites": 2, "deadline": 20}
+    busy |= {"rounds": 3, "faults": {"on_lost": "drop", "min_sites": 2, "deadline": 20}}
     deployment = started(busy)
 
     def stall() -> None:
@@ -227,7 +227,7 @@ def test_a_run_goes_on_with_any_other_engine(first, second, busy, tmp_path) -> N
     """A round here, a round on one engine, a round on the other: the bits of a run that was never stopped."""
     for package in ("nvflare", "flwr"):
         pytest.importorskip(package)
-    federation = parse_federation(busy, base=Path())
+    federation = parse_federation(busy := busy | {"rounds": 3}, base=Path())
     path, quiet = tmp_path / "run", {"tell": lambda text: None, "resume": True}
     with pytest.raises(KeyboardInterrupt):
         run_federation(federation, path, after_round=stop_after(1), **quiet)
