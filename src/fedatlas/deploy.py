@@ -393,6 +393,14 @@ class Deployed:
             yield site, lost
 
     def _keep(self) -> None:
+        try:
+            self._keep_on()
+        except (
+            Exception
+        ) as error:  # an engine's own error: nobody is left waiting for a thread that has ended
+            self.relay.fail(f"the engine's job could not be looked after ({type(error).__name__}: {error})")
+
+    def _keep_on(self) -> None:
         without, answers, refused_since, jobs, seen = 0, 0, None, 0, 0.0
         while not self.over.wait(0.5):
             if self.job is None:
@@ -447,10 +455,11 @@ def gather(engine: str, deploy: Path) -> Any:
                 f"{about['engine']}, or make another with `fedatlas deploy init --engine {engine}`"
             )
         sites = [site.name for site in federation.sites]
-        missing = [site for site in sites if not _has(deploy, site)]
+        parties = _parties(deploy)
+        missing = [site for site in sites if site not in parties]
         if missing:
             raise FederationError(
-                f"{deploy}: has no party {missing[0]!r}; its parties are {', '.join(_parties(deploy))}"
+                f"{deploy}: has no party {missing[0]!r}; its parties are {', '.join(parties)}"
             )
         return join(federation, folder, tell, Deployed(engine, deploy, _with_pool(federation, deploy), tell))
 
@@ -462,10 +471,6 @@ def _parties(deploy: Path) -> list[str]:
     return list(read_kit(deploy / "server").get("sites", []))
 
 
-def _has(deploy: Path, site: str) -> bool:
-    return site in _parties(deploy)
-
-
 def _with_pool(federation: Any, deploy: Path) -> list[str]:
     from fedatlas.build import POOLED
     from fedatlas.experiment import make_method
@@ -474,7 +479,7 @@ def _with_pool(federation: Any, deploy: Path) -> list[str]:
     sites = [site.name for site in federation.sites]
     if not declared(make_method(federation), "pooled"):
         return sites
-    if not _has(deploy, POOLED):
+    if POOLED not in _parties(deploy):
         raise FederationError(
             f"method {federation.method['name']} trains on the union of all sites' data, which sites that share "
             "nothing cannot form; it runs with the local engine, or with nvflare-local and flower-local"

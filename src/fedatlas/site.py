@@ -25,7 +25,7 @@ from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
 from fedatlas.engine.store import write_atomic
 from fedatlas.errors import FedAtlasError, FederationError
-from fedatlas.experiment import Federation, hash_of, load_federation, resolved, shareable
+from fedatlas.experiment import Federation, flat_difference, hash_of, load_federation, resolved, shareable
 from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.method import at_site
 
@@ -175,16 +175,24 @@ class SiteDesk:
 
     @at_site
     def hello(self, site: Any, versions: dict[str, str], hash: str, federation: str) -> dict[str, Any]:
-        """What this site has installed and what it was told to run; the server compares, and so does the site."""
+        """What this site has installed and what it agreed to run. The server compares; the site, too, serves no run
+        with another hash, and tells its people the difference."""
         self.federation = self._load()
         self.hosts.clear()
         own = hash_of(self.federation)
         facts: dict[str, Any] = {"versions": build.versions(), "hash": own}
         facts["federation"] = json.dumps(shareable(resolved(self.federation)), sort_keys=True)
         if own == hash:
-            experiment = self._own_layout()
-            facts["brings"] = {index.name: list(index.brings) for index in experiment}
-            facts["channels"] = experiment[0].channels
+            layout = self._own_layout()
+            facts["brings"] = {index.name: list(index.brings) for index in layout}
+            facts["channels"] = layout[0].channels
+        else:
+            mine, theirs = json.loads(facts["federation"]), json.loads(federation)
+            with (self.state / "errors.log").open("a") as log:
+                log.write(
+                    "FederationMismatch: the server runs another federation file than this site agreed to\n"
+                )
+                log.write(flat_difference(mine, theirs, "here", "at the server") + "\n")
         return {"facts": facts}
 
     def _own_layout(self) -> Any:

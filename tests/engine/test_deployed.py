@@ -200,6 +200,7 @@ def test_another_federation_file_is_refused_with_its_difference(started, busy, t
     text = str(caught.value)
     assert "site s0: has agreed to another federation file" in text
     assert "local.lr: 0.01 at the site, 0.5 at the server" in text and "fedatlas deploy accept" in text
+    assert "local.lr: 0.01 here, 0.5 at the server" in (deployment.out / "s0" / "errors.log").read_text()
 
 
 def test_a_second_party_of_one_name_is_refused(started, busy, tmp_path) -> None:

@@ -80,6 +80,12 @@ def test_every_kind_has_its_limits(kind: str, value, text: str) -> None:
     assert text in refused({"x": value}, {"x": kind})
 
 
+def test_a_kind_that_does_not_exist_is_told() -> None:
+    assert "'n' is declared as 'numbr'; the kinds are model, mask, number" in refused(
+        {"n": 1}, {"n": "numbr"}
+    )
+
+
 def test_a_long_text_does_not_leave_as_a_row() -> None:
     row = {
         "split": "test", "grid": "original", "model": "best", "round": 1, "site": "a", "case": "c", "class": "x",

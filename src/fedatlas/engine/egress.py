@@ -27,8 +27,6 @@ FIRST = "0" * 64
 Forms = Mapping[str, tuple[str, tuple[int, ...]]]
 """The tensors of a net: name -> (dtype, shape)."""
 
-KINDS = ("model", "mask", "number", "classes", "per class", "rows", "facts", "opaque")
-
 
 class EgressError(FedAtlasError):
     """A reply holds what the method does not declare; it was not sent."""
@@ -69,6 +67,8 @@ def check(
         )
     for key, kind in declared.items():
         base, _, net = kind.partition(":")
+        if base not in _CHECKS:
+            raise EgressError(f"{what}: {key!r} is declared as {kind!r}; the kinds are {', '.join(_CHECKS)}")
         problem = _CHECKS[base](value[key], classes, lambda net=net: forms(net or "main"))
         if problem:
             raise EgressError(f"{what}: {key!r} is declared as {kind!r}, but {problem}; it was not sent")
