@@ -64,6 +64,13 @@ OFF = Augmentation(  # type: ignore[call-arg]
 )  # fmt: skip
 """No augmentation."""
 
+STRONG = Augmentation(  # type: ignore[call-arg]
+    rotation=20, p_rotation=0.8, scaling=(0.75, 1.25), p_scaling=0.8, translation=0.1, p_translation=0.8,
+    noise=0.25, p_noise=0.5, blur=(0.5, 1.5), p_blur=0.5, brightness=(0.6, 1.6), p_brightness=0.8,
+    contrast=(0.6, 1.6), p_contrast=0.8, gamma=(0.6, 1.7), p_gamma=0.5,
+)  # fmt: skip
+"""For the strongly varied views of consistency and contrastive learning."""
+
 
 def augment(
     image: Tensor,

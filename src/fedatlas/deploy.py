@@ -526,19 +526,11 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
             told = ", ".join(f"{site}: {n}" for site, n in sorted(channels.items()))
             raise FederationError(f"the sites' images have different numbers of channels ({told})")
         if before:
-            kept = before["labels"]
-            groups = tuple(tuple(group) for group in kept["groups"])
-            space = LabelSpace(tuple(kept["names"]), groups, kept["exclusive"])
+            space = LabelSpace.from_plain(before["labels"])
         else:
             space = space_of(federation, brings)
-        labels = {
-            "names": list(space.names),
-            "groups": [list(g) for g in space.groups],
-            "exclusive": space.exclusive,
-        }
-        agreement = Agreement(
-            folder.path.name, mine["hash"], labels, next(iter(channels.values()))
-        ).to_plain()
+        agreed = next(iter(channels.values()))
+        agreement = Agreement(folder.path.name, mine["hash"], space.to_plain(), agreed).to_plain()
         clients.about = agreement
         # data are read and preprocessed now; that is the longest call of all
         dropping = federation.faults.on_lost == "drop" and not before

@@ -5,6 +5,7 @@ Shapes: C classes, *S spatial.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,6 +20,7 @@ class LabelSpace:
 
     names: when `exclusive`, names[0] is "background" and a voxel has one class (softmax); otherwise each
         class is a yes or no of its own (sigmoid) and there is no background.
+    level: what a label is of: a voxel (segmentation) or a whole image (classification; never exclusive).
     groups: classes that belong together, as an organ and its lesion. A class in no group stands alone.
 
     Raises FederationError for a name given twice, a missing background, or a group that holds the
@@ -28,8 +30,14 @@ class LabelSpace:
     names: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...] = ()
     exclusive: bool = True
+    level: Literal["voxel", "image"] = "voxel"
 
     def __post_init__(self) -> None:
+        if self.level == "image" and self.exclusive:
+            raise FederationError(
+                "label space: classes of whole images are exclusive; each is a yes or no of its own, set "
+                "labels.exclusive to false or leave it out"
+            )
         if len(set(self.names)) != len(self.names):
             twice = sorted({name for name in self.names if self.names.count(name) > 1})
             raise FederationError(
@@ -70,6 +78,21 @@ class LabelSpace:
         """All foreground classes as groups, in the order of their first class; lone classes are groups of one."""
         group_of = {index: tuple(sorted(group)) for group in self.groups for index in group}
         return tuple(dict.fromkeys(group_of.get(index, (index,)) for index in self.foreground))
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values; `from_plain` makes the same space of them."""
+        return {
+            "names": list(self.names),
+            "groups": [list(group) for group in self.groups],
+            "exclusive": self.exclusive,
+            "level": self.level,
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "LabelSpace":
+        """What `to_plain` gave; "level" may be missing, as in runs of earlier versions."""
+        groups = tuple(tuple(group) for group in plain["groups"])
+        return cls(tuple(plain["names"]), groups, plain["exclusive"], plain.get("level", "voxel"))
 
     def index(self, name: str) -> int:
         """The class of a name; FederationError if there is none."""

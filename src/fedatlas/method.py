@@ -9,7 +9,7 @@ Shapes: C classes.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,12 @@ class State:
 
 @dataclass(frozen=True)
 class NetSpec:
-    """A net by its registered name, with its options."""
+    """A net by its registered name, with its options. on: what it is given, the federation's images, or the features
+    [B, d] that the federation's net ("main", a classifier) makes of them."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    on: Literal["images", "features"] = "images"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Site(Protocol):
     """Training cases."""
     n_labelled: Tensor
     """[C] int64: training cases in which class c is annotated."""
+    n_positive: Tensor
+    """[C] int64: training cases in which class c is annotated and present."""
     memory: dict[str, Tree]
     """Private; kept between calls, never sent."""
     rng: torch.Generator
@@ -112,6 +116,13 @@ class Clients(Protocol):
     """Sorted names of all sites of the federation."""
     lost: dict[str, str]
     """Who did not answer the last call, and why."""
+    sample_shape: tuple[int, ...]
+    """(I, *S): the shape of one input of the federation's net in training."""
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        """A net at the server, on the CPU, in evaluation mode; as `Site.network`. It computes with as many threads
+        as a site, so that equal models give equal bits."""
+        ...
 
     def call(
         self,
@@ -148,6 +159,8 @@ class Defaults:
     summed: ClassVar[str | None] = None
     """What the server makes of the sites' models, if that is a weighted mean and nothing else: "cases" (weights
     are the training cases) or "equal". None: it needs each model by itself."""
+    tasks: ClassVar[tuple[str, ...]] = ("segmentation", "classification")
+    """The tasks of a federation that it is for."""
     pooled: ClassVar[bool] = False
     """True: the federation's sites are merged into one that holds the union of their cases."""
 

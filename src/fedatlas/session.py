@@ -136,6 +136,9 @@ class Running:
                 parties.instances,
                 watch,
                 exchange,
+                make_net=self.design.make_net,
+                sample_shape=self.design.sample_shape,
+                threads=parties.design.federation.threads_per_site,
             )
 
         self.clients = reach(parties.training, "train")
@@ -419,11 +422,7 @@ def _describe(folder: RunFolder, parties: Parties, net: nn.Module) -> None:
         "channels": design.channels,
         "rounds": federation.rounds,
         "seed": federation.seed,
-        "labels": {
-            "names": list(space.names),
-            "groups": [list(g) for g in space.groups],
-            "exclusive": space.exclusive,
-        },
+        "labels": space.to_plain(),
         "sites": dict(parties.summaries),
     }
     write_atomic(path, to_json(info))

@@ -47,8 +47,7 @@ class Agreement:
 
     @property
     def space(self) -> LabelSpace:
-        groups = tuple(tuple(group) for group in self.labels["groups"])
-        return LabelSpace(tuple(self.labels["names"]), groups, self.labels["exclusive"])
+        return LabelSpace.from_plain(self.labels)
 
     def to_plain(self) -> dict[str, Any]:
         return {**vars(self), "labels": dict(self.labels)}
@@ -77,6 +76,7 @@ class _Nothing:
     )
     n_train: int = 0
     n_labelled: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
+    n_positive: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.int64))
 
     def batches(self, *_: Any, **__: Any) -> Any:
         raise FederationMismatch("this site was not joined")

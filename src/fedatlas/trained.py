@@ -49,9 +49,7 @@ class Trained:
         self.folder = RunFolder(path)
         self.federation = load_federation(path / "federation.yaml")
         info = read_json(path / "run.json")
-        labels = info["labels"]
-        groups = tuple(tuple(group) for group in labels["groups"])
-        self.space = LabelSpace(tuple(labels["names"]), groups, labels["exclusive"])
+        self.space = LabelSpace.from_plain(info["labels"])
         self.channels: int = info["channels"]
         self.method = make_method(self.federation)
         kept = self.federation.engine.device

@@ -31,6 +31,22 @@ class Batch:
         )
 
 
+@dataclass(frozen=True)
+class ImageSample:
+    """One image with labels of the whole, as evaluation and prediction see it.
+
+    image [I, H, W] float32, prepared as for training; truth [C] float32 in {0, 1}; known [C] bool: which classes the
+    site annotates in it (what training sees); scored [C] bool: for which classes there is a truth. patient: whose.
+    """
+
+    case: str
+    patient: str
+    image: Tensor
+    truth: Tensor
+    known: Tensor
+    scored: Tensor
+
+
 class Volume(Protocol):
     """One case as evaluation and prediction see it. X, Y, Z are the axes of the federation's grid (canonical
     orientation, the federation's spacing); the raw grid is that of the file."""

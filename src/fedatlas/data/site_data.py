@@ -154,6 +154,15 @@ class SiteData:
         self._ready = False
 
     @property
+    def n_positive(self) -> Tensor:
+        """[C] int64: training cases in which class c is annotated and drawn. Prepares if need be."""
+        counts = torch.zeros(len(self.space), dtype=torch.int64)
+        for item in self.items["train"]:
+            for c, n in self._entry(item).meta["voxels"].items():
+                counts[int(c)] += n > 0
+        return counts
+
+    @property
     def channels(self) -> int:
         """Images per case, before slices get their neighbours."""
         return self.indexes[0].channels

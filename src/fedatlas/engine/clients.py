@@ -12,6 +12,9 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import torch
+from torch import nn
+
 from fedatlas import secure
 from fedatlas.engine import wire
 from fedatlas.engine.exchange import EXTRA, NotHeld, ServerExchange, new_context
@@ -20,7 +23,7 @@ from fedatlas.engine.store import read_whole, write_atomic
 from fedatlas.engine.wire import Data
 from fedatlas.errors import FedAtlasError, NameMismatch, SiteLost, WireError
 from fedatlas.options import option, options
-from fedatlas.tensors import Tree, is_finite, require_same, to_tree
+from fedatlas.tensors import Tensors, Tree, is_finite, load, require_same, to_tree
 
 
 @options
@@ -140,6 +143,11 @@ class SiteClients:
     """site -> the version of its private memory after its last usable answer, "" if it keeps none."""
     answering: dict[str, str] = field(default_factory=dict)
     """site -> the installation that gave its last usable answer."""
+    make_net: Callable[[str], nn.Module] | None = None
+    """Makes a net of the federation for the server's own use: "main", or a name that the method declares."""
+    sample_shape: tuple[int, ...] = ()
+    threads: int = 1
+    """Processor threads that the server computes with, as many as a site."""
     least: int = NEVER
     """The fewest sites that made a private update in any call so far."""
     _round: int = 0
@@ -152,6 +160,15 @@ class SiteClients:
         """A round begins, counted from 1; 0 is what a method does at its start. Calls are numbered from 0."""
         self._round, self._call = round, 0
         self.calls = []
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        if self.make_net is None:
+            raise FedAtlasError(f"a net {name!r} was asked for at the server, which has none here")
+        torch.set_num_threads(self.threads)
+        net = self.make_net(name)
+        if model is not None:
+            load(net, model)
+        return net.eval()
 
     def call(
         self,

@@ -35,6 +35,7 @@ class SiteSource(Protocol):
     labels: SiteLabels
     n_train: int
     n_labelled: Tensor
+    n_positive: Tensor
 
     def batches(
         self,
@@ -78,6 +79,10 @@ class HostedSite:
     @property
     def n_labelled(self) -> Tensor:
         return self.source.n_labelled
+
+    @property
+    def n_positive(self) -> Tensor:
+        return self.source.n_positive
 
     def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
         net = self.make_net(name)

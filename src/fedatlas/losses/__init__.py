@@ -3,14 +3,16 @@
 A loss knows no trainer, site or round. Label sets may differ within a batch; `known` [B, C] tells them.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from fedatlas.data.batch import Batch
 from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.losses.marginal import MarginalDiceCE, MarginalDiceCEExclusion
 from fedatlas.losses.masked import MaskedBCE, MaskedDiceBCE
 from fedatlas.options import from_dict, not_known, option, options
@@ -36,26 +38,56 @@ class LossChoice:
     """The supervised loss, by name."""
 
     name: str = option(
-        "auto", "A registered loss; auto is marginal_dice_ce for exclusive classes, else masked_dice_bce."
+        "auto",
+        "A registered loss; auto is marginal_dice_ce for exclusive classes, masked_bce with balanced weights for "
+        "labels of whole images, else masked_dice_bce.",
     )
     options: dict[str, Any] = option({}, "The options of that loss.")
 
 
+class Counts(Protocol):
+    """What a loss may know of the data of a site: `method.Site` is one."""
+
+    labels: SiteLabels
+    n_labelled: Tensor
+    n_positive: Tensor
+
+
+def for_site(choice: LossChoice, site: Counts) -> LossFunction:
+    """The chosen loss with what it takes from a site's own counts: `pos_weight: balanced` becomes N_neg,c / N_pos,c
+    over the training cases in which class c is annotated (P6), and 1 where one of them is 0. Raises as `make`."""
+    loss = make(choice, site.labels.space)
+    if getattr(loss, "pos_weight", None) != "balanced":
+        return loss
+    positive, negative = site.n_positive.double(), (site.n_labelled - site.n_positive).double()
+    both = (positive > 0) & (negative > 0)
+    weights = torch.where(both, negative / positive.clamp(min=1), 1.0)
+    return dataclasses.replace(loss, pos_weight=weights.tolist())  # type: ignore[type-var]
+
+
 def make(choice: LossChoice, space: LabelSpace) -> LossFunction:
-    """The chosen loss. Raises FederationError for an unknown name or option, and for a loss of the other kind
+    """The chosen loss, as it is before it meets a site. Raises FederationError for an unknown name or option, and for a loss of the other kind
     of label space (softmax losses need exclusive classes, sigmoid losses the others)."""
-    name = choice.name
+    name, chosen = choice.name, choice.options
     if name == "auto":
-        name = "marginal_dice_ce" if space.exclusive else "masked_dice_bce"
+        other = "masked_bce" if space.level == "image" else "masked_dice_bce"
+        name = "marginal_dice_ce" if space.exclusive else other
+        chosen = ({"pos_weight": "balanced"} if space.level == "image" else {}) | chosen
     if name not in REGISTRY:
         raise not_known("the loss", name, ["auto", *REGISTRY])
-    loss = from_dict(REGISTRY[name], choice.options, what=f"loss {name}")
+    loss = from_dict(REGISTRY[name], chosen, what=f"loss {name}")
     if loss.exclusive != space.exclusive:
         fitting = ", ".join(n for n, cls in REGISTRY.items() if cls.exclusive == space.exclusive)
         kind = "exclusive" if space.exclusive else "not exclusive"
         raise FederationError(f"loss {name}: does not fit, the classes are {kind}; allowed: auto, {fitting}")
+    if space.level == "image" and name != "masked_bce":
+        raise FederationError(f"loss {name}: is for segmentation, labels are of whole images; allowed: auto, masked_bce")
     weights = getattr(loss, "pos_weight", None)
-    if weights is not None and len(weights) != len(space):
+    if weights == "balanced" and space.level != "image":
+        raise FederationError(
+            f"loss {name}: pos_weight is balanced, which counts images; labels are of voxels, give one value per class"
+        )
+    if isinstance(weights, list) and len(weights) != len(space):
         raise FederationError(
             f"loss {name}: pos_weight has {len(weights)} values for {len(space)} classes; give one per class"
         )

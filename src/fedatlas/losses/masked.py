@@ -52,8 +52,10 @@ def masked_dice(
     )
 
 
-def _pos_weight(values: Sequence[float] | None, like: Tensor) -> Tensor | None:
-    return None if values is None else torch.tensor(values, dtype=like.dtype, device=like.device)
+def _pos_weight(values: str | Sequence[float] | None, like: Tensor) -> Tensor | None:
+    if values == "balanced":
+        raise ValueError("pos_weight is 'balanced', which the counts of a site decide; see losses.for_site")
+    return None if values is None else torch.tensor(list(values), dtype=like.dtype, device=like.device)
 
 
 @options
@@ -62,7 +64,11 @@ class MaskedBCE:
 
     exclusive: ClassVar[bool] = False
 
-    pos_weight: list[float] | None = option(None, "Weight of the positives, one per class.")
+    pos_weight: list[float] | Literal["balanced"] | None = option(
+        None,
+        "Weight of the positives: one value per class, or balanced (labels of whole images): the site's cases "
+        "without the class over those with it.",
+    )
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], target: Tensor, known: Tensor) -> Tensor:
         """A scalar. outputs: logits [B, C, *S], or one per head; target: the same shape; known [B, C]."""

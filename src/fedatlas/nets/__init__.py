@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from fedatlas import seeds
 from fedatlas.errors import FederationError
+from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
 from fedatlas.nets.mednext import MedNeXt
 from fedatlas.nets.module import Net
 from fedatlas.nets.unet import UNet
@@ -21,7 +22,10 @@ class NetOptions(Protocol):
     def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> Net: ...
 
 
-REGISTRY: dict[str, type] = {"unet": UNet, "mednext": MedNeXt}
+REGISTRY: dict[str, type] = {"unet": UNet, "mednext": MedNeXt, "cnn": CNN, "densenet121": DenseNet121}
+
+FOR_LEVEL: dict[str, tuple[str, ...]] = {"voxel": ("unet", "mednext"), "image": ("cnn", "densenet121")}
+"""Which nets fit labels of voxels, and of whole images."""
 
 
 def get(name: str) -> type[Any]:
@@ -55,11 +59,22 @@ def check_patch(net: nn.Module, patch: Sequence[int]) -> None:
         net.check_patch(patch)
 
 
+def check_level(name: str, net: nn.Module, level: str) -> None:
+    """Raises FederationError for a net for voxels where labels are of images, or the other way round."""
+    got = net.level if isinstance(net, Net) else "voxel"
+    if got != level:
+        words = {"voxel": "segmentation", "image": "classification"}
+        raise FederationError(
+            f"net {name}: is for {words[got]}, the federation's task is {words[level]}; for it there are: "
+            f"{', '.join(FOR_LEVEL[level])}"
+        )
+
+
 def check_output(
     net: nn.Module, classes: int, *, in_channels: int | None = None, patch: Sequence[int] | None = None
 ) -> None:
     """Raises FederationError unless every head of the net gives one channel per class, the first of them at
-    the resolution of the input. Runs the net on shapes only: nothing is computed.
+    the resolution of the input (one number per class where the net is for whole images). Runs the net on shapes only: nothing is computed.
 
     in_channels, patch: of the input; needed for a net that is not a `Net`.
     """
@@ -70,7 +85,8 @@ def check_output(
     image = torch.empty(2, in_channels, *patch, device="meta")
     tensors = dict(net.named_parameters()) | dict(net.named_buffers())
     shapes = {key: torch.empty_like(value, device="meta") for key, value in tensors.items()}
-    expected = (2, classes, *patch)
+    image_level = isinstance(net, Net) and net.level == "image"
+    expected = (2, classes) if image_level else (2, classes, *patch)
     what = f"net {type(net).__name__}: for an input of shape {tuple(image.shape)} it"
     mode = net.training
     try:
@@ -91,4 +107,14 @@ def check_output(
         net.train(mode)
 
 
-__all__ = ["REGISTRY", "Net", "NetOptions", "build", "check_output", "check_patch", "get"]
+__all__ = [
+    "REGISTRY",
+    "Classifier",
+    "Net",
+    "NetOptions",
+    "build",
+    "check_level",
+    "check_output",
+    "check_patch",
+    "get",
+]

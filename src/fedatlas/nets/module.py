@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -9,11 +10,14 @@ from fedatlas.errors import FederationError
 
 
 class Net(nn.Module):
-    """A segmentation net.
+    """A net of a federation.
 
     forward: [B, in_channels, *S] -> logits [B, classes, *S]; with deep supervision, in training mode, a list
-    of logits, the full resolution first. divisor: by what each axis of an input must divide.
+    of logits, the full resolution first. Where level is "image": logits [B, classes]. divisor: by what each axis of
+    an input must divide.
     """
+
+    level: Literal["voxel", "image"] = "voxel"
 
     def __init__(self, in_channels: int, classes: int, divisor: Sequence[int]) -> None:
         super().__init__()
