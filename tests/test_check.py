@@ -102,9 +102,9 @@ def test_a_test_scan_that_another_site_trains_on_stops_the_run(small, tmp_path) 
     trained, test = next((one / "imagesTr").iterdir()), next((two / "imagesTs").iterdir())
     give_scan(trained, test)
     result = checked(values, tmp_path)
-    (problem,) = [text for text in texts(result, fatal=True) if "voxel by voxel" in text]
+    (problem,) = [text for text in texts(result, fatal=True) if "value by value" in text]
     assert problem.startswith(
-        f"site {values['sites'][1]['name']}: imagesTs/{test.name}: the scan of test case"
+        f"site {values['sites'][1]['name']}: imagesTs/{test.name}: the image of test case"
     )
     assert f"of site {values['sites'][0]['name']}" in problem
     assert result["cost"] is None and "1 error: this federation cannot run" in text_of(result)
@@ -115,7 +115,7 @@ def test_one_training_scan_at_two_sites_is_a_note(small, tmp_path) -> None:
     one, two = (Path(site["path"]) for site in values["sites"][:2])
     for number in (0, 1):
         give_scan(*(sorted((site / "imagesTr").iterdir())[number] for site in (one, two)))
-    found = [text for text in texts(checked(values, tmp_path), fatal=False) if "voxel by voxel" in text]
+    found = [text for text in texts(checked(values, tmp_path), fatal=False) if "value by value" in text]
     assert len(found) == 1 and "(2 such scans)" in found[0] and "train case" in found[0]
 
 

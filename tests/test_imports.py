@@ -30,11 +30,12 @@ ALLOWED = {
     "secure": {"tensors"},
     "engine": {"engine", "data.batch", "method", "tensors", "compression", "privacy", "secure"},
     "inference": {"tensors"},
-    "evaluation": {"evaluation", "data.batch", "method", "tensors", "inference"},
-    "report": {"report", "evaluation.statistics"},
+    "evaluation": {"evaluation", "data.batch", "method", "tensors", "inference", "analysis"},
+    "analysis": {"analysis", "data.batch", "tensors", "nets"},
+    "report": {"report", "evaluation.statistics", "evaluation.classification"},
 }
 TOP = {
-    "experiment", "build", "session", "trained", "site", "deploy", "audit", "check", "catalogue", "cli",
+    "experiment", "tasks", "build", "session", "trained", "trained_images", "site", "deploy", "audit", "check", "catalogue", "cli",
     "__init__", "__main__",
 }  # fmt: skip
 """Nothing below imports these."""

@@ -10,41 +10,26 @@ import torch
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.data.checks import Scan, shared_scans
-from fedatlas.data.site_data import (
-    Problem,
-    SiteData,
-    SiteIndex,
-    check_federation,
-    check_site,
-    label_space_of,
-    pool,
-    read_site,
-)
+from fedatlas.data.datasets.listing import Problem
+from fedatlas.data.index import label_space_of
 from fedatlas.engine.egress import EgressLog
 from fedatlas.engine.host import Host
 from fedatlas.errors import FederationError
-from fedatlas.evaluation.evaluate import Evaluator
 from fedatlas.experiment import Federation, hash_of, make_method, make_terms
 from fedatlas.labels import LabelSpace
 from fedatlas.method import declared, functions_of, sends_of
 from fedatlas.options import not_known
 from fedatlas.seeds import seed_of
+from fedatlas.tasks import Source, task_of
 
 POOLED = "pooled"
 """The one site that trains where a method merges all sites' data."""
 
-EVALUATION_SENDS = {"evaluate": {"rows": "rows"}}
-
-
-def net_channels(federation: Federation, channels: int) -> int:
-    """Input channels of the net: those of the images, times the neighbouring slices where patches are slices."""
-    preprocessing = federation.preprocessing
-    return channels * (2 * preprocessing.context + 1) if len(preprocessing.patch) == 2 else channels
-
 
 def build_net(federation: Federation, method: Any, name: str, *, channels: int, classes: int) -> nn.Module:
     """The federation's net ("main"), or one that the method declares, for images of so many channels."""
+    task = task_of(federation)
+    inputs: int = task.net_channels(federation, channels)
     if name == "main":
         kind = federation.net["name"]
         chosen = {key: value for key, value in federation.net.items() if key != "name"}
@@ -53,20 +38,17 @@ def build_net(federation: Federation, method: Any, name: str, *, channels: int, 
         if name not in wanted:
             raise not_known(f"method {federation.method['name']}: the net", name, wanted)
         kind, chosen = wanted[name].name, wanted[name].options
+        if wanted[name].on == "features":
+            main = build_net(federation, method, "main", channels=channels, classes=classes)
+            inputs = main.n_features  # type: ignore[assignment]
     return nets.build(
         kind,
         chosen,
-        in_channels=net_channels(federation, channels),
+        in_channels=inputs,
         classes=classes,
-        spatial_dims=len(federation.preprocessing.patch),
+        spatial_dims=len(task.size(federation)),
         seed=seed_of(federation.seed, "net", name),
     )
-
-
-def make_evaluator(federation: Federation, space: LabelSpace) -> Evaluator:
-    """What scores a model at a site."""
-    preprocessing = federation.preprocessing
-    return Evaluator(federation.evaluation, tuple(preprocessing.patch), preprocessing.context, space)
 
 
 def usable_device(federation: Federation) -> torch.device:
@@ -99,7 +81,7 @@ class Design:
 
     def __init__(self, federation: Federation, space: LabelSpace, channels: int) -> None:
         self.federation, self.space, self.channels = federation, space, channels
-        self.method = make_method(federation)
+        self.method, self.task = make_method(federation), task_of(federation)
 
     @property
     def pooled(self) -> bool:
@@ -107,13 +89,15 @@ class Design:
         return declared(self.method, "pooled")
 
     @property
-    def evaluator(self) -> Evaluator:
+    def evaluator(self) -> Any:
         """What scores a model at a site."""
-        return make_evaluator(self.federation, self.space)
+        return self.task.evaluator(self.federation, self.space)
 
     @property
-    def in_channels(self) -> int:
-        return net_channels(self.federation, self.channels)
+    def sample_shape(self) -> tuple[int, ...]:
+        """(I, *S): one input of the net."""
+        inputs = self.task.net_channels(self.federation, self.channels)
+        return (inputs, *self.task.size(self.federation))
 
     def make_net(self, name: str = "main") -> nn.Module:
         """A net of the federation, with the values that follow from the seed."""
@@ -122,9 +106,10 @@ class Design:
     def check_net(self) -> nn.Module:
         """The net, after one patch went through it. FederationError if it fits the patch or the labels not."""
         net = self.make_net()
-        patch = self.federation.preprocessing.patch
-        nets.check_patch(net, patch)
-        nets.check_output(net, len(self.space), in_channels=self.in_channels, patch=patch)
+        inputs, *size = self.sample_shape
+        nets.check_level(self.federation.net["name"], net, self.space.level)
+        nets.check_patch(net, size)
+        nets.check_output(net, len(self.space), in_channels=inputs, patch=size)
         check = getattr(self.method, "check", None)
         if check:
             check(self.space)
@@ -150,33 +135,20 @@ class Experiment(Design):
         chosen = sorted(
             (s for s in federation.sites if sites is None or s.name in sites), key=lambda site: site.name
         )
-        self.indexes: list[SiteIndex] = [read_site(site, Path(data_path(site))) for site in chosen]
+        task = task_of(federation)
+        self.indexes: list[Any] = [task.read(federation, site, Path(data_path(site))) for site in chosen]
         space = space or space_of(federation, {index.name: index.brings for index in self.indexes})
         super().__init__(federation, space, self.indexes[0].channels)
-        self.sources: dict[str, SiteData] = {
-            index.name: SiteData(
-                index,
-                self.space,
-                federation.preprocessing,
-                federation.sampling,
-                federation.augmentation,
-                seed=federation.seed,
-                validation=federation.evaluation.validation,
-                cache=cache,
-            )
-            for index in self.indexes
+        self.sources: dict[str, Source] = {
+            index.name: task.source(federation, index, self.space, cache) for index in self.indexes
         }
-        self.training: dict[str, SiteData] = dict(self.sources)
+        self.training = {i.name: self.sources[i.name] for i in self.indexes if task.trains(i)}
         if self.pooled:
-            self.training = {POOLED: pool(list(self.sources.values()), POOLED)}
+            self.training = {POOLED: task.pool(list(self.training.values()), POOLED)}
 
     def check(self) -> list[Problem]:
-        """Reads every voxel of every site; the problems found, worst first."""
-        found = list(check_federation(self.indexes, self.space))
-        scans: list[Scan] = []
-        for index in self.indexes:
-            found += check_site(index, self.space, scans=scans)
-        found += shared_scans(scans)
+        """Reads every image of every site; the problems found, worst first."""
+        found = self.task.thorough(self.federation, self.indexes, self.space)
         return sorted(found, key=lambda problem: not problem.fatal)
 
     def prepare(self, tell: Callable[[str], None] = lambda text: None) -> None:
@@ -196,7 +168,7 @@ class Experiment(Design):
             functions_of(self.method) | {"evaluate": self.evaluator.evaluate},
             self.make_net,
             folder,
-            sends=sends_of(self.method) | EVALUATION_SENDS,
+            sends={**sends_of(self.method), **self.task.sends},
             seed=self.federation.seed,
             threads=self.federation.threads_per_site,
             device=self.federation.engine.device,
@@ -221,12 +193,14 @@ def space_of(federation: Federation, brings: Mapping[str, Sequence[str]]) -> Lab
 
     brings: site -> its label names after aliases, background left out, in its own order.
     """
-    given = federation.labels
-    if given.names is None:
-        return label_space_of([brings[site] for site in sorted(brings)], given.groups, given.exclusive)
-    plain = LabelSpace(given.names, exclusive=given.exclusive)
+    given, level = federation.labels, task_of(federation).level
+    exclusive = bool(given.exclusive)
+    names = given.names
+    if names is None:
+        names = label_space_of([brings[site] for site in sorted(brings)], (), exclusive).names
+    plain = LabelSpace(names, (), exclusive, level)
     groups = tuple(tuple(plain.index(name) for name in group) for group in given.groups)
-    return LabelSpace(given.names, groups, given.exclusive)
+    return LabelSpace(names, groups, exclusive, level)
 
 
 def cache_folder(federation: Federation, runs: Path) -> Path:

@@ -84,7 +84,7 @@ def cost(experiment: Experiment) -> dict[str, Any]:
     model = n_bytes(values)
     down = sent_bytes(values, comm.down, comm.fraction)
     up = masked_bytes(values) if federation.secure else sent_bytes(values, comm.up, comm.fraction)
-    shape = (federation.local.batch, experiment.in_channels, *federation.preprocessing.patch)
+    shape = (federation.local.batch, *experiment.sample_shape)
     return {
         "parameters": sum(parameter.numel() for parameter in net.parameters()),
         "model_bytes": model,
@@ -149,22 +149,22 @@ def text_of(result: dict[str, Any]) -> str:
         classes = result["classes"]
         width = max(len(name) for name in classes)
         column = max(18, *(len(site) + 2 for site in sites))
-        lines += ["", "cases and voxels annotated for training (- not annotated)"]
+        of_images = any("positives" in info for info in sites.values())
+        what = "training images with and without the finding" if of_images else "cases and voxels"
+        lines += ["", f"{what} annotated for training (- not annotated)"]
         lines.append(" " * width + "".join(f"{site:>{column}}" for site in sites))
         for name in classes:
             cells = []
             for info in sites.values():
-                voxels = info["voxels"].get(name, 0)
-                annotated = name in info["annotated"]
-                cells.append(f"{info['labelled'][name]} ({voxels:,})" if annotated else "-")
+                if of_images:
+                    text = f"{info['positives'][name]} + {info['negatives'][name]}"
+                else:
+                    text = f"{info['labelled'][name]} ({info['voxels'].get(name, 0):,})"
+                cells.append(text if name in info["annotated"] else "-")
             if any(cell != "-" for cell in cells):
                 lines.append(f"{name:{width}}" + "".join(f"{cell:>{column}}" for cell in cells))
         lines.append("")
-        for site, info in sites.items():
-            cases = ", ".join(f"{n} {split}" for split, n in info["cases"].items())
-            spacings = "; ".join("×".join(f"{mm:g}" for mm in spacing) for spacing in info["spacing"][:3])
-            more = f" and {len(info['spacing']) - 3} more" if len(info["spacing"]) > 3 else ""
-            lines.append(f"site {site}: {cases} cases; {', '.join(info['orientation'])}; {spacings}{more} mm")
+        lines += [f"site {site}: {_of_site(info)}" for site, info in sites.items()]
     if result["cost"]:
         spent = result["cost"]
         down, up = ("" if spent[way] == "none" else f" ({spent[way]})" for way in ("down", "up"))
@@ -194,6 +194,18 @@ def text_of(result: dict[str, Any]) -> str:
         else "nothing stands in the way of a run"
     )
     return "\n".join(lines)
+
+
+def _of_site(info: Mapping[str, Any]) -> str:
+    cases = ", ".join(f"{n} {split}" for split, n in info["cases"].items())
+    if "patients" in info:
+        patients = sum(info["patients"].values())
+        role = "; tested on only" if info["role"] == "test" else ""
+        sizes = sorted({"×".join(map(str, size)) for size in info["size"]})
+        return f"{cases} images of {_counted(patients, 'patient')}; {' to '.join(sizes)} pixels{role}"
+    spacings = "; ".join("×".join(f"{mm:g}" for mm in spacing) for spacing in info["spacing"][:3])
+    more = f" and {len(info['spacing']) - 3} more" if len(info["spacing"]) > 3 else ""
+    return f"{cases} cases; {', '.join(info['orientation'])}; {spacings}{more} mm"
 
 
 def _counted(count: int, what: str) -> str:

@@ -110,6 +110,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--labels", default="labelsTr", help="folder of training labels in it")
     made.add_argument("--test-labels", default="labelsTs", help="folder of test labels in it")
     made.add_argument(
+        "--format", default="csv", help="findings of whole images: csv (default), chestxray14, tbx, covid"
+    )
+    made.add_argument(
+        "--reading",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="findings of whole images: an option of that format, as table=labels.csv or patient=subject",
+    )
+    made.add_argument(
         "--alias", action="append", default=[], metavar="THEIRS=OURS", help="another name of a class"
     )
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
@@ -120,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
     made = verb(
         "predict",
         predict,
-        "Segment a scan, in its own geometry.",
+        "Segment a scan, in its own geometry, or tell the findings of an image.",
         "fedatlas predict runs/demo-1a2b3c4d scan.nii.gz -o out/",
     )
     made.add_argument("run", type=Path, help="the run folder")
@@ -128,9 +138,15 @@ def parser() -> argparse.ArgumentParser:
         "scan",
         type=Path,
         nargs="+",
-        help="NIfTI files; a scan of several channels: its files joined by commas",
+        help="NIfTI files; a scan of several channels: its files joined by commas. Findings: PNG, JPEG or DICOM",
     )
-    made.add_argument("-o", "--out", type=Path, required=True, help="folder for label maps and classes.json")
+    made.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for label maps and classes.json, or findings.csv",
+    )
     made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
     as_json(made)
@@ -380,7 +396,8 @@ def _gather(engine: str, deploy: Path | None) -> Any:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    from fedatlas.trained import evaluate_folder, evaluation_table
+    from fedatlas.trained import evaluate_folder, evaluation_table, task_name
+    from fedatlas.trained_images import evaluate_images, image_table
 
     aliases = {}
     for text in arguments.alias:
@@ -388,29 +405,52 @@ def evaluate(arguments: argparse.Namespace) -> int:
         if not equals:
             raise FedAtlasError(f"--alias {text}: expected THEIRS=OURS, as in --alias cord=spinal_cord")
         aliases[theirs] = ours
-    rows, ignored = evaluate_folder(
-        arguments.run,
-        arguments.data,
-        model=arguments.model,
-        aliases=aliases,
-        table=arguments.table,
-        labels=arguments.labels,
-        test_labels=arguments.test_labels,
-        out=arguments.out,
-        device=arguments.device,
-    )
+    of_images = task_name(arguments.run) == "classification"
+    chosen: dict[str, Any] = {"model": arguments.model, "out": arguments.out, "device": arguments.device}
+    if of_images:
+        reading = {}
+        for text in arguments.reading:
+            key, equals, value = text.partition("=")
+            if not equals:
+                raise FedAtlasError(f"--reading {text}: expected KEY=VALUE, as in --reading table=labels.csv")
+            reading[key] = _plain(value)
+        rows, ignored = evaluate_images(
+            arguments.run, arguments.data, format=arguments.format, reading=reading, aliases=aliases, **chosen
+        )
+    else:
+        rows, ignored = evaluate_folder(
+            arguments.run,
+            arguments.data,
+            aliases=aliases,
+            table=arguments.table,
+            labels=arguments.labels,
+            test_labels=arguments.test_labels,
+            **chosen,
+        )
     if arguments.json:
         print(json.dumps({"rows": rows, "ignored": ignored}, indent=1))
     else:
-        print(evaluation_table(rows))
+        print(image_table(rows) if of_images else evaluation_table(rows))
         if ignored:
             print(f"not scored, the model does not know them: {', '.join(ignored)}")
     return 0
 
 
-def predict(arguments: argparse.Namespace) -> int:
-    from fedatlas.trained import predict_scans
+def _plain(text: str) -> Any:
+    """A value as a federation file would hold it."""
+    import yaml
 
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def predict(arguments: argparse.Namespace) -> int:
+    from fedatlas.trained import predict_scans, task_name
+
+    if task_name(arguments.run) == "classification":
+        return _predict_images(arguments)
     scans = [[Path(part) for part in str(scan).split(",")] for scan in arguments.scan]
     result = predict_scans(
         arguments.run, scans, arguments.out, model=arguments.model, device=arguments.device
@@ -421,6 +461,25 @@ def predict(arguments: argparse.Namespace) -> int:
         for entry in result["scans"]:
             found = ", ".join(f"{name} {volume:.1f} ml" for name, volume in entry["millilitres"].items())
             print(f"{entry['labels']}: {found or 'nothing found'}")
+    return 0
+
+
+def _predict_images(arguments: argparse.Namespace) -> int:
+    from fedatlas.trained_images import predict_images
+
+    result = predict_images(
+        arguments.run, arguments.scan, arguments.out, model=arguments.model, device=arguments.device
+    )
+    if arguments.json:
+        print(json.dumps(result, indent=1))
+        return 0
+    for entry in result["images"]:
+        told = {name: f"{p:.3f}" for name, p in entry["probability"].items() if p is not None}
+        found = [
+            name + (" *" if entry["present"].get(name) else "") + f" {text}" for name, text in told.items()
+        ]
+        print(f"{entry['image']}: {', '.join(found)}")
+    print(f"* at or above the threshold that was fitted in the run; table: {result['table']}")
     return 0
 
 
@@ -450,6 +509,9 @@ def schema(arguments: argparse.Namespace) -> int:
 
     print(json.dumps(json_schema(), indent=1))
     return 0
+
+
+TITLES = {"dice": "Dice", "auroc": "AUROC"}
 
 
 class Progress:
@@ -482,7 +544,7 @@ class Progress:
         text = f"round {record.number:>{len(str(self.rounds))}}/{self.rounds}  loss {losses}"
         if record.rows and best.round:
             score = f"{best.last_score:.3f}" if best.last_score is not None else "not defined"
-            text += f"  validation Dice {score} (best {best.score:.3f} in round {best.round})"
+            text += f"  validation {TITLES.get(best.metric, best.metric)} {score} (best {best.score:.3f} in round {best.round})"
         for site, reason in record.log["lost"].items():
             text += f"\n  lost {site}: {reason}"
         recent = self.durations[-5:]

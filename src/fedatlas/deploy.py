@@ -544,7 +544,7 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
         check_joined(joined, summaries, space)
         design = Design(federation, space, agreement["channels"])
         design.check_net()
-        training = [POOLED] if design.pooled else sorted(summaries)
+        training = [POOLED] if design.pooled else sorted(s for s in summaries if trains(summaries[s]))
         memories = {site: facts["memory"] for site, facts in joined.items()}
         summaries = dict(sorted(summaries.items()))
         return Parties(design, summaries, training, transport, agreement, clients.answering, memories)
@@ -579,6 +579,11 @@ def _compare(plain: Mapping[str, Any], mine: Mapping[str, Any], hellos: Mapping[
         raise FederationError("\n".join(problems))
 
 
+def trains(summary: Mapping[str, Any]) -> bool:
+    """Does the site of this summary train, or is it tested on only?"""
+    return summary.get("role", "train") == "train"
+
+
 def check_joined(joined: Mapping[str, Any], summaries: Mapping[str, Any], space: Any) -> None:
     """Raises FederationError for what is wrong between sites: one name with two meanings, a class that nobody
     annotates, a site without training cases."""
@@ -592,7 +597,7 @@ def check_joined(joined: Mapping[str, Any], summaries: Mapping[str, Any], space:
                     f"site {site}: label {name!r} means {target!r} here and {other!r} at site {first}"
                 )
     for site, summary in sorted(summaries.items()):
-        if not summary["cases"]["train"]:
+        if trains(summary) and not summary["cases"]["train"]:
             problems.append(f"site {site}: has no training case")
     annotated = {name for summary in summaries.values() for name in summary["annotated"]}
     problems += [

@@ -7,8 +7,9 @@ built from it stands in `session.py`.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -16,15 +17,18 @@ from pydantic import TypeAdapter, ValidationError
 from fedatlas import methods, nets
 from fedatlas.augment import Augmentation
 from fedatlas.compression import Comm
+from fedatlas.data.image_index import Images
 from fedatlas.data.samples import path as bundled_path
 from fedatlas.data.site_data import SiteConfig
 from fedatlas.data.transforms import Preprocessing, Sampling
 from fedatlas.engine.clients import Faults
 from fedatlas.engine.exchange import Terms, terms_of
 from fedatlas.errors import FederationError
+from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
 from fedatlas.evaluation.evaluate import Evaluation
-from fedatlas.method import Method
-from fedatlas.options import explain, from_dict, option, options
+from fedatlas.evaluation.metrics import METRICS as VOXEL_METRICS
+from fedatlas.method import Method, declared
+from fedatlas.options import explain, from_dict, not_known, option, options
 from fedatlas.privacy import Privacy
 from fedatlas.secure import Secure
 from fedatlas.training import Local
@@ -40,8 +44,10 @@ class Labels:
     groups: tuple[tuple[str, ...], ...] = option(
         (), "Classes that belong together, as an organ and its lesion."
     )
-    exclusive: bool = option(
-        True, "true: one class per voxel (softmax); false: every class on its own (sigmoid)."
+    exclusive: bool | None = option(
+        None,
+        "true: one class per voxel (softmax); false: every class on its own (sigmoid). Null: true for segmentation, "
+        "false for classification.",
     )
 
 
@@ -59,9 +65,15 @@ class Federation:
     """A federation file."""
 
     name: str = option(..., "Names the run's folder.", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    task: Literal["segmentation", "classification"] = option(
+        "segmentation", "segmentation: labels of voxels; classification: findings of whole images."
+    )
     labels: Labels = option(Labels(), "The label space.")  # type: ignore[call-arg]
     sites: tuple[SiteConfig, ...] = option(..., "The hospitals.", min_length=1)
-    preprocessing: Preprocessing = option(..., "From a site's files to the federation's grid.")
+    preprocessing: Preprocessing | None = option(
+        None, "Segmentation, where it is needed: from a site's files to the federation's grid."
+    )
+    images: Images = option(Images(), "Classification: from an image file to the input of the net.")  # type: ignore[call-arg]
     sampling: Sampling = option(Sampling(), "How training patches are chosen.")  # type: ignore[call-arg]
     augmentation: Augmentation = option(Augmentation(), "How training patches are varied.")  # type: ignore[call-arg]
     net: dict[str, Any] = option({"name": "unet"}, "A registered net by name, with its options.")
@@ -103,6 +115,10 @@ def parse_federation(raw: Mapping[str, Any], *, base: Path, source: str = "feder
         raise FederationError("\n".join(explain(error, Federation, source))) from None
     except FederationError as error:
         raise FederationError(f"{source}: {error}") from None
+    try:
+        federation = _of_task(federation)
+    except FederationError as error:
+        raise FederationError(f"{source}: {error}") from None
     names = [site.name for site in federation.sites]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -116,6 +132,65 @@ def parse_federation(raw: Mapping[str, Any], *, base: Path, source: str = "feder
     except FederationError as error:
         raise FederationError(f"{source}: {error}") from None
     return federation
+
+
+METRICS_OF: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], str]] = {
+    "segmentation": (VOXEL_METRICS, ("dice", "hd95", "asd", "nsd"), "dice"),
+    "classification": (
+        IMAGE_METRICS,
+        ("auroc", "ap", "f1", "sensitivity", "specificity", "ece"),
+        "auroc",
+    ),
+}
+"""task -> its metrics, those of the final evaluation by default, and the one that selects the best round."""
+
+FOREIGN: Mapping[str, Mapping[str, Any]] = {
+    "segmentation": {"images": Images()},  # type: ignore[call-arg]
+    "classification": {"preprocessing": None, "sampling": Sampling()},  # type: ignore[call-arg]
+}
+"""task -> the keys that are for the other one, with their defaults."""
+
+
+def selects(federation: Federation) -> str:
+    """The metric that chooses the best round."""
+    return METRICS_OF[federation.task][2]
+
+
+def _of_task(federation: Federation) -> Federation:
+    """The federation with what follows from its task. Raises FederationError for keys of the other task."""
+    task = federation.task
+    for key, default in FOREIGN[task].items():
+        if getattr(federation, key) != default:
+            other = next(name for name in FOREIGN if name != task)
+            raise FederationError(
+                f"{key}: is for {other}, and the task is {task}; leave it out, or set `task`"
+            )
+    if task == "segmentation" and federation.preprocessing is None:
+        raise FederationError(
+            "preprocessing: missing; it says how a site's files come to the federation's grid (for findings of "
+            "whole images, set `task: classification`)"
+        )
+    exclusive = federation.labels.exclusive
+    if exclusive and task == "classification":
+        raise FederationError(
+            "labels: exclusive is true; findings of whole images are a yes or no each, leave it out"
+        )
+    if exclusive is None:
+        federation = replace(federation, labels=replace(federation.labels, exclusive=task == "segmentation"))
+    known, final, selecting = METRICS_OF[task]
+    chosen = federation.evaluation
+    for key, names in (("metrics", chosen.metrics), ("round_metrics", chosen.round_metrics)):
+        for name in names:
+            if name not in known:
+                raise not_known(f"evaluation: {key}: for {task} the metric", name, known)
+    if chosen.round_metrics and selecting not in chosen.round_metrics:
+        raise FederationError(
+            f"evaluation: round_metrics are {list(chosen.round_metrics)}; {selecting}, which selects, must be in"
+        )
+    chosen = replace(
+        chosen, metrics=chosen.metrics or final, round_metrics=chosen.round_metrics or (selecting,)
+    )
+    return replace(federation, evaluation=chosen)
 
 
 def _absolute(site: Any, base: Path) -> Any:
@@ -235,13 +310,19 @@ def make_method(federation: Federation, source: str = "federation") -> Method:
         raise FederationError(
             f"{source}: method.local: unknown key; local training is the file's own key `local`"
         )
-    return from_dict(cls, {**given, "local": federation.local}, what=f"{source}: method")
+    method = from_dict(cls, {**given, "local": federation.local}, what=f"{source}: method")
+    if federation.task not in declared(method, "tasks"):
+        raise FederationError(
+            f"{source}: method {name} is for {' and '.join(declared(method, 'tasks'))}, and the task is "
+            f"{federation.task}; choose another method"
+        )
+    return method
 
 
 def make_terms(federation: Federation) -> Terms:
     """What happens to models on their way; FederationError where the method does not go with it."""
     method, name = make_method(federation), str(federation.method["name"])
-    sites = len(federation.sites)
+    sites = sum(site.role == "train" for site in federation.sites)
     return terms_of(method, name, federation.comm, federation.privacy, federation.secure, sites)
 
 

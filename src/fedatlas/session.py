@@ -17,7 +17,6 @@ from torch import nn
 from fedatlas.build import Design, Experiment, cache_folder, egress_log, versions
 from fedatlas.data.checks import shared_scans
 from fedatlas.data.reading import refuse
-from fedatlas.data.site_data import check_federation
 from fedatlas.engine import wire
 from fedatlas.engine.allocator import return_freed_blocks
 from fedatlas.engine.clients import NEVER, SiteClients, Transport
@@ -38,8 +37,8 @@ from fedatlas.experiment import (
     make_terms,
     read_yaml,
     resolved,
+    selects,
 )
-from fedatlas.labels import LabelSpace
 from fedatlas.method import State, eval_members
 from fedatlas.tensors import n_bytes, tensors_of
 
@@ -74,7 +73,7 @@ def gather_local(federation: Federation, folder: RunFolder, tell: Tell) -> Parti
     """Every site on this machine, in this process or in worker processes. Raises FederationError or DataError."""
     cache = cache_folder(federation, folder.path.parent)
     experiment = Experiment(federation, cache)
-    problems = [p for p in check_federation(experiment.indexes, experiment.space) if p.fatal]
+    problems = [p for p in experiment.task.quick(experiment.indexes, experiment.space) if p.fatal]
     if problems:
         raise FederationError("\n".join(str(problem) for problem in problems))
     experiment.check_net()
@@ -118,7 +117,7 @@ def open_hosts(run: str, cache: str) -> Callable[[Question], None]:
 class Running:
     """The parties of a run with its folder; a context that closes the transport on leaving.
 
-    With a pooled method the sites keep their own clients for evaluation.
+    Where not all sites train, or they train as one, there are other clients for evaluation.
     """
 
     def __init__(self, parties: Parties, folder: RunFolder, watch: Watch | None = None) -> None:
@@ -143,7 +142,7 @@ class Running:
 
         self.clients = reach(parties.training, "train")
         self.evaluators = self.clients
-        if self.design.pooled:
+        if set(parties.summaries) != set(parties.training):
             self.evaluators = reach(list(parties.summaries), "evaluate")
 
     def __enter__(self) -> "Running":
@@ -161,8 +160,10 @@ class Running:
         grid: str,
         metrics: Sequence[str],
         overlays: bool = False,
-    ) -> list[dict[str, Any]]:
-        """Rows of the federation's model at every site."""
+        **more: Any,
+    ) -> "Evaluated":
+        """The federation's model at every site that has cases of the split. more: what the task's evaluator takes
+        beyond this."""
         method = self.design.method
         members = {site: _members(eval_members(method, state, site)) for site in self.evaluators.sites}
         first = next(iter(members.values()))
@@ -177,20 +178,39 @@ class Running:
             grid=grid,
             metrics=list(metrics),
             overlays=overlays,
+            **more,
         )
 
     def evaluate_local(
-        self, site: str, file: Path, *, round: int, split: str, metrics: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """Rows of one site's local model at every site."""
+        self, site: str, file: Path, *, round: int, split: str, metrics: Sequence[str], **more: Any
+    ) -> "Evaluated":
+        """One site's local model at every site that has cases of the split."""
         kept: Any = wire.decode(read_whole(file), copy=False)
         shared = {"members": [{"model": kept["model"], "classes": kept["classes"]}]}
         what = {"split": split, "model": f"local/{site}", "round": round, "grid": "original"}
-        return self._ask(None, shared, **what, metrics=list(metrics), overlays=False)
+        return self._ask(None, shared, **what, metrics=list(metrics), overlays=False, **more)
 
-    def _ask(self, each: Any, shared: dict[str, Any], **what: Any) -> list[dict[str, Any]]:
-        replies = self.evaluators.call(self.design.evaluator.evaluate, each=each, **shared, **what)
-        return [row for _, reply in replies for row in reply["rows"]]
+    def _ask(self, each: Any, shared: dict[str, Any], **what: Any) -> "Evaluated":
+        summaries = self.parties.summaries
+        chosen = [site for site in self.evaluators.sites if summaries[site]["cases"][what["split"]]]
+        if len(chosen) < len(self.evaluators.sites):
+            each = {site: (each or {}).get(site, {}) for site in chosen}
+        found = Evaluated([], [])
+        for site, reply in self.evaluators.call(self.design.evaluator.evaluate, each=each, **shared, **what):
+            found.rows.extend(reply["rows"])
+            place = {"split": what["split"], "model": what["model"], "site": site}
+            for name, histogram in reply.get("histograms", {}).items():
+                found.histograms.append({**place, "class": name, "histogram": histogram})
+        return found
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What sites answered of a model. rows: see `evaluate.Row`; histograms: where labels are of whole images, of
+    every site and class, see `classification.Histogram`."""
+
+    rows: list[dict[str, Any]]
+    histograms: list[dict[str, Any]]
 
 
 def _members(members: Iterable[Any]) -> list[dict[str, Any]]:
@@ -244,7 +264,7 @@ def run_federation(
     with Running(parties, folder, watch) as running:
         net = design.make_net()
         _describe(folder, parties, net)
-        best = Best(folder, design.space, evaluation.select_weights)
+        best = Best(folder, evaluation.select_weights, selects(federation))
         state = folder.latest(design.method)
         if state is not None:
             running.clients.least = _fewest_private(folder)
@@ -259,7 +279,7 @@ def run_federation(
                 running.evaluators.begin(state.round)
             return running.evaluate(
                 state, split="validation", model="global", grid="federation", metrics=evaluation.round_metrics
-            )
+            ).rows
 
         def keep(record: Round) -> None:
             last = record.number == federation.rounds
@@ -278,22 +298,22 @@ def run_federation(
             after_round=keep,
         )
         folder.keep_model("last", state.round)
-        tell("final evaluation on the original grids")
+        tell("final evaluation" + (" on the original grids" if federation.task == "segmentation" else ""))
         _finish(running, federation)
 
 
 class Best:
     """The best complete round by the validation score, kept as models/best.fa with best.json beside it."""
 
-    def __init__(self, folder: RunFolder, space: LabelSpace, weights: str) -> None:
-        self.folder, self.space, self.weights = folder, space, weights
+    def __init__(self, folder: RunFolder, weights: str, metric: str) -> None:
+        self.folder, self.weights, self.metric = folder, weights, metric
         self.round, self.score = 0, -1.0
         self.last_score: float | None = None
         """The score of the round seen last; None if none of its values was defined."""
 
     def see(self, number: int, rows: list[dict[str, Any]]) -> None:
         """Keeps the round if its score is the highest so far; of equal scores the first."""
-        score = self.last_score = selection_score(rows, self.weights) if rows else None
+        score = self.last_score = selection_score(rows, self.weights, self.metric) if rows else None
         if score is not None and score > self.score:
             self.round, self.score = number, score
             self.folder.keep_model("best", number)
@@ -302,7 +322,7 @@ class Best:
     def recover(self, latest: int) -> None:
         """After a resume: what was seen so far, from the rounds on disk."""
         for log, rows in self.folder.records():
-            score = selection_score(rows, self.weights) if rows else None
+            score = selection_score(rows, self.weights, self.metric) if rows else None
             if score is not None and score > self.score:
                 self.round, self.score = log["round"], score
         path = self.folder.path / "best.json"
@@ -317,7 +337,8 @@ class Best:
 
 
 def _finish(running: Running, federation: Federation) -> None:
-    """Evaluates best, last and local models on the original grids, into rows.csv."""
+    """Evaluates best, last and local models on the original grids, into rows.csv; where labels are of whole images,
+    also into histograms.json and thresholds.json. Thresholds are fitted on the validation cases of all sites."""
     folder, method = running.folder, running.design.method
     running.evaluators.begin(federation.rounds + 1)
     metrics = federation.evaluation.metrics
@@ -326,19 +347,38 @@ def _finish(running: Running, federation: Federation) -> None:
     loaded = {name: folder.state(path, method) for name, path in paths.items() if path.exists()}
     if len(loaded) == 2 and loaded["best"].round == loaded["last"].round:
         loaded.pop("last")
-    rows = []
-    for split in ("validation", "test"):
-        if not any(summary["cases"][split] for summary in running.parties.summaries.values()):
-            continue
-        for name, state in loaded.items():
-            overlays = federation.evaluation.overlays and name == next(iter(loaded))
-            rows += running.evaluate(
-                state, split=split, model=name, grid="original", metrics=metrics, overlays=overlays
-            )
-        local = folder.local_models() if "local" in wanted else {}
-        for site, file in local.items():
-            rows += running.evaluate_local(site, file, round=federation.rounds, split=split, metrics=metrics)
-    write_rows(folder.path / "rows.csv", rows)
+    there = [
+        split
+        for split in ("validation", "test")
+        if any(summary["cases"][split] for summary in running.parties.summaries.values())
+    ]
+    local = folder.local_models() if "local" in wanted else {}
+    found = Evaluated([], [])
+    fitted: dict[str, Any] = {}
+    for split in there:
+        for name in [*loaded, *(f"local/{site}" for site in local)]:
+            more = running.design.task.extra(fitted.get(name))
+            if name in loaded:
+                overlays = federation.evaluation.overlays and name == next(iter(loaded))
+                what = {"split": split, "model": name, "grid": "original", "metrics": metrics}
+                got = running.evaluate(loaded[name], overlays=overlays, **what, **more)
+            else:
+                site = name.removeprefix("local/")
+                what = {"round": federation.rounds, "split": split, "metrics": metrics}
+                got = running.evaluate_local(site, local[site], **what, **more)
+            found.rows.extend(got.rows)
+            found.histograms.extend(got.histograms)
+            if split == "validation":
+                fitted[name] = running.design.task.fit(got.histograms, federation, running.design.space)
+    write_rows(folder.path / "rows.csv", found.rows)
+    if found.histograms:
+        write_atomic(folder.path / "histograms.json", to_json(found.histograms))
+    if any(fitted.values()):
+        criterion = federation.evaluation.threshold
+        kept = {"split": "validation", "criterion": criterion, "models": fitted}
+        write_atomic(
+            folder.path / "thresholds.json", to_json(kept | {"classes": next(iter(fitted.values()))})
+        )
     info = read_json(folder.path / "run.json")
     write_atomic(folder.path / "run.json", to_json({**info, "finished": _now()}))
 
@@ -446,15 +486,17 @@ def _now() -> str:
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """What a run came to, as plain values: best round, and mean Dice per model, site and class."""
+    """What a run came to, as plain values: best round, and mean Dice (for whole images AUROC) per model, site and
+    class."""
     rows = read_rows(path / "rows.csv")
     best = read_json(path / "best.json") if (path / "best.json").exists() else None
+    metric = "auroc" if any(row["metric"] == "auroc" for row in rows) else "dice"
     means: dict[str, Any] = {}
     for row in rows:
-        if row["metric"] == "dice" and row["value"] is not None:
+        if row["metric"] == metric and row["value"] is not None:
             place = (
                 means.setdefault(row["split"], {}).setdefault(row["model"], {}).setdefault(row["site"], {})
             )
             place.setdefault(row["class"], []).append(row["value"])
     mean = lambda v: float(np.mean(v)) if isinstance(v, list) else {k: mean(item) for k, item in v.items()}  # noqa: E731
-    return {"run": str(path), "best": best, "dice": mean(means)}
+    return {"run": str(path), "best": best, metric: mean(means)}

@@ -20,7 +20,6 @@ import torch
 
 from fedatlas import build
 from fedatlas.build import POOLED, Experiment, egress_log
-from fedatlas.data.index import naming_of
 from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
 from fedatlas.engine.store import write_atomic
@@ -28,6 +27,7 @@ from fedatlas.errors import FedAtlasError, FederationError
 from fedatlas.experiment import Federation, flat_difference, hash_of, load_federation, resolved, shareable
 from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.method import at_site
+from fedatlas.tasks import task_of
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -196,12 +196,10 @@ class SiteDesk:
         return {"facts": facts}
 
     def _own_layout(self) -> Any:
-        from fedatlas.data.site_data import read_site
-
         mine = [site for site in self.federation.sites if site.name in self.data]
         if not mine:
             raise FederationMismatch(f"site {self.name}: the federation file does not name it")
-        return [read_site(site, Path(site.path or "")) for site in mine]
+        return [task_of(self.federation).read(self.federation, site, Path(site.path or "")) for site in mine]
 
     @at_site
     def join(self, site: Any, agreement: dict[str, Any]) -> dict[str, Any]:
@@ -212,8 +210,7 @@ class SiteDesk:
         summary = source.summary()
         classes = {}
         for index in source.indexes:
-            strict, _ = naming_of(index, agreed.space)
-            classes |= {own: agreed.space.names[c] for own, c in strict.classes.items()}
+            classes |= task_of(self.federation).names(index, agreed.space)
         return {"facts": {"summary": summary, "classes": classes, "memory": host.memory.versions()}}
 
     def _joined(self, agreed: Agreement) -> Host:

@@ -200,6 +200,45 @@ def _as_rows(weight: Tensor, tensor: Tensor) -> Tensor:
     return weight.reshape(-1, *[1] * (tensor.dim() - 1))
 
 
+def sparse(new: Mapping[str, Tensor], old: Mapping[str, Tensor], threshold: float) -> dict[str, Tensors]:
+    """What `dense` makes of `old` the entries of `new` that differ from it by more than `threshold`:
+
+        {name: {"index": places in the flattened tensor, int32 [m], increasing; "value": the new entries, [m]}}
+
+    Where m is more than half of a tensor, which is then smaller whole, "index" is left out and "value" is the whole
+    tensor, flattened, with the old entries where they are kept. Raises NameMismatch for models of different form.
+    """
+    require_same(old, new, asked="sparse")
+    return {name: _sparse(tensor.flatten(), old[name].flatten(), threshold) for name, tensor in new.items()}
+
+
+def _sparse(new: Tensor, old: Tensor, threshold: float) -> Tensors:
+    moved = (new - old).abs() > threshold
+    index = moved.nonzero()[:, 0]
+    if 2 * len(index) > len(new):
+        return {"value": torch.where(moved, new, old)}
+    return {"index": index.to(torch.int32), "value": new[index]}
+
+
+def dense(changes: Mapping[str, Tensors], old: Mapping[str, Tensor]) -> Tensors:
+    """New tensors: `old` with the entries that `sparse` took put in their places, exactly.
+
+    Raises NameMismatch for other names, dtypes or more entries than `old` has.
+    """
+    values: Tensors = {}
+    if list(changes) != list(old):
+        raise NameMismatch(f"dense: changes of {_first(list(changes))}; the tensors are {_first(list(old))}")
+    for name, tensor in old.items():
+        value, index = changes[name]["value"], changes[name].get("index")
+        if value.dtype != tensor.dtype or len(value) > tensor.numel():
+            raise NameMismatch(f"dense: {_form(value)} for {name}, which is {_form(tensor)}")
+        flat = tensor.flatten().clone() if index is not None else value
+        if index is not None:
+            flat[index.long()] = value
+        values[name] = flat.reshape(tensor.shape)
+    return values
+
+
 def is_finite(tree: "Tree") -> bool:
     """Is every number of a tree finite: floating tensors and plain floats alike."""
     if isinstance(tree, Tensor):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import inference
-from fedatlas.build import build_net, cache_folder, make_evaluator
+from fedatlas.build import build_net, cache_folder
 from fedatlas.data.site_data import SiteConfig, SiteData, read_site
-from fedatlas.data.transforms import load_scan, write_label_map
+from fedatlas.data.transforms import Preprocessing, load_scan, write_label_map
 from fedatlas.engine import wire
 from fedatlas.engine.run import RunFolder, read_json, to_json
 from fedatlas.engine.store import read_whole, write_atomic
@@ -21,6 +21,7 @@ from fedatlas.experiment import load_federation, make_method
 from fedatlas.labels import BACKGROUND, LabelSpace
 from fedatlas.method import Member, eval_members
 from fedatlas.options import not_known
+from fedatlas.tasks import task_of
 from fedatlas.tensors import Tensors, load
 
 
@@ -77,6 +78,12 @@ class Trained:
         state = self.folder.state(file, self.method)
         return eval_members(self.method, state, "")
 
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """From scans to the federation's grid."""
+        assert self.federation.preprocessing is not None
+        return self.federation.preprocessing
+
     def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
         """The federation's net with the given values, on the chosen device."""
         net = build_net(self.federation, self.method, name, channels=self.channels, classes=len(self.space))
@@ -86,7 +93,7 @@ class Trained:
 
     def probabilities(self, image: Tensor) -> Tensor:
         """[C, *S] for an image [I, *S] on the federation's grid; several models are merged as the method says."""
-        preprocessing = self.federation.preprocessing
+        preprocessing = self.preprocessing
         maps = []
         for member in self.members:
             found = inference.probabilities(
@@ -103,6 +110,16 @@ class Trained:
                 else inference.restrict(found, member.classes, self.space.exclusive)
             )
         return inference.merge(maps, self.space.exclusive)
+
+
+def task_name(path: Path) -> str:
+    """The task of a run. Raises RunFolderError if it is not a run folder."""
+    file = path / "federation.yaml"
+    if not file.exists():
+        raise RunFolderError(
+            f"{path}: not a run folder, it holds no federation.yaml; `fedatlas run` makes one"
+        )
+    return load_federation(file).task
 
 
 def predict_scans(
@@ -123,7 +140,7 @@ def predict_scans(
             )
     written = []
     for files, target in zip(scans, targets, strict=True):
-        volume = load_scan(list(files), trained.federation.preprocessing, trained.space)
+        volume = load_scan(list(files), trained.preprocessing, trained.space)
         if volume.image.shape[0] != trained.channels:
             raise DataError(
                 f"{files[0]}: has {volume.image.shape[0]} channels; the model was trained on {trained.channels}"
@@ -181,7 +198,7 @@ def evaluate_folder(
     source = SiteData(
         read_site(config, data),
         space,
-        federation.preprocessing,
+        trained.preprocessing,
         federation.sampling,
         federation.augmentation,
         seed=federation.seed,
@@ -192,7 +209,7 @@ def evaluate_folder(
         raise DataError(
             f"{data}: its scans have {source.channels} channels; the model was trained on {trained.channels}"
         )
-    evaluator = make_evaluator(federation, space)
+    evaluator = task_of(federation).evaluator(federation, space)
     rows: list[dict[str, Any]] = []
     members = [
         {"model": m.model, "classes": None if m.classes is None else list(m.classes)} for m in trained.members
@@ -212,7 +229,7 @@ def evaluate_folder(
 class Visitor:
     """A site outside the federation, as evaluation sees it."""
 
-    def __init__(self, name: str, source: SiteData, trained: Trained) -> None:
+    def __init__(self, name: str, source: Any, trained: Trained) -> None:
         self.name, self.source, self.network, self.device = name, source, trained.network, trained.device
         self.folder, self.labels = trained.folder.path / "visitors" / name, source.labels
 

@@ -60,26 +60,29 @@ def train(
     round: int,
     rounds: int,
     memory: str = "optimizer",
+    optimizer: torch.optim.Optimizer | None = None,
+    step: "Callable[[torch.optim.Optimizer, Local, torch.device], Step] | None" = None,
 ) -> dict[str, float]:
     """Trains `net` in place for one round of `local`; logs and returns the means of the loss and its terms.
 
     round, rounds: counted from 0; they place the round on the learning-rate schedule.
     memory: the key in `site.memory` under which the optimizer's state is kept.
+    optimizer: in place of the one that `local` names. step: makes the step in place of `Step`.
 
     Raises FloatingPointError where the mean loss is not finite.
     """
     net.train()
-    optimizer = make_optimizer(net, local)
+    optimizer = optimizer or make_optimizer(net, local)
     if local.opt_state == "persist" and memory in site.memory:
         restore_optimizer(optimizer, net, site.memory[memory])
-    step = Step(optimizer, local, site.device)
+    take = (step or Step)(optimizer, local, site.device)
     batches = site.batches(batch=local.batch, steps=local.steps, epochs=local.epochs)
     sums: dict[str, Tensor] = {}
     seconds = 0.0
     for count, batch in enumerate(batches):
         began = time.perf_counter()
-        step.at(round * len(batches) + count, of=rounds * len(batches))
-        for name, value in step(net, loss, batch).items():
+        take.at(round * len(batches) + count, of=rounds * len(batches))
+        for name, value in take(net, loss, batch).items():
             sums[name] = sums[name] + value.double() if name in sums else value.double()
         seconds += time.perf_counter() - began
     if local.opt_state == "persist":
@@ -107,9 +110,10 @@ class Step:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def at(self, step: int, *, of: int) -> None:
-        """Sets the learning rate of step `step`, counted from 0, out of `of`."""
+        """Sets the learning rate of step `step`, counted from 0, out of `of`; a group of parameters with an
+        "initial_lr" has that in place of `local.lr`."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.local.lr * lr_factor(self.local, step, of)
+            group["lr"] = group.get("initial_lr", self.local.lr) * lr_factor(self.local, step, of)
 
     def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
         """Takes one step and returns the detached loss, and its terms if it has several."""
@@ -120,12 +124,16 @@ class Step:
         assert isinstance(total, Tensor)
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(total).backward()
+        self.apply()
+        return {"loss": total.detach()} | {name: term.detach() for name, term in terms.items()}
+
+    def apply(self) -> None:
+        """Moves the parameters by the gradients that they hold, clipped."""
         if self.local.clip is not None:
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.parameters, self.local.clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return {"loss": total.detach()} | {name: term.detach() for name, term in terms.items()}
 
 
 def autocast(local: Local, device: torch.device) -> torch.autocast:

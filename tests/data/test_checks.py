@@ -137,7 +137,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "half a label": (lambda r: change(r / LABEL, put(0.5, np.float32)), LABEL, "holds 0.5 in 1 voxels"),
     "nan label": (lambda r: change(r / LABEL, put(np.nan, np.float32)), LABEL, "holds nan in 1 voxels"),
     "patient in both": (leak, "imagesTs/p001_0000.nii.gz", "patient 'p001' is in the train cases"),
-    "scan in both": (twin, "imagesTs/zz_0000.nii.gz", "is, voxel by voxel, that of"),
+    "scan in both": (twin, "imagesTs/zz_0000.nii.gz", "is, value by value, that of"),
     "empty": (empty, "", "holds no training case"),
 }
 
@@ -205,7 +205,7 @@ def test_two_copies_of_a_scan_in_training_are_a_note(root: Path) -> None:
         shutil.copy(root / folder / f"p001{ending}.nii.gz", root / folder / f"zz{ending}.nii.gz")
     edit(root / "dataset.json", numTraining=4)
     (note,) = check(root)
-    assert not note.fatal and "voxel by voxel" in str(note)
+    assert not note.fatal and "value by value" in str(note)
 
 
 def test_progress_is_told(root: Path) -> None:
@@ -251,7 +251,7 @@ def test_scans_shared_by_sites(sound: Path) -> None:
         for order in (1, -1):
             pair = [scan("a", "x", seen, "1"), scan("b", "y", "test", "1"), scan("a", "z", "test", "2")]
             (problem,) = shared_scans(pair[::order])
-            assert problem.fatal and str(problem).startswith("site b: test/y: the scan of test case 'y'")
+            assert problem.fatal and str(problem).startswith("site b: test/y: the image of test case 'y'")
             assert f"that of {seen} case 'x' of site a" in str(problem)
     same_site = [scan("a", "x", "train", "1"), scan("a", "y", "test", "1"), scan("b", "y", "test", "2")]
     assert not shared_scans(same_site), "these are for twin_problems"
@@ -284,5 +284,5 @@ def test_a_run_refuses_a_test_scan_that_another_site_trains_on(small, tmp_path) 
         nib.save(empty, places[1] / folder / tested.name.replace("_0000", ""))
     small["sites"] = [site | {"path": str(tmp_path / site["name"])} for site in small["sites"][:2]]
     small["labels"] = {}
-    with pytest.raises(DataError, match="s1.*test case .* is, voxel by voxel, that of .* of site s0"):
+    with pytest.raises(DataError, match="s1.*test case .* is, value by value, that of .* of site s0"):
         run_federation(parse_federation(small, base=tmp_path), tmp_path / "run", tell=lambda text: None)

@@ -57,7 +57,7 @@ def empty_site(index: SiteIndex) -> list[Problem]:
     ]
 
 
-def twin_problems(index: SiteIndex, digests: Sequence[tuple[str, str, str, str]]) -> list[Problem]:
+def twin_problems(site: str, digests: Sequence[tuple[str, str, str, str]]) -> list[Problem]:
     """Equal scans under two names. digests: (case, split, file, digest of the voxels). Fatal between the test
     cases and the others."""
     found, first = [], {}
@@ -66,9 +66,9 @@ def twin_problems(index: SiteIndex, digests: Sequence[tuple[str, str, str, str]]
             other, other_split = first[mark]
             fatal = (split == "test") != (other_split == "test")
             what = (
-                f"the scan of {split} case {case!r} is, voxel by voxel, that of {other_split} case {other!r}"
+                f"the image of {split} case {case!r} is, value by value, that of {other_split} case {other!r}"
             )
-            found.append(Problem(index.name, file, what, "take one out", fatal))
+            found.append(Problem(site, file, what, "take one out", fatal))
         first.setdefault(mark, (case, split))
     return found
 
@@ -92,7 +92,7 @@ def shared_scans(scans: Sequence[Scan]) -> list[Problem]:
                 if (scan.split == "test") != (other.split == "test"):
                     test, seen = (scan, other) if scan.split == "test" else (other, scan)
                     what = (
-                        f"the scan of test case {test.case!r} is, voxel by voxel, that of {seen.split} case"
+                        f"the image of test case {test.case!r} is, value by value, that of {seen.split} case"
                     )
                     what += f" {seen.case!r} of site {seen.site}"
                     found.append(Problem(test.site, test.file, what, "take one out"))
@@ -102,7 +102,7 @@ def shared_scans(scans: Sequence[Scan]) -> list[Problem]:
                     )
     for equals in pairs.values():
         scan, other = equals[0]
-        what = f"the scan of {scan.split} case {scan.case!r} is, voxel by voxel, that of {other.split} case"
+        what = f"the image of {scan.split} case {scan.case!r} is, value by value, that of {other.split} case"
         what += f" {other.case!r} of site {other.site}"
         what += f" ({len(equals)} such scans)" if len(equals) > 1 else ""
         found.append(Problem(scan.site, scan.file, what, "if that is not meant, keep it at one site", False))
@@ -170,7 +170,7 @@ def check_site(
                 "if it was not drawn, leave it out with `annotated`; if it is verified absent, all is well"
             )
             found.append(Problem(index.name, index.root.name, what, remedy, False))
-    found += twin_problems(index, digests)
+    found += twin_problems(index.name, digests)
     return sorted(found, key=lambda problem: not problem.fatal)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fedatlas.data import datasets
 from fedatlas.data.datasets.listing import (
@@ -34,6 +34,11 @@ class Reference:
     test_labels: str = option("labelsTs_all", "Folder of its label files for test cases.")
 
 
+VOLUME_FORMATS = ("auto", "nnunet", "msd", "monai")
+IMAGE_FORMATS = ("csv", "chestxray14", "tbx", "covid")
+"""Layouts of scans with label maps, and of images with findings."""
+
+
 @options
 class SiteConfig:
     """One hospital of the federation."""
@@ -46,7 +51,27 @@ class SiteConfig:
         "Its folder; relative to the federation file. Left out where the site takes part from elsewhere.",
         min_length=1,
     )
-    format: Literal["auto", "nnunet", "msd", "monai"] = option("auto", "The layout of the folder.")
+    format: Literal["auto", "nnunet", "msd", "monai", "csv", "chestxray14", "tbx", "covid"] = option(
+        "auto",
+        "The layout of the folder; auto: one of those with label maps. For findings of whole images: csv, "
+        "chestxray14, tbx (Tuberculosis Chest X-ray), covid (COVID-19 Radiography).",
+    )
+    reading: dict[str, Any] = option({}, "The options of a layout for whole images, as the columns of a csv.")
+    role: Literal["train", "test"] = option(
+        "train", "test: the site trains nothing, and all of its cases are test cases (whole images)."
+    )
+    cases: int | None = option(
+        None, "Training images to use, drawn by patient; fewer are among more. Null: all (whole images).", ge=1
+    )
+    balanced: int | None = option(
+        None,
+        "Test images per class in which it is present, and as many in which it is absent, each class drawn on its "
+        "own; null: all test images (whole images).",
+        ge=1,
+    )
+    score_all: bool = option(
+        False, "Whether classes of its table that `annotated` leaves out are scored, too (whole images)."
+    )
     annotated: tuple[str, ...] | None = option(
         None, "Which labels of its table count as annotated; null: all. Its own names, or ours."
     )
@@ -137,6 +162,16 @@ def read_site(config: SiteConfig, base: Path) -> SiteIndex:
     root = (base / Path(config.path or "").expanduser()).resolve()
     if not root.is_dir():
         raise DataError(f"site {config.name}: {root}: no such folder; correct the site's `path`")
+    if config.format not in VOLUME_FORMATS:
+        raise FederationError(
+            f"site {config.name}: format is {config.format!r}, which has no label maps; for it set "
+            f"`task: classification`, or choose from: {', '.join(VOLUME_FORMATS)}"
+        )
+    for key, default in (("role", "train"), ("cases", None), ("balanced", None), ("score_all", False)):
+        if getattr(config, key) != default:
+            raise FederationError(
+                f"site {config.name}: {key}: is for labels of whole images (`task: classification`); leave it out"
+            )
     layout = Layout(config.name, root, config.table, config.labels, config.test_labels)
     form = datasets.detect(layout) if config.format == "auto" else config.format
     listing = datasets.REGISTRY[form](layout)

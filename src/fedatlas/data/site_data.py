@@ -187,7 +187,7 @@ class SiteData:
                 self._reference(item)
         scans = self._scans()
         for index in self.indexes:
-            refuse(twin_problems(index, [scan[1:] for scan in scans if scan.site == index.name]))
+            refuse(twin_problems(index.name, [scan[1:] for scan in scans if scan.site == index.name]))
         self._ready = True
 
     def scans(self) -> list[Scan]:

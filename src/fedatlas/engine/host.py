@@ -35,8 +35,9 @@ class SiteSource(Protocol):
     labels: SiteLabels
     n_train: int
     n_labelled: Tensor
-    n_positive: Tensor
 
+    @property
+    def n_positive(self) -> Tensor: ...
     def batches(
         self,
         rng_parts: tuple[str | int, ...],

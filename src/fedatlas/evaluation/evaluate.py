@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedatlas import inference
 from fedatlas.data.batch import Volume
 from fedatlas.errors import FederationError
+from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
 from fedatlas.evaluation.metrics import METRICS, EmptyPolicy, score
 from fedatlas.evaluation.statistics import client_wise_index, macro_over_classes, select
 from fedatlas.inference import Inference
@@ -35,9 +36,38 @@ class Evaluation:
     )
     every: int = option(1, "Rounds between validations; the last round is always validated.", ge=1)
     metrics: tuple[str, ...] = option(
-        ("dice", "hd95", "asd", "nsd"), "Of the final evaluation.", min_length=1
+        (),
+        "Of the final evaluation; empty: dice, hd95, asd, nsd, or for labels of whole images auroc, ap, f1, "
+        "sensitivity, specificity, ece.",
     )
-    round_metrics: tuple[str, ...] = option(("dice",), "Of the validations during training; dice selects.")
+    round_metrics: tuple[str, ...] = option(
+        (),
+        "Of the validations during training; empty: dice, or auroc for labels of whole images, which select.",
+    )
+    test: float = option(
+        0.2,
+        "Whole images: share of a site's patients that is tested on, where its tables name no test cases.",
+        ge=0,
+        lt=1,
+    )
+    split_seed: int = option(
+        0, "Whole images: decides which patients are in which split, and `cases`; the file's seed does not.", ge=0
+    )
+    threshold: Literal["f1", "youden"] = option(
+        "f1",
+        "Whole images: what the threshold of a class is best for, on the validation images of all sites together.",
+    )
+    bins: int = option(10, "Whole images: bins of the calibration error.", ge=1)
+    draws: int = option(
+        1000, "Whole images: resamples of patients behind every interval of the final evaluation; 0: none.", ge=0
+    )
+    histogram: int = option(
+        100,
+        "Whole images: bins of score in which a site counts its positives and negatives for curves over all sites.",
+        ge=1,
+        le=1000,
+    )
+    batch: int = option(32, "Whole images: images predicted at a time.", ge=1)
     tolerance: float = option(2.0, "Of nsd, in mm.", gt=0)
     empty: EmptyPolicy = option(
         "nan", "Empty masks: nan leaves what is not defined out, zero is Fed-MENU's code."
@@ -55,11 +85,12 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         for name in (*self.metrics, *self.round_metrics):
-            if name not in METRICS:
-                raise not_known("evaluation: the metric", name, METRICS)
-        if "dice" not in self.round_metrics:
+            if name not in METRICS and name not in IMAGE_METRICS:
+                raise not_known("evaluation: the metric", name, [*METRICS, *IMAGE_METRICS])
+        if self.round_metrics and not {"dice", "auroc"} & set(self.round_metrics):
             raise FederationError(
-                f"evaluation: round_metrics are {list(self.round_metrics)}; dice, which selects, must be in"
+                f"evaluation: round_metrics are {list(self.round_metrics)}; dice (for whole images: auroc), which "
+                "selects, must be in"
             )
 
 
@@ -238,13 +269,15 @@ def _picture(volume: Volume, truth: np.ndarray, prediction: np.ndarray) -> dict[
     }
 
 
-def selection_score(rows: Iterable[Mapping[str, Any]], weights: str = "classes") -> float | None:
-    """The validation score of a round: Dice on annotated classes only. None if no value is defined.
+def selection_score(
+    rows: Iterable[Mapping[str, Any]], weights: str = "classes", metric: str = "dice"
+) -> float | None:
+    """The validation score of a round on annotated classes only. None if no value is defined.
 
-    weights: "classes": mean over the classes of all sites (each site's class once, ConDistFL);
+    metric: dice, or auroc for whole images. weights: "classes": mean over the classes of all sites (each site's class once, ConDistFL);
     "sites": the client-wise global index (Fed-MENU).
     """
-    dice = select(rows, metric="dice", known=True)
+    dice = select(rows, metric=metric, known=True)
     if weights == "sites":
         return client_wise_index(dice)
     # a class at a site is one entry

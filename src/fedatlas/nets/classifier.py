@@ -68,7 +68,8 @@ class DenseNet121:
             spatial_dims=2, in_channels=in_channels, out_channels=classes, dropout_prob=self.dropout
         )
         maps = nn.Sequential(net.features, nn.ReLU())
-        return Classifier(maps, net.class_layers.out.in_features, in_channels, classes, smallest=32)
+        features = int(net.class_layers[-1].in_features)  # type: ignore[arg-type]
+        return Classifier(maps, features, in_channels, classes, smallest=32)
 
 
 @options

@@ -1,0 +1,163 @@
+"""A trained classifier taken from a run folder: findings of image files, scores of folders."""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedatlas.build import cache_folder
+from fedatlas.data.datasets.images import Splitting
+from fedatlas.data.image_data import ImageData, prepared
+from fedatlas.data.image_index import read_image_site
+from fedatlas.data.index import SiteConfig
+from fedatlas.engine.run import read_json
+from fedatlas.engine.store import write_atomic
+from fedatlas.errors import FederationError
+from fedatlas.evaluation.statistics import write_rows
+from fedatlas.options import not_known
+from fedatlas.tasks import task_of
+from fedatlas.trained import Trained, Visitor
+
+
+def thresholds_of(trained: Trained) -> dict[str, float | None]:
+    """class -> where the model calls it present, as fitted on the validation images of the run; None: not fitted."""
+    file = trained.folder.path / "thresholds.json"
+    fitted = read_json(file)["models"].get(trained.model, {}) if file.exists() else {}
+    return {name: fitted.get(name, {}).get("value") for name in trained.space.names}
+
+
+def probabilities(trained: Trained, images: Tensor) -> Tensor:
+    """[N, C] for prepared images [N, I, H, W]; NaN for a class for which none of the models may speak."""
+    sums = torch.zeros(len(images), len(trained.space))
+    speaking = torch.zeros(len(trained.space))
+    for member in trained.members:
+        net = trained.network(member.model).eval()
+        classes = range(len(trained.space)) if member.classes is None else member.classes
+        may = torch.zeros(len(trained.space))
+        may[list(classes)] = 1
+        with torch.no_grad():
+            sums += net(images.to(trained.device)).sigmoid().cpu() * may
+        speaking += may
+    return sums / speaking
+
+
+def predict_images(
+    path: Path, files: Sequence[Path], out: Path, *, model: str = "best", device: str | None = None
+) -> dict[str, Any]:
+    """Writes findings.csv: per image and class the probability, and 1 or 0 at the threshold where one was fitted.
+
+    Returns the same. Raises DataError for a file that is no image.
+    """
+    trained = Trained(path, model, device)
+    names, limits = trained.space.names, thresholds_of(trained)
+    found = []
+    for file in files:
+        arrays, _ = prepared(file, "here", trained.federation.images)
+        row = probabilities(trained, torch.from_numpy(arrays["image"]).float()[None])[0].tolist()
+        scores = {name: value if value == value else None for name, value in zip(names, row, strict=True)}
+        present = {
+            name: int(value >= limit)
+            for name, value in scores.items()
+            if value is not None and (limit := limits[name]) is not None
+        }
+        found.append({"image": str(file), "probability": scores, "present": present})
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["image", *names, *(f"{name} present" for name in names)])
+    for entry in found:
+        values = ["" if entry["probability"][name] is None else entry["probability"][name] for name in names]
+        writer.writerow([entry["image"], *values, *(entry["present"].get(name, "") for name in names)])
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomic(out / "findings.csv", text.getvalue().encode())
+    return {"images": found, "thresholds": limits, "model": model, "table": str(out / "findings.csv")}
+
+
+def evaluate_images(
+    path: Path,
+    data: Path,
+    *,
+    format: str,
+    reading: Mapping[str, Any] | None = None,
+    model: str = "best",
+    aliases: Mapping[str, str] | None = None,
+    out: Path | None = None,
+    device: str | None = None,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Scores a trained classifier on every annotated image of a folder, at the thresholds of the run.
+
+    format, reading: as of a site of a federation file. Returns the rows, and the classes of the folder that the model
+    does not know: they are not scored.
+    """
+    trained = Trained(path, model, device)
+    federation, space, aliases = trained.federation, trained.space, dict(aliases or {})
+    for theirs, ours in aliases.items():
+        if ours not in space.names:
+            raise not_known(f"--alias {theirs}={ours}: the class", ours, space.names)
+    name = data.resolve().name
+    config = SiteConfig(  # type: ignore[call-arg]
+        name="".join(letter if letter.isalnum() else "-" for letter in name) or "folder",
+        path=str(data.resolve()),
+        format=format,  # type: ignore[arg-type]
+        reading=dict(reading or {}),
+        aliases=aliases,
+        role="test",
+    )
+    nothing = Splitting(test=0, validation=0)  # type: ignore[call-arg]
+    index = read_image_site(config, data, channels=federation.images.channels, splitting=nothing)
+    ignored = [own for own in index.listing.classes if aliases.get(own, own) not in space.names]
+    if len(ignored) == len(index.listing.classes):
+        raise FederationError(
+            f"{data}: none of its classes ({', '.join(ignored)}) is known to the model ({', '.join(space.names)}); "
+            "give aliases, as --alias theirs=ours"
+        )
+    source = ImageData(index, space, federation.images, cache=cache_folder(federation, path.parent))
+    source.prepare()
+    members: list[dict[str, Any]] = [
+        {"model": m.model, "classes": None if m.classes is None else list(m.classes)} for m in trained.members
+    ]
+    evaluator: Any = task_of(federation).evaluator(federation, space)
+    reply = evaluator.evaluate(
+        Visitor(config.name, source, trained),
+        members,
+        split="test",
+        model=model,
+        round=0,
+        grid="original",
+        metrics=list(federation.evaluation.metrics),
+        overlays=False,
+        thresholds=list(thresholds_of(trained).values()),
+    )
+    if out:
+        write_rows(out, reply["rows"])
+    return reply["rows"], ignored
+
+
+def image_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Value and interval per class and metric as text, with the numbers of positives and negatives."""
+    values = {(row["class"], row["metric"]): row for row in rows}
+    classes = list(dict.fromkeys(row["class"] for row in rows))
+    extra = ("_low", "_high", "_undefined")
+    metrics = [m for m in dict.fromkeys(r["metric"] for r in rows) if not m.startswith("n_")]
+    metrics = [m for m in metrics if not m.endswith(extra)]
+    width = max([len(name) for name in classes] + [5])
+    lines = [f"{'class':{width}}  {'n+':>5} {'n-':>5}  " + "  ".join(f"{m:>20}" for m in metrics)]
+    for name in classes:
+        cells = []
+        for metric in metrics:
+            row = values[name, metric]
+            low, high = (
+                values.get((name, f"{metric}_{end}"), {"value": None})["value"] for end in ("low", "high")
+            )
+            text = "not defined" if row["value"] is None else f"{row['value']:.3f}"
+            text += "" if low is None or high is None else f" ({low:.3f}-{high:.3f})"
+            cells.append(f"{text:>20}")
+        counts = [int(values[name, key]["value"]) for key in ("n_positive", "n_negative")]
+        lines.append(f"{name:{width}}  {counts[0]:5d} {counts[1]:5d}  " + "  ".join(cells))
+    reasons = dict.fromkeys(
+        f"{r['class']}: {r['reason']}" for r in rows if r["value"] is None and r["metric"] in metrics
+    )
+    return "\n".join([*lines, *(f"not defined, {reason}" for reason in reasons)])
