@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from findings import findings_federation, write_findings
 
 from fedatlas.data.phantom import phantom_sites, write_phantom
 
@@ -39,3 +40,15 @@ def small(phantom: Path, phantom_cache: Path) -> dict[str, Any]:
         "engine": {"cache": str(phantom_cache)},
     }
     return copy.deepcopy(federation)
+
+
+@pytest.fixture(scope="session")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with sites whose labels are of whole images; read only."""
+    return write_findings(tmp_path_factory.mktemp("findings"))
+
+
+@pytest.fixture
+def small_images(findings: Path, phantom_cache: Path) -> dict[str, Any]:
+    """As `small`, with labels of whole images."""
+    return copy.deepcopy(findings_federation(findings, phantom_cache / "findings"))

@@ -156,11 +156,13 @@ def text_of(result: dict[str, Any]) -> str:
         for name in classes:
             cells = []
             for info in sites.values():
-                if of_images:
+                if name not in info["annotated"]:
+                    text = "-"
+                elif of_images:
                     text = f"{info['positives'][name]} + {info['negatives'][name]}"
                 else:
                     text = f"{info['labelled'][name]} ({info['voxels'].get(name, 0):,})"
-                cells.append(text if name in info["annotated"] else "-")
+                cells.append(text)
             if any(cell != "-" for cell in cells):
                 lines.append(f"{name:{width}}" + "".join(f"{cell:>{column}}" for cell in cells))
         lines.append("")

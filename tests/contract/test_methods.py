@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from findings import findings_sites, write_findings
 from torch import Tensor
 
 from fedatlas import methods
@@ -23,11 +24,27 @@ from fedatlas.engine import wire
 from fedatlas.engine.local import InProcess
 from fedatlas.engine.run import RunFolder
 from fedatlas.experiment import parse_federation
-from fedatlas.method import declared, functions_of
+from fedatlas.method import declared, functions_of, sends_of
 from fedatlas.session import Hosts, Parties, Running, gather_local, run_federation
 from fedatlas.tensors import from_tree, to_tree
 
 METHODS = sorted(methods.REGISTRY)
+PAIRS = [(name, task) for name in METHODS for task in declared(methods.get(name), "tasks")]
+"""Every method with every task that it is for."""
+PHASE: dict[str, Any] = {
+    "pretrain_rounds": 1,
+    "pretrain": {"dim": 16, "bottleneck": 8, "batch": 4, "steps": 2},
+}
+PHASES = {"fedssp": PHASE, "fedmatch_plus": PHASE}
+"""What a method of two phases needs to go through both in two rounds, in a second."""
+
+
+@pytest.fixture
+def federation(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A small federation of the test's method and task."""
+    name, task = request.node.callspec.params["name"], request.node.callspec.params["task"]
+    chosen = request.getfixturevalue("small" if task == "segmentation" else "small_images")
+    return chosen | {"method": {"name": name} | PHASES.get(name, {})}
 
 
 def run_small(small: dict[str, Any], path: Path, **changes: Any) -> bytes:
@@ -71,9 +88,9 @@ def replies_of(small: dict[str, Any], path: Path, cache: Path) -> dict[str, list
     return sent
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_equal_bits_in_process_in_workers_and_resumed(name, small, tmp_path) -> None:
-    small["method"] = {"name": name}
+@pytest.mark.parametrize(("name", "task"), PAIRS)
+def test_equal_bits_in_process_in_workers_and_resumed(name, task, federation, tmp_path) -> None:
+    small = federation
     whole = run_small(small, tmp_path / "whole")
     small["engine"]["workers"] = 2
     small["sites"] = list(reversed(small["sites"]))
@@ -86,22 +103,25 @@ def test_equal_bits_in_process_in_workers_and_resumed(name, small, tmp_path) -> 
     assert run_small(small, folder.path) == whole
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_what_is_sent_is_what_is_declared(name, small, tmp_path, phantom_cache) -> None:
-    small["method"] = {"name": name}
-    federation = parse_federation(small, base=Path())
-    method = methods.get(name)
-    model = Experiment(federation, phantom_cache).make_net().state_dict()
-    shapes = {tuple(value.shape) for value in model.values()}
-    for values in replies_of(small, tmp_path, phantom_cache).values():
+@pytest.mark.parametrize(("name", "task"), PAIRS)
+def test_what_is_sent_is_what_is_declared(name, task, federation, tmp_path, phantom_cache) -> None:
+    parsed = parse_federation(federation, base=Path())
+    experiment = Experiment(parsed, phantom_cache)
+    declared_keys = [sorted(kinds) for kinds in sends_of(experiment.method).values()]
+    nets = ["main", *declared(experiment.method, "nets")]
+    tensors = [value for net in nets for value in experiment.make_net(net).state_dict().values()]
+    shapes = {tuple(value.shape) for value in tensors}
+    most = max(value.numel() for value in tensors)
+    for values in replies_of(federation, tmp_path, phantom_cache).values():
         for value in values:
-            assert sorted(value) == sorted(declared(method, "sends"))
-            for key, item in value.items():
+            assert sorted(value) in declared_keys
+            for item in value.values():
                 for leaf in leaves(item):
                     if isinstance(leaf, Tensor):
-                        assert key == "model" and tuple(leaf.shape) in shapes
-            plain = [leaf for key, item in value.items() if key != "model" for leaf in leaves(item)]
-            assert len(plain) <= 1 + 5, "more plain values than a count and one per class"
+                        # of a net, or the chosen entries of one of its tensors with their places
+                        assert tuple(leaf.shape) in shapes or (leaf.dim() == 1 and len(leaf) <= most)
+            plain = [leaf for leaf in leaves(value) if not isinstance(leaf, Tensor)]
+            assert len(plain) <= 1 + len(experiment.space), "more plain values than a count and one per class"
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -110,7 +130,7 @@ def leaves(tree: Any) -> list[Any]:
     return [leaf for item in tree for leaf in leaves(item)] if isinstance(tree, list) else [tree]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name, task in PAIRS if task == "segmentation"])
 def test_blindness(name, small, tmp_path) -> None:
     """What a site draws of classes that it does not annotate changes nothing that it sends."""
     from fedatlas.data.phantom import write_phantom
@@ -144,6 +164,18 @@ def test_blindness(name, small, tmp_path) -> None:
     assert wire.encode(to_tree(sent[0])) == wire.encode(to_tree(sent[1]))
 
 
+@pytest.mark.parametrize(("name", "task"), [pair for pair in PAIRS if pair[1] == "classification"])
+def test_blindness_to_findings(name, task, federation, tmp_path) -> None:
+    sent = []
+    for scrambled in (False, True):
+        folder = write_findings(tmp_path / f"data-{scrambled}", scramble=scrambled)
+        sites = findings_sites(folder, score_all=False)
+        sent.append(
+            replies_of(federation | {"sites": sites}, tmp_path / f"run-{scrambled}", tmp_path / "cache")
+        )
+    assert wire.encode(to_tree(sent[0])) == wire.encode(to_tree(sent[1]))
+
+
 def scramble(path: Path, hidden: list[int], kept: int) -> None:
     """Redraws the hidden classes at random over everything that is not the kept class."""
     image = nib.load(path)
@@ -174,6 +206,15 @@ def test_only_marked_functions_can_be_called(name) -> None:
 DEFAULTS = {
     "fedavg": {"weights": "cases"},
     "fedprox": {"mu": 0.01},
+    "fedpsl": {
+        "tdma": True,
+        "tadl": True,
+        "alpha": 1e-3,
+        "phi_in_outer": "updated",
+        "order": 2,
+        "outer": "local",
+    },
+    "fixmatch": {"threshold": 0.75, "lambda_u": 1.0},
     "condistfl": {
         "tau": 0.5,
         "lambda_start": 0.01,
@@ -193,12 +234,18 @@ def test_defaults_are_those_of_the_atlas(name) -> None:
     assert {key: getattr(method, key) for key in DEFAULTS[name]} == DEFAULTS[name]
 
 
-EXTRAS_OFF = {"fedprox": {"mu": 0.0}}
+EXTRAS_OFF = {"fedprox": {"mu": 0.0}, "fedpsl": {"tadl": False}, "fedssp": {"pretrain_rounds": 0}}
+"""What makes a method ordinary training where there is one site and every label."""
+ONE_SITE = [
+    pair
+    for pair in PAIRS
+    if not pair[0].startswith(("fedmatch", "mixup"))  # two halves of a model in turn; mixed images
+]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "task"), ONE_SITE)
 def test_one_round_at_one_site_with_all_labels_is_ordinary_training(
-    name, small, tmp_path, phantom_cache
+    name, task, federation, tmp_path, phantom_cache
 ) -> None:
     """E23: a federation of one fully labelled site, for one round, is a plain training loop."""
     from fedatlas import losses
@@ -207,12 +254,14 @@ def test_one_round_at_one_site_with_all_labels_is_ordinary_training(
     from fedatlas.tensors import tensors_of
     from fedatlas.training import train
 
-    place = Path(small["sites"][0]["path"])
-    sites = [{"name": "one", "path": str(place), "table": "all_labels.json", "labels": "labelsTr_all"}]
-    federation = parse_federation(
-        small | {"sites": sites, "method": {"name": name} | EXTRAS_OFF.get(name, {}), "rounds": 1},
-        base=Path(),
-    )
+    first = federation["sites"][0]
+    one = {"name": "one", "path": first["path"]}
+    if task == "segmentation":
+        sites = [one | {"table": "all_labels.json", "labels": "labelsTr_all"}]
+    else:
+        sites = [one | {"format": "csv", "reading": first["reading"]}]
+    method = {"name": name} | EXTRAS_OFF.get(name, {})
+    federation = parse_federation(federation | {"sites": sites, "method": method, "rounds": 1}, base=Path())
     folder = RunFolder(tmp_path)
     parties = gather_local(federation, folder, lambda text: None)
     experiment = parties.design
@@ -237,18 +286,18 @@ def test_one_round_at_one_site_with_all_labels_is_ordinary_training(
         parts,
     )
     net = site.network()
-    loss = losses.supervised(losses.make(losses.LossChoice(), experiment.space))
+    loss = losses.supervised(losses.for_site(losses.LossChoice(), site))
     train(site, net, loss, federation.local, round=0, rounds=1)
     assert wire.encode(tensors_of(net)) == wire.encode(result)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-def test_killed_at_random_instants(name, small, tmp_path) -> None:
+@pytest.mark.parametrize(("name", "task"), PAIRS)
+def test_killed_at_random_instants(name, task, federation, tmp_path) -> None:
     """kill -9 eight times, at instants drawn over the length of a whole run; what comes out in the end is what
     one run gives."""
     file = tmp_path / "federation.yaml"
-    file.write_text(yaml.safe_dump(small | {"method": {"name": name}, "rounds": 6}))
+    file.write_text(yaml.safe_dump(federation | {"rounds": 6}))
 
     def start(run: str) -> "subprocess.Popen[bytes]":
         command = [
@@ -270,7 +319,7 @@ def test_killed_at_random_instants(name, small, tmp_path) -> None:
     began = time.monotonic()
     assert start("whole").wait() == 0
     length = time.monotonic() - began
-    instants, kills = random.Random(name), 0
+    instants, kills = random.Random(name + task), 0
     for _ in range(8):
         child = start("killed")
         try:

@@ -8,6 +8,12 @@ from fedatlas.options import not_known
 REGISTRY: dict[str, str] = {
     "fedavg": "fedatlas.methods.fedavg:FedAvg",
     "fedprox": "fedatlas.methods.fedprox:FedProx",
+    "fedpsl": "fedatlas.methods.fedpsl:FedPSL",
+    "fedssp": "fedatlas.methods.fedssp:FedSSP",
+    "fedmatch": "fedatlas.methods.fedmatch:FedMatch",
+    "fedmatch_plus": "fedatlas.methods.fedmatch:FedMatchPlus",
+    "fixmatch": "fedatlas.methods.fixmatch:FixMatch",
+    "mixup_pme": "fedatlas.methods.mixup_pme:MixUpPME",
     "condistfl": "fedatlas.methods.condistfl:ConDistFL",
     "standalone": "fedatlas.methods.standalone:Standalone",
     "centralized": "fedatlas.methods.centralized:Centralized",

@@ -25,7 +25,7 @@ Shapes: B batch, C classes, G groups, *S spatial.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,8 @@ SMOOTH = 1e-5
 @options
 class ConDistFL:
     """FedAvg plus conditional distillation of every class that a site does not annotate (Wang 2025)."""
+
+    tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
 
     tau: float = option(0.5, "tau: temperature of both models' softmax; the official code has 2.0.", gt=0)
     lambda_start: float = option(0.01, "lambda: weight of the distillation in the first round.", ge=0)

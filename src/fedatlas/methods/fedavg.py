@@ -18,9 +18,9 @@ from fedatlas import losses
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods.weighting import Weighting, site_weights
+from fedatlas.methods.weighting import SENDS, SENDS_PER_CLASS, RowState, Weighting, answer, mean, started
 from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, average, tensors_of
+from fedatlas.tensors import Tensors
 from fedatlas.training import Local, train
 
 
@@ -29,6 +29,11 @@ class FedAvg:
     """The mean of locally trained models, with a loss that respects missing labels (McMahan 2017)."""
 
     weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
+    aggregate_unlabelled_rows: bool = option(
+        True,
+        "Whether row c of the head counts for sites that do not annotate class c; false weighs it by the cases "
+        "annotated for c, as FedPSL does.",
+    )
     loss: LossChoice = option(LossChoice(), "The supervised loss.")
     local: Local = option(Local(), "Training at a site between two exchanges.")
 
@@ -37,16 +42,23 @@ class FedAvg:
         losses.make(self.loss, space)
 
     def start(self, net: nn.Module, clients: Clients) -> State:
-        return State(model=tensors_of(net))
+        return started(net, per_class=not self.aggregate_unlabelled_rows)
 
     @property
-    def summed(self) -> Weighting:
-        return self.weights
+    def state(self) -> type[State]:
+        return State if self.aggregate_unlabelled_rows else RowState
+
+    @property
+    def sends(self) -> dict[str, str]:
+        return SENDS if self.aggregate_unlabelled_rows else SENDS_PER_CLASS
+
+    @property
+    def summed(self) -> Weighting | None:
+        return self.weights if self.aggregate_unlabelled_rows else None
 
     def round(self, state: State, clients: Clients) -> State:
         replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
-        weights = site_weights(replies, self.weights)
-        model = average(replies.each("model"), weights)  # Alg. 1, w_{t+1}
+        model = mean(replies, state, self.weights)  # Alg. 1, w_{t+1}
         return dataclasses.replace(state, model=model, round=state.round + 1)
 
     @at_site
@@ -54,4 +66,4 @@ class FedAvg:
         net = site.network(model)
         loss = losses.supervised(losses.for_site(self.loss, site))
         train(site, net, loss, self.local, round=round, rounds=rounds)  # Alg. 1, ClientUpdate
-        return {"model": tensors_of(net), "n": site.n_train}
+        return answer(site, net, per_class=not self.aggregate_unlabelled_rows)

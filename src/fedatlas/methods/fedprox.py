@@ -19,9 +19,9 @@ from fedatlas.data.batch import Batch
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods.weighting import Weighting, site_weights
+from fedatlas.methods.weighting import SENDS, SENDS_PER_CLASS, RowState, Weighting, answer, mean, started
 from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, average, tensors_of
+from fedatlas.tensors import Tensors
 from fedatlas.training import Local, train
 
 
@@ -31,6 +31,11 @@ class FedProx:
 
     mu: float = option(0.01, "mu: strength of the pull towards the global model; 0 is FedAvg.", ge=0)
     weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
+    aggregate_unlabelled_rows: bool = option(
+        True,
+        "Whether row c of the head counts for sites that do not annotate class c; false weighs it by the cases "
+        "annotated for c, as FedPSL does.",
+    )
     loss: LossChoice = option(LossChoice(), "The supervised loss.")
     local: Local = option(Local(), "Training at a site between two exchanges.")
 
@@ -39,16 +44,23 @@ class FedProx:
         losses.make(self.loss, space)
 
     def start(self, net: nn.Module, clients: Clients) -> State:
-        return State(model=tensors_of(net))
+        return started(net, per_class=not self.aggregate_unlabelled_rows)
 
     @property
-    def summed(self) -> Weighting:
-        return self.weights
+    def state(self) -> type[State]:
+        return State if self.aggregate_unlabelled_rows else RowState
+
+    @property
+    def sends(self) -> dict[str, str]:
+        return SENDS if self.aggregate_unlabelled_rows else SENDS_PER_CLASS
+
+    @property
+    def summed(self) -> Weighting | None:
+        return self.weights if self.aggregate_unlabelled_rows else None
 
     def round(self, state: State, clients: Clients) -> State:
         replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
-        weights = site_weights(replies, self.weights)
-        model = average(replies.each("model"), weights)  # Alg. 2, line 6
+        model = mean(replies, state, self.weights)  # Alg. 2, line 6
         return dataclasses.replace(state, model=model, round=state.round + 1)
 
     @at_site
@@ -64,7 +76,7 @@ class FedProx:
             }  # Eq. (2)
 
         train(site, net, h_k, self.local, round=round, rounds=rounds)
-        return {"model": tensors_of(net), "n": site.n_train}
+        return answer(site, net, per_class=not self.aggregate_unlabelled_rows)
 
 
 def proximal(w: Sequence[Tensor], w_t: Sequence[Tensor], mu: float) -> Tensor:

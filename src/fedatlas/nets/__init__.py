@@ -10,6 +10,7 @@ from torch.func import functional_call
 from fedatlas import seeds
 from fedatlas.errors import FederationError
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
+from fedatlas.nets.heads import SimSiamHeads
 from fedatlas.nets.mednext import MedNeXt
 from fedatlas.nets.module import Net
 from fedatlas.nets.unet import UNet
@@ -22,7 +23,13 @@ class NetOptions(Protocol):
     def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> Net: ...
 
 
-REGISTRY: dict[str, type] = {"unet": UNet, "mednext": MedNeXt, "cnn": CNN, "densenet121": DenseNet121}
+REGISTRY: dict[str, type] = {
+    "unet": UNet,
+    "mednext": MedNeXt,
+    "cnn": CNN,
+    "densenet121": DenseNet121,
+    "simsiam_heads": SimSiamHeads,
+}
 
 FOR_LEVEL: dict[str, tuple[str, ...]] = {"voxel": ("unet", "mednext"), "image": ("cnn", "densenet121")}
 """Which nets fit labels of voxels, and of whole images."""
