@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow lint types check bench docs clean
+.PHONY: demo demo-xray test test-slow lint types check bench docs clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -11,6 +11,9 @@ BIN := .venv/bin
 
 demo: .venv/installed
 	$(BIN)/fedatlas run experiments/quickstart.yaml --resume
+
+demo-xray: .venv/installed
+	$(BIN)/fedatlas run experiments/quickstart-xray.yaml --resume
 
 test: .venv/installed
 	$(BIN)/python -m pytest

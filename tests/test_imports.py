@@ -35,7 +35,7 @@ ALLOWED = {
     "report": {"report", "evaluation.statistics", "evaluation.classification"},
 }
 TOP = {
-    "experiment", "tasks", "build", "session", "trained", "trained_images", "site", "deploy", "audit", "check", "catalogue", "cli",
+    "experiment", "tasks", "build", "session", "trained", "trained_images", "site", "deploy", "audit", "check", "catalogue", "cli", "compare",
     "__init__", "__main__",
 }  # fmt: skip
 """Nothing below imports these."""

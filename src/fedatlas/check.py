@@ -58,8 +58,9 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             f"method {federation.method['name']} trains on the union of all sites' data; it runs where all data lie "
             "on one machine, and not across sites"
         )
-    without = [name for name, summary in sites.items() if not summary["cases"]["validation"]]
-    if without and len(without) == len(sites):
+    training = {name: summary for name, summary in sites.items() if summary.get("role") != "test"}
+    without = [name for name, summary in training.items() if not summary["cases"]["validation"]]
+    if without and len(without) == len(training):
         found.append(
             "no site has a validation case; no best round can be chosen, and the last model is the result. Raise "
             "`evaluation.validation`, or list validation cases"

@@ -158,6 +158,34 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="where to write it (default: report.html in the run folder)")
     as_json(made)
 
+    made = verb(
+        "compare",
+        compare,
+        "Train several arms with several seeds under one budget, and make their tables.",
+        "fedatlas compare comparison.yaml --profile full --data DIR --table results.md",
+    )
+    made.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="a comparison file, or federation files, each an arm",
+    )
+    made.add_argument("--profile", help="a profile of the comparison file")
+    made.add_argument("--data", type=Path, metavar="DIR", help="folder of the sites whose paths are relative")
+    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default: runs)")
+    made.add_argument("--seeds", type=int, metavar="N", help="how many seeds (default: as the file says)")
+    made.add_argument("--arms", metavar="A,B", help="train only these; the tables hold all")
+    made.add_argument("--workers", type=int, metavar="N", help="worker processes, in place of engine.workers")
+    made.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE.md",
+        help="write the tables between the comparison's marks of a page",
+    )
+    made.add_argument("--only-table", action="store_true", help="train nothing")
+    as_json(made)
+
     _deploy_verbs(verb, federation)
 
     made = verb(
@@ -483,6 +511,41 @@ def _predict_images(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def compare(arguments: argparse.Namespace) -> int:
+    from fedatlas.compare import check_page, collect, load_comparison, markdown, run_comparison, write_table
+
+    for name in ("seeds", "workers"):
+        value = getattr(arguments, name)
+        if value is not None and value < (1 if name == "seeds" else 0):
+            raise FedAtlasError(f"--{name} {value}: must be at least {1 if name == 'seeds' else 0}")
+    comparison = load_comparison(
+        arguments.files,
+        profile=arguments.profile,
+        data=arguments.data,
+        runs=arguments.runs,
+        seeds=arguments.seeds,
+        workers=arguments.workers,
+    )
+    if arguments.table:
+        check_page(comparison, arguments.table)
+    failed: dict[str, str] = {}
+    if not arguments.only_table:
+        progress = Progress(0, sys.stderr if arguments.json else sys.stdout)
+        arms = arguments.arms.split(",") if arguments.arms else None
+        try:
+            failed = run_comparison(comparison, arms=arms, tell=progress.tell, passing=progress.passing)
+        except KeyboardInterrupt:
+            progress.tell("stopped; complete rounds are kept. The same command goes on")
+            return INTERRUPTED
+    found = collect(comparison)
+    if arguments.table:
+        write_table(comparison, found, arguments.table)
+    print(json.dumps(found | {"failed": failed}, indent=1) if arguments.json else markdown(found))
+    for name in failed:
+        print(f"failed: {name}", file=sys.stderr)
+    return 1 if failed else 0
+
+
 def report(arguments: argparse.Namespace) -> int:
     from fedatlas.report.page import write
 
@@ -530,6 +593,11 @@ class Progress:
         if self.live:
             loss = f" loss {log['loss']:.3f}" if "loss" in log else ""
             self._transient(f"  {site}: {function}{loss}, {cost['seconds']:.1f} s")
+
+    def passing(self, text: str) -> None:
+        """What a terminal shows until the next line."""
+        if self.live:
+            self._transient(f"  {text.splitlines()[0]}")
 
     def round(self, record: Any, best: Any) -> None:
         if record.number == 0:

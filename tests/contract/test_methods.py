@@ -35,8 +35,12 @@ PHASE: dict[str, Any] = {
     "pretrain_rounds": 1,
     "pretrain": {"dim": 16, "bottleneck": 8, "batch": 4, "steps": 2},
 }
-PHASES = {"fedssp": PHASE, "fedmatch_plus": PHASE}
-"""What a method of two phases needs to go through both in two rounds, in a second."""
+PHASES = {
+    "fedssp": PHASE,
+    "fedmatch": {"h_interval": 2},
+    "fedmatch_plus": PHASE | {"h_interval": 1},
+}
+"""What a method needs to go through all that it does in two rounds, in a second."""
 
 
 @pytest.fixture

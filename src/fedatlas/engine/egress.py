@@ -10,6 +10,7 @@ What a check of form cannot find is information hidden in the values of a tensor
 import fcntl
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -48,8 +49,10 @@ def check(
     classes             class indices, none twice
     per class           at most one number per class
     rows                rows of evaluation, see `evaluation.evaluate.Row`
+    histograms          at most one per class, see `evaluation.classification.Histogram`; of bins of equal width
     facts               a plain dict of what a site says of itself when it joins
     opaque              bytes of a protocol of ours that are random to who lacks a key (secure aggregation)
+    sparse, sparse:NET  some entries of the tensors of a net, as `tensors.sparse` takes them
 
     classes: how many the label space has; forms: the tensors of a net by its name; what: names the reply.
     """
@@ -92,6 +95,37 @@ def _model(value: Any, classes: int, forms: Callable[[], Forms], mask: bool = Fa
 
 def _mask(value: Any, classes: int, forms: Callable[[], Forms]) -> str | None:
     return _model(value, classes, forms, mask=True)
+
+
+def _entries(value: Any, classes: int, forms: Callable[[], Forms]) -> str | None:
+    if not isinstance(value, dict):
+        return f"is a {type(value).__name__}"
+    expected = forms()
+    for name, entries in value.items():
+        if name not in expected:
+            return f"holds entries of {name!r}, which the net does not have"
+        dtype, shape = expected[name]
+        if not isinstance(entries, dict) or not {"value"} <= set(entries) <= {"index", "value"}:
+            return f"{name!r} is {_described(entries)}, not a dict of index and value"
+        numel = math.prod(shape)
+        got, index = entries["value"], entries.get("index")
+        if not isinstance(got, Tensor) or got.dim() != 1 or _dtype(got) != dtype:
+            return f"the values of {name!r} are {_described(got)}, in the net it is {dtype}{list(shape)}"
+        if "index" not in entries:
+            if len(got) != numel:
+                return f"{name!r} has {len(got)} values and no index, in the net it has {numel}"
+            continue
+        if not isinstance(index, Tensor) or index.dim() != 1 or _dtype(index) != "int32":
+            return f"the index of {name!r} is {_described(index)}, not int32[m]"
+        if len(index) != len(got):
+            return f"{name!r} has {len(index)} places for {len(got)} values"
+        if len(index) and (int(index[0]) < 0 or int(index[-1]) >= numel or bool((index.diff() <= 0).any())):
+            return f"the index of {name!r} does not increase from 0 to below {numel}"
+    return None
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _is_number(value: Any) -> bool:
@@ -137,6 +171,36 @@ def _rows(value: Any, classes: int, forms: Any) -> str | None:
     return None
 
 
+HISTOGRAM = ("edges", "positives", "negatives", "not_finite")
+MOST_BINS = 1000
+
+
+def _histograms(value: Any, classes: int, forms: Any) -> str | None:
+    if not isinstance(value, dict):
+        return f"is {_described(value)}"
+    if len(value) > classes:
+        return f"holds {len(value)} histograms for {classes} classes"
+    for name, found in value.items():
+        if not isinstance(name, str) or len(name) > _LONGEST:
+            return "names a class by something else than a short text"
+        if not isinstance(found, dict) or set(found) != set(HISTOGRAM):
+            return "holds something else than histograms"
+        edges, counts = found["edges"], [found["positives"], found["negatives"], [found["not_finite"]]]
+        if not isinstance(edges, list) or not 2 <= len(edges) <= MOST_BINS + 1:
+            return f"a histogram's edges are {_described(edges)}, not the bounds of 1 to {MOST_BINS} bins"
+        bins = len(edges) - 1
+        if any(type(edge) is not float or edge != b / bins for b, edge in enumerate(edges)):
+            return "a histogram's edges are not those of bins of equal width from 0 to 1"
+        for row, expected in zip(counts, (bins, bins, 1), strict=True):
+            if not isinstance(row, list) or len(row) != expected:
+                return f"a histogram of {bins} bins has counts that are {_described(row)}"
+            if not all(type(count) is int and 0 <= count < 1 << 31 for count in row):
+                return "a histogram's counts are not whole numbers from 0 on"
+        if sum(map(sum, counts)) >= 1 << 31:
+            return "a histogram's counts have a sum beyond 2^31"
+    return None
+
+
 def _facts(value: Any, classes: int, forms: Any) -> str | None:
     if any(isinstance(leaf, Tensor) for leaf in _leaves(value)):
         return "holds a tensor"
@@ -154,8 +218,10 @@ _CHECKS: dict[str, Callable[[Any, int, Callable[[], Forms]], str | None]] = {
     "classes": _classes,
     "per class": _per_class,
     "rows": _rows,
+    "histograms": _histograms,
     "facts": _facts,
     "opaque": _opaque,
+    "sparse": _entries,
 }
 
 _NAME = re.compile(r"[a-z][a-z_]*")

@@ -73,13 +73,18 @@ def terms_of(
             raise FederationError(
                 f"method {name} trains on the union of all data; {asked} has no site to protect"
             )
-        for function in sorted(sending):
+        for function in sorted(sends):
             if sends[function] != PLAIN_ANSWER:
                 other = ", ".join(key for key in sends[function] if key not in PLAIN_ANSWER)
                 raise FederationError(
                     f"{asked}: method {name} answers {function} with {other or 'several models'} beside one model "
                     "and the number of cases, and that would not be protected; choose a method that averages models"
                 )
+    if comm.up != "none" and not sending:
+        raise FederationError(
+            f"comm.up is {comm.up}: method {name} answers with changes in a form of its own, which is not compressed "
+            "again; use none"
+        )
     if summed:
         if weights is None:
             raise FederationError(

@@ -261,7 +261,7 @@ class Host:
             value: Any = to_tree(self.functions[function](site, **payload))
         if self.case_name and isinstance(value, dict) and isinstance(value.get("rows"), list):
             for row in value["rows"]:
-                row["case"] = self.case_name(row["case"])
+                row["case"] = row["case"] and self.case_name(row["case"])
         what = f"site {self.name}: the answer to {function}"
         egress.check(
             value,

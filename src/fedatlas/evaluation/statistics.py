@@ -158,3 +158,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise RunFolderError(f"{path}: not a table of results ({type(error).__name__}: {error})") from error
     return rows
+
+
+def cell_means(rows: Iterable[RowDict]) -> dict[tuple[str, str], float | None]:
+    """(site, class) -> mean over its cases, None where no case has a value. rows: of one metric, model and split."""
+    return {key: found.mean for key, found in table(rows, "site", "class").items()}
+
+
+def class_means(cells: Mapping[tuple[str, str], float | None]) -> dict[str, float | None]:
+    """class -> mean over the sites that have a value for it, of what `cell_means` gives."""
+    names = dict.fromkeys(name for _, name in cells)
+    return {name: mean_of_defined(v for (_, c), v in cells.items() if c == name) for name in names}

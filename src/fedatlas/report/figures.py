@@ -25,7 +25,9 @@ from matplotlib.image import imsave
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
+from fedatlas.evaluation.classification import Histogram
 from fedatlas.evaluation.statistics import (
     RowDict,
     client_wise_index,
@@ -35,7 +37,7 @@ from fedatlas.evaluation.statistics import (
     table,
 )
 from fedatlas.report import tables
-from fedatlas.report.tables import Overlay, Run
+from fedatlas.report.tables import Example, Overlay, Run
 
 # name of the CSS variable -> (on light, on dark). In a figure the light value stands for the variable.
 THEME = {
@@ -190,9 +192,9 @@ def loss_curves(run: Run) -> str:
 
 
 def site_curves(run: Run) -> str:
-    """Validation Dice per site over rounds: classes annotated there, and classes never annotated there."""
-    dice = _round_means(run)
-    sides = [known for known in (True, False) if any(key[1] is known for key in dice)]
+    """Validation scores per site over rounds: classes annotated there, and classes never annotated there."""
+    means, title = _round_means(run), tables.METRICS[run.measure].title
+    sides = [known for known in (True, False) if any(key[1] is known for key in means)]
 
     def draw() -> Figure:
         figure, axes = _panels(len(sides), columns=2, height=2.9)
@@ -202,7 +204,7 @@ def site_curves(run: Run) -> str:
                     (
                         r.number,
                         mean_of_defined(
-                            m for (n, k, at, _), m in dice.items() if (n, k, at) == (r.number, known, site)
+                            m for (n, k, at, _), m in means.items() if (n, k, at) == (r.number, known, site)
                         ),
                     )
                     for r in run.rounds
@@ -214,32 +216,32 @@ def site_curves(run: Run) -> str:
             axis.set_ylim(-0.03, 1.03)
             _round_axis(axis, run)
             _mark_lost(axis, run)
-        axes[0].set_ylabel("Dice, mean over classes")
+        axes[0].set_ylabel(f"{title}, mean over classes")
         _legend(figure, _site_handles(run) + _mark_handles(run))
         return figure
 
-    return _svg(draw, "dice-site", "Validation Dice of the global model per site over rounds")
+    return _svg(draw, f"{run.measure}-site", f"Validation {title} of the global model per site over rounds")
 
 
 def class_curves(run: Run) -> str:
-    """Validation Dice over rounds, one panel per class: at sites that annotate it, and at those that do not."""
-    dice = _round_means(run)
+    """Validation scores over rounds, one panel per class: at sites that annotate it, and at those that do not."""
+    means, title = _round_means(run), tables.METRICS[run.measure].title
     columns = _columns(len(run.classes), 3, 5)
 
     def draw() -> Figure:
         figure, axes = _panels(len(run.classes), columns=columns, height=1.75, share=True)
         for axis, name in zip(axes, run.classes, strict=True):
-            colour = CLASS_COLOURS[run.classes.index(name) % len(CLASS_COLOURS)][0]
+            colour = _class_colour(run, name)
             for known, dash in ((True, "-"), (False, (0, (3, 1.6)))):
                 for site in run.sites:
-                    values = [(r.number, dice.get((r.number, known, site, name))) for r in run.rounds]
+                    values = [(r.number, means.get((r.number, known, site, name))) for r in run.rounds]
                     values = [v for v in values if v[1] is not None]
                     _line(axis, values, color=colour, linestyle=dash, linewidth=0.7, alpha=0.45)
                 values = [
                     (
                         r.number,
                         mean_of_defined(
-                            m for (n, k, _, c), m in dice.items() if (n, k, c) == (r.number, known, name)
+                            m for (n, k, _, c), m in means.items() if (n, k, c) == (r.number, known, name)
                         ),
                     )
                     for r in run.rounds
@@ -247,9 +249,7 @@ def class_curves(run: Run) -> str:
                 values = [v for v in values if v[1] is not None]
                 _line(axis, values, color=colour, linestyle=dash, linewidth=2)
             if not axis.lines:
-                axis.text(
-                    0.5, 0.5, "never scored", transform=axis.transAxes, ha="center", va="center", color=_MUTED
-                )
+                _said(axis, "never scored")
             axis.set_title(_short(name, 24))
             axis.set_ylim(-0.04, 1.04)
             _round_axis(axis, run, label=False)
@@ -265,14 +265,14 @@ def class_curves(run: Run) -> str:
         _legend(figure, handles + _mark_handles(run, lost=False))
         return figure
 
-    return _svg(draw, "dice-class", "Validation Dice of the global model per class over rounds")
+    return _svg(draw, f"{run.measure}-class", f"Validation {title} of the global model per class over rounds")
 
 
 def _round_means(run: Run) -> dict[tuple[int, bool, str, str], float | None]:
     return {
         (entry.number, *key): mean.mean
         for entry in run.rounds
-        for key, mean in table(select(entry.rows, metric="dice"), "known", "site", "class").items()
+        for key, mean in table(select(entry.rows, metric=run.measure), "known", "site", "class").items()
     }
 
 
@@ -288,7 +288,7 @@ def box_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
     def draw() -> Figure:
         figure, axes = _panels(len(run.classes), columns=columns, height=0.55 + 0.21 * len(names), share=True)
         for axis, class_ in zip(axes, run.classes, strict=True):
-            colour = CLASS_COLOURS[run.classes.index(class_) % len(CLASS_COLOURS)][0]
+            colour = _class_colour(run, class_)
             for place, model in enumerate(names):
                 values = [row["value"] for row in dice.get((class_, model), [])]
                 if values:
@@ -299,9 +299,7 @@ def box_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
             axis.grid(axis="y", visible=False)
             axis.set_title(_short(class_, 28))
             if not any((class_, model) in dice for model in names):
-                axis.text(
-                    0.5, 0.5, "never scored", transform=axis.transAxes, ha="center", va="center", color=_MUTED
-                )
+                _said(axis, "never scored")
         for axis in axes[columns * ((len(axes) - 1) // columns) :]:
             axis.set_xlabel("Dice")
         handles = [
@@ -336,6 +334,248 @@ def _box(axis: Axes, values: list[float], place: int, colour: str, *, filled: bo
     if len(values) <= 30:
         jitter = 0.22 * np.sin(2.4 * np.arange(len(values)))
         axis.plot(values, place + jitter, ".", color=colour, markersize=3, markeredgewidth=0)
+
+
+def dot_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
+    """AUROC per class: a row per model, in it a dot per site, its interval unless there are too many to tell apart,
+    and the mean of the sites."""
+    found = tables.class_values(rows, run.measure)
+    names, sites = tables.compared(rows), list(run.sites)
+    title = tables.METRICS[run.measure].title
+    columns = _columns(len(run.classes), *((2, 3) if len(run.classes) <= 6 else (3, 4)))
+    roomy = dots_have_intervals(run, rows)
+    step = min((0.8 if roomy else 0.5) / max(len(sites), 1), 0.25)
+    height = 0.65 + len(names) * (max(0.22, 0.085 * len(sites)) if roomy else 0.22)
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(run.classes), columns=columns, height=height, share=True)
+        for axis, class_ in zip(axes, run.classes, strict=True):
+            for place, model in enumerate(names):
+                seen = [found.get((class_, site, model)) for site in sites]
+                for index, (site, at) in enumerate(zip(sites, seen, strict=True)):
+                    if at is None or at.value is None:
+                        continue
+                    y = place + (index - (len(sites) - 1) / 2) * step
+                    style = _site_style(run, site)
+                    if roomy and at.low is not None and at.high is not None:
+                        axis.plot([at.low, at.high], [y, y], color=str(style["color"]), linewidth=1.1)
+                    inside = style["color"] if run.annotates(model, class_) else _PAPER
+                    look: Any = {
+                        "color": style["color"],
+                        "marker": style["marker"],
+                        "markerfacecolor": inside,
+                    }
+                    axis.plot(at.value, y, markersize=4 if roomy else 3, **look)
+                mean = mean_of_defined(at.value for at in seen if at)
+                if mean is not None:
+                    axis.plot([mean, mean], [place - 0.42, place + 0.42], color=_INK, linewidth=1.8)
+            axis.axvline(0.5, color=_MUTED, linewidth=1, linestyle=(0, (1, 1.5)), zorder=0.5)
+            axis.set_yticks(range(len(names)), [_short(model_title(m), 22) for m in names])
+            axis.set_ylim(len(names) - 0.4, -0.6)
+            axis.set_xlim(-0.03, 1.03)
+            axis.grid(axis="y", visible=False)
+            axis.set_title(_short(class_, 28))
+            if not any((class_, s, m) in found for s in sites for m in names):
+                _said(axis, "never scored")
+            elif not axis.lines[1:]:
+                _said(axis, "not defined at any site")
+        for axis in axes[columns * ((len(axes) - 1) // columns) :]:
+            axis.set_xlabel(title)
+        filled = Line2D(
+            [], [], color=_MUTED, marker="o", linestyle="none", label="trained with labels of the class"
+        )
+        hollow = Line2D([], [], color=_MUTED, marker="o", linestyle="none", markerfacecolor=_PAPER)
+        hollow.set_label("trained without")
+        mean = Line2D([], [], color=_INK, marker="|", markersize=9, linestyle="none", markeredgewidth=1.8)
+        mean.set_label("mean of the sites")
+        chance = Line2D([], [], color=_MUTED, linewidth=1, linestyle=(0, (1, 1.5)), label="chance")
+        marks = [Line2D([], [], **_marker_only(run, site)) for site in sites]  # type: ignore[arg-type]
+        _legend(figure, [*marks, filled, hollow, mean, chance])
+        return figure
+
+    return _svg(
+        draw,
+        f"dots-{split}",
+        f"{title} on {split} per class, model and site; global and local models",
+    )
+
+
+def dots_have_intervals(run: Run, rows: Sequence[RowDict]) -> bool:
+    """Does `dot_plots` draw the intervals of these rows?"""
+    return len(tables.compared(rows)) * len(run.sites) <= 36
+
+
+def _marker_only(run: Run, site: str) -> dict[str, object]:
+    style = _site_style(run, site)
+    return {
+        "color": style["color"],
+        "marker": style["marker"],
+        "linestyle": "none",
+        "label": _short(site, 30),
+    }
+
+
+def roc_curves(run: Run, split: str, model: str) -> str:
+    """ROC curves of one model per class: all sites' images together, and every site alone."""
+    together = tables.pooled(run, split, model)
+    alone = _site_histograms(run, split, model)
+    limits = run.thresholds.classes if run.thresholds else {}
+
+    def panel(axis: Axes, class_: str) -> None:
+        axis.plot([0, 1], [0, 1], color=_MUTED, linewidth=1, linestyle=(0, (1, 1.5)), zorder=0.5)
+        drawn = False
+        for site, histogram in alone.get(class_, {}).items():
+            if curve := histogram.roc():
+                axis.plot(
+                    curve.false_positive_rate,
+                    curve.true_positive_rate,
+                    color=str(_site_style(run, site)["color"]),
+                    linewidth=0.9,
+                    linestyle=_site_style(run, site)["linestyle"],  # type: ignore[arg-type]
+                )
+        whole = together.get(class_)
+        if whole and (curve := whole.roc()):
+            drawn = True
+            axis.plot(
+                curve.false_positive_rate,
+                curve.true_positive_rate,
+                color=_class_colour(run, class_),
+                linewidth=2.4,
+            )
+            limit = limits.get(class_)
+            cut = None if limit is None or limit.value is None else tables.confusion(whole, limit.value)
+            if cut is not None:
+                x = cut.false_positive / (cut.false_positive + cut.true_negative)
+                y = cut.true_positive / (cut.true_positive + cut.false_negative)
+                axis.plot(x, y, "o", color=_INK, markerfacecolor=_PAPER, markersize=6, markeredgewidth=1.6)
+        if not drawn:
+            _said(axis, "never scored" if whole is None else "not defined")
+
+    handles = [
+        Line2D([], [], color=_INK, linewidth=2.4, label="all sites together"),
+        *(
+            [
+                Line2D(
+                    [],
+                    [],
+                    color=_INK,
+                    marker="o",
+                    markerfacecolor=_PAPER,
+                    markersize=6,
+                    linestyle="none",
+                    label="threshold",
+                )
+            ]
+            if limits
+            else []
+        ),
+        Line2D([], [], color=_MUTED, linewidth=1, linestyle=(0, (1, 1.5)), label="chance"),
+        *_plain_handles(run, alone),
+    ]
+    return _square_panels(
+        run,
+        panel,
+        handles,
+        "1 − specificity",
+        "sensitivity",
+        f"roc-{split}",
+        f"ROC curves on {split}, per class",
+    )
+
+
+def reliability_plots(run: Run, split: str, model: str) -> str:
+    """Mean score against the share of positives per class and bin, with the share of images in each bin."""
+    together = tables.pooled(run, split, model)
+
+    def panel(axis: Axes, class_: str) -> None:
+        colour, whole = _class_colour(run, class_), together.get(class_)
+        axis.plot([0, 1], [0, 1], color=_MUTED, linewidth=1, linestyle=(0, (1, 1.5)), zorder=0.5)
+        bins = whole.reliability(run.bins) if whole and not whole.reason else []
+        total = sum(b.n for b in bins)
+        for b in bins:
+            axis.bar(
+                (b.lower + b.upper) / 2,
+                b.n / total,
+                width=0.92 * (b.upper - b.lower),
+                color=colour,
+                alpha=0.25,
+                linewidth=0,
+            )
+        points = [(b.mean_score, b.positive_share) for b in bins if b.n]
+        if points:
+            axis.plot(*zip(*points, strict=True), color=colour, marker="o", linewidth=1.8)  # type: ignore[arg-type]
+        else:
+            _said(axis, "never scored" if whole is None else "not defined")
+
+    handles = [
+        Line2D(
+            [],
+            [],
+            color=_INK,
+            linewidth=1.8,
+            marker="o",
+            label="share of positives at the mean score of a bin",
+        ),
+        Patch(facecolor=_INK, alpha=0.25, label="share of images in the bin"),
+        Line2D([], [], color=_MUTED, linewidth=1, linestyle=(0, (1, 1.5)), label="perfect"),
+    ]
+    return _square_panels(
+        run, panel, handles, "score", "share", f"reliability-{split}", f"Reliability on {split}, per class"
+    )
+
+
+def _square_panels(
+    run: Run,
+    panel: Callable[[Axes, str], None],
+    handles: Sequence[Line2D | Patch],
+    x: str,
+    y: str,
+    name: str,
+    description: str,
+) -> str:
+    """One panel per class over the unit square."""
+    columns = max(3, _columns(len(run.classes), 3, 5))
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(run.classes), columns=columns, height=WIDTH / columns + 0.3, share=True)
+        for index, (axis, class_) in enumerate(zip(axes, run.classes, strict=True)):
+            panel(axis, class_)
+            axis.set_aspect("equal")
+            axis.set_xlim(-0.02, 1.02)
+            axis.set_ylim(-0.02, 1.02)
+            axis.set_title(_short(class_, 28))
+            if index % columns == 0:
+                axis.set_ylabel(y)
+            if index + columns >= len(axes):
+                axis.set_xlabel(x)
+        _legend(figure, handles)
+        return figure
+
+    return _svg(draw, name, description)
+
+
+def _site_histograms(run: Run, split: str, model: str) -> dict[str, dict[str, Histogram]]:
+    """class -> site -> its histogram."""
+    found: dict[str, dict[str, Histogram]] = {}
+    for entry in run.histograms:
+        if (entry.split, entry.model) == (split, model):
+            found.setdefault(entry.class_, {})[entry.site] = entry.histogram
+    return found
+
+
+def _plain_handles(run: Run, alone: Mapping[str, Mapping[str, Histogram]]) -> list[Line2D]:
+    there = {site for sites in alone.values() for site in sites}
+    styles = {
+        site: _site_style(run, site) | {"marker": "", "linewidth": 0.9} for site in run.sites if site in there
+    }
+    return [
+        Line2D([], [], label=_short(site, 30), **{**style, "markevery": None})  # type: ignore[arg-type]
+        for site, style in styles.items()
+    ]
+
+
+def _class_colour(run: Run, class_: str) -> str:
+    return CLASS_COLOURS[run.classes.index(class_) % len(CLASS_COLOURS)][0]
 
 
 def model_title(model: str) -> str:
@@ -460,13 +700,13 @@ _UNITS = (("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
 
 
 def epsilon_curves(run: Run) -> str:
-    """ε so far over rounds, and, where rounds were evaluated, client-wise validation Dice against it."""
-    spent = [(entry.number, entry.epsilon) for entry in run.rounds]
+    """ε so far over rounds, and, where rounds were evaluated, the client-wise validation score against it."""
+    spent, title = [(entry.number, entry.epsilon) for entry in run.rounds], tables.METRICS[run.measure].title
     bought = [
         (entry.epsilon, index)
         for entry in run.rounds
         if entry.epsilon is not None
-        and (index := client_wise_index(select(entry.rows, metric="dice"))) is not None
+        and (index := client_wise_index(select(entry.rows, metric=run.measure))) is not None
     ]
 
     def draw() -> Figure:
@@ -478,13 +718,13 @@ def epsilon_curves(run: Run) -> str:
         _round_axis(axes[0], run)
         if bought:
             axes[1].plot(*zip(*bought, strict=True), **style)
-            axes[1].set_title("validation Dice, client-wise, against ε")
+            axes[1].set_title(f"validation {title}, client-wise, against ε")
             axes[1].set_xlabel("ε so far")
             axes[1].set_ylim(-0.03, 1.03)
         _legend(figure, _mark_handles(run, lost=False))
         return figure
 
-    return _svg(draw, "epsilon", "Privacy spent, ε, over rounds, and validation Dice against it")
+    return _svg(draw, "epsilon", f"Privacy spent, ε, over rounds, and validation {title} against it")
 
 
 # ---------------------------------------------------------------------------------------------- overlays
@@ -516,6 +756,65 @@ def overlay(entry: Overlay, colour: str) -> str:
         f'<text x="{left:.2f}" y="{base - 0.025 * height:.2f}" font-size="{0.055 * height:.2f}" '
         f'fill="#fff">{bar:g} mm</text></svg>'
     )
+
+
+def example(entry: Example) -> str:
+    """One image as SVG, with its Grad-CAM map in colour over it and the map's half height as a line."""
+    image, cam = entry.arrays()
+    image, cam = _smaller(image), None if cam is None else _smaller(cam)
+    height, width = image.shape
+    description = f"{entry.class_}, case {entry.case}, site {entry.site}: score {entry.score:.3f}"
+    over = ""
+    if cam is not None and cam.max() > 0:
+        line = 'fill="none" vector-effect="non-scaling-stroke"'
+        outline = _contours(cam >= 0.5, (1.0, 1.0))
+        over = (
+            f'<g class="cam"><image width="{width}" height="{height}" preserveAspectRatio="none" href="{_glow(cam)}"/>'
+            f'<path d="{outline}" {line} stroke="#000" stroke-opacity=".5" stroke-width="2.4"/>'
+            f'<path d="{outline}" {line} stroke="#ffd54a" stroke-width="1.1"/></g>'
+        )
+    return (
+        f'<svg class="overlay" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(description)}">'
+        f'<title>{escape(description)}</title><image width="{width}" height="{height}" '
+        f'preserveAspectRatio="none" href="{_grey(image)}"/>{over}</svg>'
+    )
+
+
+SIDE = 224
+"""Pixels of the longer side of an example on the page, at most."""
+
+
+def _smaller(image: np.ndarray) -> np.ndarray:
+    """The means of square blocks, so that no side is longer than SIDE."""
+    by = -(-max(image.shape) // SIDE)
+    rows, columns = (size // by * by for size in image.shape)
+    if by == 1 or not rows or not columns:
+        return image
+    return image[:rows, :columns].reshape(rows // by, by, columns // by, by).mean((1, 3))
+
+
+def _glow(cam: np.ndarray) -> str:
+    """A map in 0..1 as a picture of 32 columns, from clear over red to yellow; the browser smooths it."""
+    rows, columns = (max(1, min(32, size)) for size in cam.shape)
+    y = np.linspace(0, cam.shape[0] - 1, rows).round().astype(int)
+    x = np.linspace(0, cam.shape[1] - 1, columns).round().astype(int)
+    small = np.clip(cam[np.ix_(y, x)], 0, 1)
+    pixels = np.empty((rows, columns, 4), np.uint8)
+    pixels[..., 0] = 255
+    pixels[..., 1] = np.round(220 * small**1.5)
+    pixels[..., 2] = 30
+    pixels[..., 3] = np.round(150 * small)
+    return _encoded(Image.fromarray(pixels, "RGBA"))
+
+
+def _grey(image: np.ndarray) -> str:
+    return _encoded(Image.fromarray(np.round(255 * np.clip(image, 0, 1)).astype(np.uint8), "L"))
+
+
+def _encoded(picture: Image.Image) -> str:
+    file = io.BytesIO()
+    picture.save(file, format="PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _window(mask: np.ndarray, spacing: tuple[float, float]) -> tuple[slice, slice]:
@@ -572,6 +871,11 @@ def _panels(count: int, *, columns: int, height: float, share: bool = False) -> 
 def _columns(count: int, least: int, most: int) -> int:
     """The number of columns that leaves the fewest places of a grid empty; of equals, the larger."""
     return max(range(least, most + 1), key=lambda columns: (-(-count % columns), columns))
+
+
+def _said(axis: Axes, text: str) -> None:
+    """Words in the middle of an empty panel."""
+    axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=_MUTED)
 
 
 def _line(axis: Axes, values: Iterable[tuple[int, float | None]], **style: object) -> None:

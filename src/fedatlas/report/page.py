@@ -2,18 +2,14 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from fedatlas import __version__
 from fedatlas.evaluation.statistics import RowDict, mean_of_defined, select
-from fedatlas.report import figures, tables
+from fedatlas.report import classification, figures, markup, tables
 from fedatlas.report.tables import METRICS, Cell, Metric, Run
-
-RESUME = "<code>fedatlas run federation.yaml --resume</code>"
 
 
 def write(run: Path, out: Path | None = None) -> Path:
@@ -38,19 +34,29 @@ def render(run: Run) -> str:
     private = run.exchange.privacy is not None or run.exchange.secure is not None
     unknown_locals = run.exchange.secure is not None and not run.locals
     chosen = [
-        ("labels", "Who annotated what", _labels, True),
+        ("labels", "Who annotated what", classification.labels if run.images else _labels, True),
         ("curves", "Training", _curves, True),
         ("privacy", "Privacy", _privacy, private),
-        ("boxes", "Global against local models", _boxes, not unknown_locals),
-        ("results", "Results by site and class", _results, True),
-        ("overlays", "Overlays", _overlays, True),
+        (
+            "boxes",
+            "Global against local models",
+            classification.dots if run.images else _boxes,
+            not unknown_locals,
+        ),
+        ("results", "Results by site and class", classification.results if run.images else _results, True),
+        ("pooled", "All sites together", classification.pooled, run.images),
+        (
+            "overlays",
+            *(("Examples", classification.examples) if run.images else ("Overlays", _overlays)),
+            True,
+        ),
         ("forgetting", "Forgetting matrix", _forgetting, not unknown_locals),
         ("cost", "Cost", _cost, True),
         ("traffic", "Traffic", _traffic, bool(run.rounds)),
         ("configuration", "Configuration", _configuration, True),
     ]
     sections = [(anchor, title, content(run)) for anchor, title, content, shown in chosen if shown]
-    name = _text(run.info.get("name") or run.info.get("id") or run.folder.name)
+    name = markup.text(run.info.get("name") or run.info.get("id") or run.folder.name)
     links = "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title, _ in sections)
     body = "".join(
         f'<section id="{anchor}" aria-labelledby="{anchor}-h"><h2 id="{anchor}-h">{title}</h2>{content}</section>'
@@ -63,11 +69,11 @@ def render(run: Run) -> str:
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
         "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
         f"<title>{name} – FedAtlas report</title>\n<style>\n"
-        f"{figures.stylesheet()}{figures.heat_stylesheet()}{_STYLE}</style></head>\n"
+        f"{figures.stylesheet()}{figures.heat_stylesheet()}{_STYLE}{classification.STYLE if run.images else ''}</style></head>\n"
         f'<body><a class="skip" href="#main">To the content</a><header><p class="brand">FedAtlas report</p>'
         f'<h1>{name}</h1>{_header(run)}</header><nav aria-label="Sections">{links}</nav>\n'
         f'<main id="main">{body}</main>\n<footer>FedAtlas {escape(__version__)} · run '
-        f"{_text(run.info.get('id', run.folder.name))} · made from the run folder alone</footer>\n"
+        f"{markup.text(run.info.get('id', run.folder.name))} · made from the run folder alone</footer>\n"
         f"<script>{_SCRIPT}</script></body></html>\n"
     )
 
@@ -81,71 +87,74 @@ def _header(run: Run) -> str:
     planned = info.get("rounds")
     done = len(run.rounds)
     facts = [
-        ("Method", _text(info.get("method"))),
-        ("Net", _text(info.get("net"))),
+        ("Method", markup.text(info.get("method"))),
+        ("Net", markup.text(info.get("net"))),
         ("Parameters", "–" if n_parameters is None else f"{n_parameters:,.0f}"),
-        ("Rounds", f"{done}" if planned in (None, done) else f"{done} of {_text(planned)}"),
+        ("Rounds", f"{done}" if planned in (None, done) else f"{done} of {markup.text(planned)}"),
         ("Sites", str(len(info["sites"]))),
         ("Classes", str(len(run.classes))),
-        ("Seed", _text(info.get("seed"))),
-        ("Hash", f"<code>{_text(str(info.get('hash') or '')[:12])}</code>"),
-        ("Started", _time(info.get("started"))),
-        ("Finished", _time(info.get("finished")) if info.get("finished") else "not yet"),
+        ("Seed", markup.text(info.get("seed"))),
+        ("Hash", f"<code>{markup.text(str(info.get('hash') or '')[:12])}</code>"),
+        ("Started", markup.time(info.get("started"))),
+        ("Finished", markup.time(info.get("finished")) if info.get("finished") else "not yet"),
     ]
-    if duration := _duration(info):
+    if duration := markup.duration(info):
         facts.append(("Took", duration))
     if run.exchange.compressed:
         ways = ((run.exchange.up, "up"), (run.exchange.down, "down"))
         facts.append(
-            ("Compression", ", ".join(f"{_text(kind)} {way}" for kind, way in ways if kind != "none"))
+            ("Compression", ", ".join(f"{markup.text(kind)} {way}" for kind, way in ways if kind != "none"))
         )
     if run.exchange.secure is not None:
         facts.append(("Aggregation", "secure"))
     if run.exchange.privacy is not None and run.rounds:
-        facts.append(("Privacy", f"ε {_epsilon(run)}, δ {_text(run.exchange.privacy.get('delta'))}"))
+        facts.append(("Privacy", f"ε {_epsilon(run)}, δ {markup.text(run.exchange.privacy.get('delta'))}"))
     notes = []
     if not info.get("finished") or (isinstance(planned, int) and done < planned):
         notes.append(
-            _note(
-                f"This run is not finished: {done} of {_text(planned)} rounds are in the folder. {RESUME} goes on."
+            markup.note(
+                f"This run is not finished: {done} of {markup.text(planned)} rounds are in the folder. {markup.RESUME} goes on."
             )
         )
-    return f"{_facts(facts)}{''.join(notes)}{_verdicts(run)}"
+    return f"{markup.facts(facts)}{''.join(notes)}{_verdicts(run)}"
 
 
 def _verdicts(run: Run) -> str:
     """The three numbers of the global model, large, and of every model in a table."""
-    rows, provisional = _scored(run)
+    rows, provisional = tables.scored(run)
     if not rows:
-        return _note(f"No case is scored yet. The final evaluation follows the last round; {RESUME} goes on.")
-    splits = tables.splits(rows)
+        return markup.note(
+            f"No {run.unit} is scored yet. The final evaluation follows the last round; {markup.RESUME} goes on."
+        )
+    title, splits = METRICS[run.measure].title, tables.splits(rows)
     model = tables.models(rows)[0]
     split = next(s for s in splits if select(rows, split=s, model=model))
-    numbers = tables.verdict(select(rows, split=split, model=model))
-    which = "of the last evaluated round" if provisional else f"of {_text(figures.model_title(model))}"
+    numbers = tables.verdict(select(rows, split=split, model=model), run.measure)
+    which = "of the last evaluated round" if provisional else f"of {markup.text(figures.model_title(model))}"
+    clientwise = (
+        f"Client-wise {title}",
+        numbers.clientwise,
+        f"mean over {markup.count(numbers.n_sites, 'site')}, each over its classes",
+    )
     cards = [
-        (
-            "Client-wise Dice",
-            numbers.clientwise,
-            f"mean over {_count(numbers.n_sites, 'site')}, each over its classes",
-        ),
+        classification.card(run, split, model) if run.images else clientwise,
         (
             "Annotated there",
             numbers.known,
-            f"macro Dice over {_count(numbers.n_known, 'pair')} of site and class",
+            f"macro {title} over {markup.count(numbers.n_known, 'pair')} of site and class",
         ),
         (
             "Never annotated there",
             numbers.unknown,
-            f"macro Dice over {_count(numbers.n_unknown, 'pair')} of site and class"
+            f"macro {title} over {markup.count(numbers.n_unknown, 'pair')} of site and class"
             if numbers.n_unknown
-            else "no scored case has ground truth for such a class",
+            else f"no scored {run.unit} has ground truth for such a class",
         ),
     ]
     boxes = "".join(
-        f'<div class="card"><p class="label">{title}</p><p class="big">{_number(value, 3)}</p>'
+        f'<div class="card"><p class="label">{label}</p><p class="big">{markup.number(value, 3)}</p>'
         f'<p class="sub">{sub}</p></div>'
-        for title, value, sub in cards
+        for label, value, sub in cards
     )
     if provisional:
         best = f"Validation rows of round {rows[0]['round']}; there is no final evaluation yet. "
@@ -154,55 +163,50 @@ def _verdicts(run: Run) -> str:
         best = f"Global model: best round {run.best_round}{score}. "
     else:
         best = ""
-    head = ["Model", *(f"{t} · {s}" for s in splits for t in ("Client-wise", "Annotated", "Never annotated"))]
+    first = "All sites together" if run.images else "Client-wise"
+    head = ["Model", *(f"{t} · {s}" for s in splits for t in (first, "Annotated", "Never annotated"))]
     body = []
     for name in tables.models(rows):
-        cells = [f'<th scope="row">{_text(figures.model_title(name))}</th>']
+        cells = [f'<th scope="row">{markup.text(figures.model_title(name))}</th>']
         for at in splits:
-            found = tables.verdict(select(rows, split=at, model=name))
-            cells += [_cell(value, 3) for value in found[:3]]
+            found = tables.verdict(select(rows, split=at, model=name), run.measure)
+            together = tables.pooled_macro(run, at, name).value if run.images else found.clientwise
+            cells += [markup.cell(value, 3) for value in (together, found.known, found.unknown)]
         body.append("".join(cells))
-    every = _table("Dice of every model in the same three numbers", head, body, sort=True)
+    every = markup.table(f"{title} of every model in the same three numbers", head, body, sort=True)
     return (
-        f'<h2 class="quiet">Dice {which}, {_text(split)} cases</h2><div class="cards">{boxes}</div>'
-        f'<p class="aid">{best}“Never annotated there” is the point of partial labels: Dice of a class at '
+        f'<h2 class="quiet">{title} {which}, {markup.text(split)} {run.unit}s</h2><div class="cards">{boxes}</div>'
+        f'<p class="aid">{best}“Never annotated there” is the point of partial labels: {title} of a class at '
         "sites whose training data never showed it.</p>"
         f"<details><summary>All models and splits</summary>{every}</details>"
     )
-
-
-def _scored(run: Run) -> tuple[list[RowDict], bool]:
-    """The rows of the final evaluation on the original grid, or else those of the last evaluated round."""
-    if run.rows:
-        original = select(run.rows, grid="original")
-        return original or list(run.rows), False
-    latest = next((entry.rows for entry in reversed(run.rounds) if entry.rows), ())
-    return list(latest), True
 
 
 # ---------------------------------------------------------------------------------------------- labels
 
 
 def _labels(run: Run) -> str:
-    aid = _aid(
+    aid = markup.aid(
         "A filled cell is a class that the site annotated: above, its annotated training cases of all training "
         "cases; below, the annotated voxels. A hatched cell is not annotated, which says nothing about whether "
         "the organ is there."
     )
     sites = run.info["sites"]
     if not sites:
-        return aid + _note("run.json names no site.")
+        return aid + markup.note("run.json names no site.")
     head = ["Class", *map(str, sites)]
     body = []
     for class_ in run.classes:
-        cells = [_class_header(run, class_)]
+        cells = [markup.class_header(run, class_)]
         for name in sites:
             site = run.sites[name]
             if class_ not in site.annotated:
                 cells.append('<td class="none"><span class="sr">not annotated</span></td>')
                 continue
             voxels = site.voxels.get(class_)
-            small = "" if voxels is None else f'<small title="{voxels:,} voxels">{_si(voxels)} vx</small>'
+            small = (
+                "" if voxels is None else f'<small title="{voxels:,} voxels">{markup.si(voxels)} vx</small>'
+            )
             labelled = site.labelled.get(class_)
             of = site.cases.get("train")
             count = "annotated" if labelled is None else f"{labelled}" + ("" if of is None else f" / {of}")
@@ -213,79 +217,85 @@ def _labels(run: Run) -> str:
             "Cases: train · val · test",
             lambda s: " · ".join(str(s.cases.get(k, 0)) for k in ("train", "validation", "test")),
         ),
-        ("Spacing, mm", lambda s: _listed(" × ".join(f"{v:.3g}" for v in row) for row in s.spacing)),
-        ("Orientation", lambda s: _listed(s.orientation)),
+        ("Spacing, mm", lambda s: markup.listed(" × ".join(f"{v:.3g}" for v in row) for row in s.spacing)),
+        ("Orientation", lambda s: markup.listed(s.orientation)),
     ):
-        cells = "".join(f'<td class="meta">{_text(value(run.sites[name]))}</td>' for name in sites)
+        cells = "".join(f'<td class="meta">{markup.text(value(run.sites[name]))}</td>' for name in sites)
         body.append(f'<th scope="row" class="meta">{title}</th>{cells}')
-    return aid + _table("Annotated classes by site", head, body, kind="matrix")
+    return aid + markup.table("Annotated classes by site", head, body, kind="matrix")
 
 
 # ---------------------------------------------------------------------------------------------- curves
 
 
 def _curves(run: Run) -> str:
+    title = METRICS[run.measure].title
     cross = "; a red cross marks a round in which a site was lost" if tables.lost(run) else ""
-    aid = _aid(
+    aid = markup.aid(
         "Each site has a marker and a colour; the dotted line is the best round, which the global model is "
         f"taken from{cross}."
     )
     if not run.rounds:
-        return aid + _note(f"No round is complete yet. {RESUME} starts or goes on.")
+        return aid + markup.note(f"No round is complete yet. {markup.RESUME} starts or goes on.")
     parts = [aid]
     if len(run.rounds) == 1:
-        parts.append(_note("One round only: every curve is a single point."))
+        parts.append(markup.note("One round only: every curve is a single point."))
     if tables.loss_terms(run):
         parts.append(
-            _figure(figures.loss_curves(run), "Training loss and its terms, mean over the steps of a round")
+            markup.figure(
+                figures.loss_curves(run), "Training loss and its terms, mean over the steps of a round"
+            )
         )
     elif run.exchange.privacy is not None:
-        parts.append(_note("With differential privacy the sites keep their losses to themselves."))
+        parts.append(markup.note("With differential privacy the sites keep their losses to themselves."))
     else:
-        parts.append(_note("No site has logged a loss."))
+        parts.append(markup.note("No site has logged a loss."))
     if bad := tables.not_finite(run):
         parts.append(
-            _note(
-                f"{_count(len(bad), 'logged number')} not finite, left out of the curves: "
-                + _some(f"{_text(term)} at {_text(site)} in round {n}" for n, site, term in bad)
+            markup.note(
+                f"{markup.count(len(bad), 'logged number')} not finite, left out of the curves: "
+                + markup.some(
+                    f"{markup.text(term)} at {markup.text(site)} in round {n}" for n, site, term in bad
+                )
                 + ". Lower the learning rate or clip the gradient."
             )
         )
     if any(entry.rows for entry in run.rounds):
         evaluated = [entry.number for entry in run.rounds if entry.rows]
         parts.append(
-            _figure(
+            markup.figure(
                 figures.site_curves(run),
-                f"Validation Dice of the global model by site ({_count(len(evaluated), 'evaluated round')})",
+                f"Validation {title} of the global model by site ({markup.count(len(evaluated), 'evaluated round')})",
             )
         )
         parts.append(
-            _figure(
+            markup.figure(
                 figures.class_curves(run),
-                "Validation Dice of the global model by class; dashed: at sites that never annotated the class",
+                f"Validation {title} of the global model by class; dashed: at sites that never annotated the class",
             )
         )
     else:
         parts.append(
-            _note(
-                "No round was evaluated, so there is no validation Dice; the federation file says how often."
+            markup.note(
+                f"No round was evaluated, so there is no validation {title}; the federation file says how often."
             )
         )
     gone, there = tables.lost(run), tables.presence(run)
     if gone or len({frozenset(rounds) for rounds in there.values()}) > 1:
-        parts.append(_figure(figures.presence_figure(run), "Which sites answered each round"))
+        parts.append(markup.figure(figures.presence_figure(run), "Which sites answered each round"))
     elif there:
-        parts.append(_aid("Every site that was asked to train answered, in every round."))
+        parts.append(markup.aid("Every site that was asked to train answered, in every round."))
     if gone:
         body = [
-            f'<td class="num">{n or "start"}</td><td>{_text(site)}</td><td>{_text(why)}</td>'
+            f'<td class="num">{n or "start"}</td><td>{markup.text(site)}</td><td>{markup.text(why)}</td>'
             for n, site, why in gone
         ]
-        parts.append(_table(f"Lost sites ({len(gone)})", ["Round", "Site", "Reason"], body))
+        parts.append(markup.table(f"Lost sites ({len(gone)})", ["Round", "Site", "Reason"], body))
     merged = bool(there) and not set(there) & set(run.info["sites"])
     for site in run.info["sites"]:
-        if not merged and "answered" not in there.get(site, {}).values():
-            parts.append(_note(f"{_text(site)} trained in no round: its curves are empty."))
+        tested = run.sites[site].role == "test"
+        if not merged and not tested and "answered" not in there.get(site, {}).values():
+            parts.append(markup.note(f"{markup.text(site)} trained in no round: its curves are empty."))
     return "".join(parts)
 
 
@@ -309,28 +319,28 @@ def _differential(run: Run) -> str:
     )
     facts = [
         (f"ε after round {run.rounds[-1].number}" if run.rounds else "ε", _epsilon(run)),
-        ("δ", _text(choice.get("delta"))),
-        ("Mode", _text(choice.get("mode"))),
-        ("Clip, L2", _text(choice.get("clip"))),
-        ("Noise multiplier", _text(choice.get("noise"))),
-        ("Updates sent, per site", _text(tables.releases(run))),
+        ("δ", markup.text(choice.get("delta"))),
+        ("Mode", markup.text(choice.get("mode"))),
+        ("Clip, L2", markup.text(choice.get("clip"))),
+        ("Noise multiplier", markup.text(choice.get("noise"))),
+        ("Updates sent, per site", markup.text(tables.releases(run))),
         ("Neighbours", "one site with any other data"),
     ]
     parts = [
         "<h3>Differential privacy</h3>" if run.exchange.secure is not None else "",
-        _aid(
+        markup.aid(
             f"Protects {who}. ε counts all that was sent so far, and smaller is stronger: up to 1 is strong, "
             "above 10 promises little."
         ),
-        _facts(facts),
+        markup.facts(facts),
     ]
     if any(entry.epsilon is not None for entry in run.rounds):
-        parts.append(_figure(figures.epsilon_curves(run), "Privacy spent over rounds"))
-        parts.append(_details("ε of every round", _epsilons(run)))
+        parts.append(markup.figure(figures.epsilon_curves(run), "Privacy spent over rounds"))
+        parts.append(markup.details("ε of every round", _epsilons(run)))
     elif run.rounds:
-        parts.append(_note("No round has a finite ε: without noise nothing is promised."))
+        parts.append(markup.note("No round has a finite ε: without noise nothing is promised."))
     parts.append(
-        _note(
+        markup.note(
             "Not covered by this guarantee: the validation and test scores of this report, the choice of the best "
             "round by them, the numbers of cases and voxels, and that a site answered or was lost."
         )
@@ -351,9 +361,9 @@ def _epsilons(run: Run) -> str:
     for entry in run.rounds:
         counted = [tables.number(site.get("releases")) for site in entry.sites.values()]
         most = max((value for value in counted if value is not None), default=None)
-        cells = _cell(entry.epsilon, 3) + _cell(most, 0) + _cell(len(counted), 0)
+        cells = markup.cell(entry.epsilon, 3) + markup.cell(most, 0) + markup.cell(len(counted), 0)
         body.append(f'<th scope="row" class="num">{entry.number}</th>{cells}')
-    return _table(
+    return markup.table(
         "ε of all that was sent up to each round",
         ["Round", "ε", "updates sent, at most", "sites in the round"],
         body,
@@ -375,11 +385,11 @@ def _secure(run: Run) -> str:
     ]
     return (
         ("<h3>Secure aggregation</h3>" if run.exchange.privacy is not None else "")
-        + _aid(
+        + markup.aid(
             "The server saw the weighted sum of the sites' models only, in fixed point with steps of the quantum. "
             "No site's own model is known to it, so local models and the forgetting matrix are left out."
         )
-        + _facts(facts)
+        + markup.facts(facts)
     )
 
 
@@ -387,26 +397,30 @@ def _secure(run: Run) -> str:
 
 
 def _boxes(run: Run) -> str:
-    aid = _aid(
+    aid = markup.aid(
         "One box per model over all scored cases of all sites: quartiles, median, whiskers to 1.5 quartile "
         "ranges; a filled box was trained with annotations of the class, an empty one without."
     )
     if not run.rows:
-        return aid + _no_rows()
-    rows, _ = _scored(run)
+        return aid + markup.no_rows()
+    rows, _ = tables.scored(run)
     parts = [aid]
     if not run.locals:
-        parts.append(_note("No local model was evaluated, so the global model stands alone."))
+        parts.append(markup.note("No local model was evaluated, so the global model stands alone."))
     elif run.exchange.privacy is not None:
         parts.append(
-            _aid("With differential privacy a local model is what the site sent: clipped and with noise.")
+            markup.aid(
+                "With differential privacy a local model is what the site sent: clipped and with noise."
+            )
         )
     for position, split in enumerate(tables.splits(rows)):
         chosen = select(rows, split=split)
         if not any(r["value"] is not None for r in select(chosen, metric="dice")):
             continue
-        figure = _figure(figures.box_plots(run, chosen, split), f"Dice on {_text(split)} cases")
-        parts.append(figure if position == 0 else _details(f"The same on {_text(split)} cases", figure))
+        figure = markup.figure(figures.box_plots(run, chosen, split), f"Dice on {markup.text(split)} cases")
+        parts.append(
+            figure if position == 0 else markup.details(f"The same on {markup.text(split)} cases", figure)
+        )
     return "".join(parts)
 
 
@@ -414,24 +428,24 @@ def _boxes(run: Run) -> str:
 
 
 def _results(run: Run) -> str:
-    aid = _aid(
+    aid = markup.aid(
         "Mean (standard deviation) over cases, the best model of a row in bold. Below, classes that the site "
         "annotates stand apart from those it never annotated, where a high Dice means that the organ was "
         "learnt from other sites."
     )
-    rows, provisional = _scored(run)
+    rows, provisional = tables.scored(run)
     if not rows:
-        return aid + _no_rows()
+        return aid + markup.no_rows()
     parts = [aid]
     if provisional:
         parts.append(
-            _note(
-                f"Provisional: validation rows of round {rows[0]['round']}, on the training grid. {_NO_ROWS}"
+            markup.note(
+                f"Provisional: validation rows of round {rows[0]['round']}, on the training grid. {markup.NO_ROWS}"
             )
         )
     for position, split in enumerate(tables.splits(rows)):
         of_split = select(rows, split=split)
-        parts.append(f"<h3>{_text(split).capitalize()} cases</h3>")
+        parts.append(f"<h3>{markup.text(split).capitalize()} cases</h3>")
         parts.append(_glance(run, of_split, split))
         for metric in tables.metrics(of_split):
             chosen = select(of_split, metric=metric)
@@ -441,8 +455,10 @@ def _results(run: Run) -> str:
             better = "higher" if described.higher_is_better else "lower"
             hint = f" <small>({better} is better)</small>" if metric in METRICS else ""
             parts.append(
-                _details(
-                    f"{_text(described.title)}{unit}{hint}", content, open=metric == "dice" and position == 0
+                markup.details(
+                    f"{markup.text(described.title)}{unit}{hint}",
+                    content,
+                    open=metric == "dice" and position == 0,
                 )
             )
     parts.append(
@@ -458,17 +474,17 @@ def _glance(run: Run, rows: Sequence[RowDict], split: str) -> str:
     found = tables.cells(select(rows, metric="dice", model=model), "class", "site")
     body = []
     for class_ in run.classes:
-        cells = [_class_header(run, class_)]
+        cells = [markup.class_header(run, class_)]
         for name, site in run.sites.items():
             cells.append(
-                _heat(
+                markup.heat(
                     found.get((class_, name)),
                     class_ in site.annotated,
                     ("site annotates it", "never annotated here"),
                 )
             )
         body.append("".join(cells))
-    return _table(
+    return markup.table(
         f"Mean Dice of {figures.model_title(model)} on {split} cases. Outlined: annotated at the site. "
         "Not outlined: never annotated there",
         ["Class", *run.sites],
@@ -484,15 +500,15 @@ def _metric_table(run: Run, rows: Sequence[RowDict], metric: str, split: str, kn
     title = "annotated by the site" if known else "never annotated here: found or not"
     if not of_kind:
         if known:
-            return _note(f"No scored case on {_text(split)} has a class that its site annotates.")
-        return _note(
-            f"No scored case on {_text(split)} has ground truth for a class that its site never annotated; "
+            return markup.note(f"No scored case on {markup.text(split)} has a class that its site annotates.")
+        return markup.note(
+            f"No scored case on {markup.text(split)} has ground truth for a class that its site never annotated; "
             "cases with full labels, listed for evaluation, would show it."
         )
     names = tables.compared(rows)
     found = tables.cells((r for r in of_kind if r["model"] in names), "class", "site", "model")
     reasons = list(dict.fromkeys(reason for cell in found.values() for reason in sorted(cell.undefined)))
-    letters = {reason: _letter(index) for index, reason in enumerate(reasons)}
+    letters = {reason: markup.letter(index) for index, reason in enumerate(reasons)}
     anchor = f"{split}-{metric}-{'known' if known else 'unknown'}"
     bars = not known and metric in ("dice", "nsd")
     body: list[str] = []
@@ -505,8 +521,8 @@ def _metric_table(run: Run, rows: Sequence[RowDict], metric: str, split: str, kn
                 continue
             leading = tables.leaders({model: cell.summary for model, cell in cells.items()}, metric)
             line = [
-                _class_header(run, class_),
-                f"<td>{_text(site)}</td>",
+                markup.class_header(run, class_),
+                f"<td>{markup.text(site)}</td>",
                 f'<td class="num">{max(cell.scored for cell in cells.values())}</td>',
             ]
             for name in names:
@@ -516,27 +532,20 @@ def _metric_table(run: Run, rows: Sequence[RowDict], metric: str, split: str, kn
                     continue
                 totals.update(cell.undefined)
                 for reason, count in sorted(cell.undefined.items()):
-                    where = f"{_text(class_)} at {_text(site)}"
+                    where = f"{markup.text(class_)} at {markup.text(site)}"
                     omitted[reason].setdefault(where, []).append(
-                        f"{_text(figures.model_title(name))} {count} of {cell.scored}"
+                        f"{markup.text(figures.model_title(name))} {count} of {cell.scored}"
                     )
             body.append("".join(line))
     head = ["Class", "Site", "n", *(figures.model_title(name) for name in names)]
-    table = _table(f"{described.title} on {split}, classes {title}", head, body, sort=True, kind="wide")
+    table = markup.table(f"{described.title} on {split}, classes {title}", head, body, sort=True, kind="wide")
     notes = "".join(
-        _footnote(f"{_slug(anchor)}-{letters[reason]}", letters[reason], reason, totals[reason], places)
+        markup.footnote(
+            f"{markup.slug(anchor)}-{letters[reason]}", letters[reason], reason, totals[reason], places
+        )
         for reason, places in omitted.items()
     )
     return table + (f'<ul class="notes">{notes}</ul>' if notes else "")
-
-
-def _footnote(anchor: str, letter: str, reason: str, total: int, places: dict[str, list[str]]) -> str:
-    """Why values are not defined, how many, and, folded, in which rows and models."""
-    listed = "; ".join(f"{place}: {', '.join(whose)}" for place, whose in places.items())
-    return (
-        f'<li id="{anchor}"><sup>{letter}</sup> {_text(reason)}: {_count(total, "value")} not defined, left out of '
-        f"the means.{_details('Where', listed)}</li>"
-    )
 
 
 def _mean_cell(
@@ -545,8 +554,8 @@ def _mean_cell(
     if cell is None:
         return '<td class="num">–</td>'
     marks = "".join(
-        f'<sup><a href="#{_slug(anchor)}-{letters[reason]}" title="{cell.undefined[reason]} of {cell.scored} '
-        f'not defined: {_text(reason)}">{letters[reason]}</a></sup>'
+        f'<sup><a href="#{markup.slug(anchor)}-{letters[reason]}" title="{cell.undefined[reason]} of {cell.scored} '
+        f'not defined: {markup.text(reason)}">{letters[reason]}</a></sup>'
         for reason in sorted(cell.undefined)
     )
     mean, sd = cell.summary.mean, cell.summary.sd
@@ -564,7 +573,7 @@ def _mean_cell(
 
 
 def _overlays(run: Run) -> str:
-    aid = _aid(
+    aid = markup.aid(
         "Worst, median and best case of each class: the prediction filled in the colour of the class, the "
         "ground truth as a dashed white contour, in true proportions, cropped around both."
     )
@@ -573,10 +582,10 @@ def _overlays(run: Run) -> str:
         if stored := tables.overlays(run, split):
             break
     if not stored:
-        return aid + _note(
-            f"No overlays in this folder; the final evaluation stores them. {RESUME} finishes the run."
+        return aid + markup.note(
+            f"No overlays in this folder; the final evaluation stores them. {markup.RESUME} finishes the run."
         )
-    parts = [aid, f'<p class="aid">{_text(split).capitalize()} cases.</p>']
+    parts = [aid, f'<p class="aid">{markup.text(split).capitalize()} cases.</p>']
     for class_ in (*run.classes, *sorted(set(stored) - set(run.classes))):
         colour = figures.CLASS_COLOURS[
             run.classes.index(class_) % len(figures.CLASS_COLOURS) if class_ in run.classes else 0
@@ -592,8 +601,8 @@ def _overlays(run: Run) -> str:
                 continue
             tiles = "".join(
                 f"<figure>{figures.overlay(entry, colour)}<figcaption><b>{rank}</b> "
-                f'<span class="val">{_number(entry.dice, 3)}</span><br>{_text(entry.case)}<br>'
-                f"<small>{_text(entry.site)}</small></figcaption></figure>"
+                f'<span class="val">{markup.number(entry.dice, 3)}</span><br>{markup.text(entry.case)}<br>'
+                f"<small>{markup.text(entry.site)}</small></figcaption></figure>"
                 for rank, entry in tables.pick(entries)
             )
             rows.append(
@@ -601,7 +610,7 @@ def _overlays(run: Run) -> str:
             )
         missing = '<p class="sub">No overlay: the class was never scored.</p>'
         parts.append(
-            f'<article class="organ"><h3>{_swatch(run, class_)}{_text(class_)}</h3>{"".join(rows) or missing}</article>'
+            f'<article class="organ"><h3>{markup.swatch(run, class_)}{markup.text(class_)}</h3>{"".join(rows) or missing}</article>'
         )
     return f'{"".join(parts[:2])}<div class="organs">{"".join(parts[2:])}</div>'
 
@@ -610,62 +619,53 @@ def _overlays(run: Run) -> str:
 
 
 def _forgetting(run: Run) -> str:
-    aid = _aid(
-        "Mean Dice of a model over the scored cases of all sites. Outlined: the model was trained with "
+    title = METRICS[run.measure].title
+    over = "the sites where it is defined" if run.images else "the scored cases of all sites"
+    aid = markup.aid(
+        f"Mean {title} of a model over {over}. Outlined: the model was trained with "
         "annotations of the class; a low value outside an outline is what a site alone forgets or never learns."
     )
     if not run.rows:
-        return aid + _no_rows()
-    rows, _ = _scored(run)
+        return aid + markup.no_rows()
+    rows, _ = tables.scored(run)
     parts = [aid]
     if not run.locals:
-        parts.append(_note("No local model was evaluated, so there is one row only."))
+        parts.append(markup.note("No local model was evaluated, so there is one row only."))
     for split in tables.splits(rows):
-        found = tables.cells(select(rows, split=split, metric="dice"), "model", "class")
+        found = tables.cells(select(rows, split=split, metric=run.measure), "model", "class")
         body = []
         for model in tables.compared(rows):
-            cells = [f'<th scope="row">{_text(figures.model_title(model))}</th>']
+            cells = [f'<th scope="row">{markup.text(figures.model_title(model))}</th>']
             for class_ in run.classes:
                 cells.append(
-                    _heat(
+                    markup.heat(
                         found.get((model, class_)),
                         run.annotates(model, class_),
                         ("trained with it", "trained without it"),
+                        of="site" if run.images else "case",
+                        zero=0.5 if run.images else 0.0,
                     )
                 )
             mean = mean_of_defined(found[model, c].summary.mean for c in run.classes if (model, c) in found)
-            cells.append(_cell(mean, 2))
+            cells.append(markup.cell(mean, 2))
             body.append("".join(cells))
-        caption = f"Mean Dice on {split} cases, model × class"
-        parts.append(_table(caption, ["Model", *run.classes, "mean"], body, kind="matrix heat upright"))
+        caption = f"Mean {title} on {split} {run.unit}s, model × class"
+        parts.append(markup.table(caption, ["Model", *run.classes, "mean"], body, kind="matrix heat upright"))
     return "".join(parts)
-
-
-def _heat(cell: Cell | None, outlined: bool, words: tuple[str, str]) -> str:
-    kind = " own" if outlined else ""
-    word = words[0] if outlined else words[1]
-    if cell is None or cell.summary.mean is None:
-        why = "not scored" if cell is None else "not defined"
-        return f'<td class="blank{kind}" title="{why}; {word}">–<span class="sr"> {why}; {word}</span></td>'
-    step = round(20 * min(max(cell.summary.mean, 0.0), 1.0))
-    return (
-        f'<td class="h{step}{kind}" title="{cell.summary.mean:.3f} over {_count(cell.summary.n, "case")}; {word}">{cell.summary.mean:.2f}'
-        f'<span class="sr"> {word}</span></td>'
-    )
 
 
 # ---------------------------------------------------------------------------------------------- cost
 
 
 def _cost(run: Run) -> str:
-    aid = _aid("Where the time went, and how much memory each party needed.")
+    aid = markup.aid("Where the time went, and how much memory each party needed.")
     if not run.rounds:
-        return aid + _note(f"No round is complete yet. {RESUME} starts or goes on.")
+        return aid + markup.note(f"No round is complete yet. {markup.RESUME} starts or goes on.")
     parts = [aid]
     if any(entry.phases or entry.cost for entry in run.rounds):
-        parts.append(_figure(figures.cost_figure(run), "Seconds per round by phase and by site"))
+        parts.append(markup.figure(figures.cost_figure(run), "Seconds per round by phase and by site"))
     else:
-        parts.append(_note("The rounds of this folder hold no cost."))
+        parts.append(markup.note("The rounds of this folder hold no cost."))
     phases = list(dict.fromkeys(name for entry in run.rounds for name in entry.phases))
     seconds = {
         p: [s for e in run.rounds if (s := tables.number(e.phases.get(p))) is not None] for p in phases
@@ -673,17 +673,19 @@ def _cost(run: Run) -> str:
     total = sum(sum(values) for values in seconds.values())
     if phases:
         body = [
-            f'<th scope="row">{_text(phase)}</th>{_cell(sum(values), 1)}{_cell(mean_of_defined(values), 2)}'
-            f"{_cell(min(values, default=None), 2)}{_cell(max(values, default=None), 2)}"
-            f"{_cell(100 * sum(values) / total if total else None, 1, ' %')}"
+            f'<th scope="row">{markup.text(phase)}</th>{markup.cell(sum(values), 1)}{markup.cell(mean_of_defined(values), 2)}'
+            f"{markup.cell(min(values, default=None), 2)}{markup.cell(max(values, default=None), 2)}"
+            f"{markup.cell(100 * sum(values) / total if total else None, 1, ' %')}"
             for phase, values in seconds.items()
         ]
         body.append(
-            f'<th scope="row">all</th>{_cell(total, 1)}{_cell(total / len(run.rounds), 2)}<td></td><td></td><td class="num">100.0 %</td>'
+            f'<th scope="row">all</th>{markup.cell(total, 1)}{markup.cell(total / len(run.rounds), 2)}<td></td><td></td><td class="num">100.0 %</td>'
         )
         head = ["Phase", "total, s", "per round, s", "least", "most", "share"]
         parts.append(
-            _table(f"Seconds per phase over {_count(len(run.rounds), 'round')}", head, body, kind="numbers")
+            markup.table(
+                f"Seconds per phase over {markup.count(len(run.rounds), 'round')}", head, body, kind="numbers"
+            )
         )
 
     parts.append(_site_costs(run))
@@ -705,21 +707,21 @@ def _site_costs(run: Run) -> str:
     for site in _names(run):
         spent, evaluated = sum(of(site, "seconds")), of(site, "evaluate_seconds")
         if not of(site, "seconds") and not evaluated:
-            body.append(f'<th scope="row">{_text(site)}</th><td colspan="5">took part in no round</td>')
+            body.append(f'<th scope="row">{markup.text(site)}</th><td colspan="5">took part in no round</td>')
             continue
         steps = sum(tables.number(e.sites.get(site, {}).get("step_seconds")) or 0.0 for e in run.rounds)
         cells = [
-            _cell(len(of(site, "seconds")), 0),
-            _cell(spent, 1),
-            _cell(100 * steps / spent if spent and steps else None, 1, " %"),
-            _cell(sum(evaluated) or None, 1),
-            _cell(max(of(site, "peak_mb") + of(site, "evaluate_peak_mb"), default=None), 0),
+            markup.cell(len(of(site, "seconds")), 0),
+            markup.cell(spent, 1),
+            markup.cell(100 * steps / spent if spent and steps else None, 1, " %"),
+            markup.cell(sum(evaluated) or None, 1),
+            markup.cell(max(of(site, "peak_mb") + of(site, "evaluate_peak_mb"), default=None), 0),
         ]
-        body.append(f'<th scope="row">{_text(site)}</th>{"".join(cells)}')
+        body.append(f'<th scope="row">{markup.text(site)}</th>{"".join(cells)}')
     peaks = [entry.server_peak_mb for entry in run.rounds if entry.server_peak_mb is not None]
-    body.append(f'<th scope="row">server</th>{4 * "<td></td>"}{_cell(max(peaks, default=None), 0)}')
+    body.append(f'<th scope="row">server</th>{4 * "<td></td>"}{markup.cell(max(peaks, default=None), 0)}')
     head = ["Site", "rounds", "training, s", "in steps", "evaluation, s", "peak, MiB"]
-    return _table("Time and memory by site", head, body, kind="wide numbers")
+    return markup.table("Time and memory by site", head, body, kind="wide numbers")
 
 
 # ---------------------------------------------------------------------------------------------- traffic
@@ -728,17 +730,17 @@ def _site_costs(run: Run) -> str:
 def _traffic(run: Run) -> str:
     """Bytes by round and site, and by what they were compressed."""
     parts = [
-        _aid(
+        markup.aid(
             "Bytes of the messages as they were sent, without the engine's own framing and encryption: down is from "
             "the server to a site, up is back. The final evaluation after the last round is not counted."
         )
     ]
     if not any(tables.traffic(run.records, key) for key in tables.TRAFFIC):
-        return parts[0] + _note("The rounds of this folder hold no bytes.")
+        return parts[0] + markup.note("The rounds of this folder hold no bytes.")
     if run.exchange.compressed:
         parts.append(_compression(run))
     if any(tables.traffic(run.rounds, key) for key in tables.TRAFFIC):
-        parts.append(_figure(figures.traffic_figure(run), "Bytes per round, by kind and by site"))
+        parts.append(markup.figure(figures.traffic_figure(run), "Bytes per round, by kind and by site"))
     names = _names(run)
     whole = {site: sum(tables.traffic(run.records, key, site) for key in tables.TRAFFIC) for site in names}
     everything = sum(whole.values())
@@ -747,11 +749,11 @@ def _traffic(run: Run) -> str:
         cells = []
         for key in tables.TRAFFIC:
             sent = [v for e in run.rounds if (v := tables.number(e.cost.get(site, {}).get(key))) is not None]
-            cells.append(_bytes(mean_of_defined(sent)))
+            cells.append(markup.bytes(mean_of_defined(sent)))
         for keys in (("bytes_down", "evaluate_bytes_down"), ("bytes_up", "evaluate_bytes_up")):
-            cells.append(_bytes(sum(tables.traffic(run.records, key, site) for key in keys)))
-        cells.append(_cell(100 * whole[site] / everything, 1, " %"))
-        body.append(f'<th scope="row">{_text(site)}</th>{"".join(cells)}')
+            cells.append(markup.bytes(sum(tables.traffic(run.records, key, site) for key in keys)))
+        cells.append(markup.cell(100 * whole[site] / everything, 1, " %"))
+        body.append(f'<th scope="row">{markup.text(site)}</th>{"".join(cells)}')
     head = [
         "Site",
         *(f"{title} / round" for title in tables.TRAFFIC.values()),
@@ -759,20 +761,20 @@ def _traffic(run: Run) -> str:
         "up, all",
         "share",
     ]
-    parts.append(_table("Bytes by site", head, body, kind="wide numbers"))
+    parts.append(markup.table("Bytes by site", head, body, kind="wide numbers"))
     records = [entry for entry in run.records if entry.number or entry.cost]
     body = [
         f'<th scope="row" class="num">{entry.number or "start"}</th>'
         + "".join(f'<td class="num">{_exact_bytes(entry.cost.get(site, {}))}</td>' for site in names)
         for entry in records
     ]
-    table = _table(
+    table = markup.table(
         "Bytes down / up, exact, by round and site; those of the evaluation behind a plus",
         ["Round", *names],
         body,
         kind="wide numbers",
     )
-    parts.append(_details("Bytes of every round and site", table))
+    parts.append(markup.details("Bytes of every round and site", table))
     return "".join(parts)
 
 
@@ -782,17 +784,19 @@ def _compression(run: Run) -> str:
     share = "" if exchange.fraction is None else f", the largest {100 * exchange.fraction:g} %"
 
     def named(kind: str) -> str:
-        return "none" if kind == "none" else _text(kind) + (share if kind == "topk" else "")
+        return "none" if kind == "none" else markup.text(kind) + (share if kind == "topk" else "")
 
     facts = [("Compression up", named(exchange.up)), ("Compression down", named(exchange.down))]
     facts.append(("Error feedback", "on" if exchange.feedback else "off"))
-    facts.append(("A model, uncompressed", "–" if size is None else _human(size)))
+    facts.append(("A model, uncompressed", "–" if size is None else markup.human(size)))
     held = (
-        _aid("A model that a site holds already, as from the last evaluation, is named and not sent again.")
+        markup.aid(
+            "A model that a site holds already, as from the last evaluation, is named and not sent again."
+        )
         if exchange.down != "none"
         else ""
     )
-    return _facts(facts) + held
+    return markup.facts(facts) + held
 
 
 def _exact_bytes(cost: Mapping[str, float]) -> str:
@@ -819,153 +823,24 @@ def _configuration(run: Run) -> str:
         *sorted((str(k), v) for k, v in (info.get("versions") or {}).items()),
     ]
     body = [
-        f'<th scope="row">{_text(name)}</th><td><code>{_text(value)}</code></td>' for name, value in pairs
+        f'<th scope="row">{markup.text(name)}</th><td><code>{markup.text(value)}</code></td>'
+        for name, value in pairs
     ]
     parts = [
-        _aid("What repeats this run: the resolved federation file, the versions and the machine."),
-        _table("Versions and machine", ["What", "Value"], body),
+        markup.aid("What repeats this run: the resolved federation file, the versions and the machine."),
+        markup.table("Versions and machine", ["What", "Value"], body),
     ]
     if run.federation is None:
         parts.append(
-            _note("federation.yaml is missing from the run folder; copy the file that was run into it.")
+            markup.note("federation.yaml is missing from the run folder; copy the file that was run into it.")
         )
     else:
         parts.append(
-            _details("federation.yaml, resolved", f"<pre><code>{_text(run.federation)}</code></pre>")
+            markup.details(
+                "federation.yaml, resolved", f"<pre><code>{markup.text(run.federation)}</code></pre>"
+            )
         )
     return "".join(parts)
-
-
-# ---------------------------------------------------------------------------------------------- shared parts
-
-
-def _text(value: Any) -> str:
-    return "–" if value is None or value == "" else escape(str(value))
-
-
-def _facts(facts: Iterable[tuple[str, str]]) -> str:
-    """Names as plain text, values as HTML."""
-    listed = "".join(f"<div><dt>{_text(name)}</dt><dd>{value}</dd></div>" for name, value in facts)
-    return f'<dl class="facts">{listed}</dl>'
-
-
-def _aid(sentence: str) -> str:
-    return f'<p class="aid">{sentence}</p>'
-
-
-def _note(html: str) -> str:
-    return f'<p class="note" role="note">{html}</p>'
-
-
-_NO_ROWS = f"The final evaluation (rows.csv) is written when the run ends; {RESUME} finishes it."
-
-
-def _no_rows() -> str:
-    return _note(f"Not there yet. {_NO_ROWS}")
-
-
-def _details(title: str, content: str, *, open: bool = False) -> str:
-    return f"<details{' open' if open else ''}><summary>{title}</summary>{content}</details>"
-
-
-def _figure(svg: str, caption: str) -> str:
-    return f'<figure class="chart"><figcaption>{caption}</figcaption><div class="scroll">{svg}</div></figure>'
-
-
-def _table(
-    caption: str, head: Sequence[str], body: Iterable[str], *, kind: str = "", sort: bool = False
-) -> str:
-    """caption and head are plain text; body holds the cells of each row as HTML."""
-    cells = [
-        f'<th scope="col">{f"<button type=button>{_text(name)}</button>" if sort else f"<span>{_text(name)}</span>"}</th>'
-        for name in head
-    ]
-    lines = "".join(f"<tr>{line}</tr>" for line in body)
-    classes = " ".join(filter(None, (kind, "sort" if sort else "")))
-    return (
-        f'<div class="scroll" role="region" aria-label="{_text(caption)}" tabindex="0"><table class="{classes}">'
-        f"<caption>{_text(caption)}</caption><thead><tr>{''.join(cells)}</tr></thead><tbody>{lines}</tbody></table></div>"
-    )
-
-
-def _swatch(run: Run, class_: str) -> str:
-    name = figures.class_variable(run, class_) if class_ in run.classes else "c0"
-    return f'<span class="swatch" style="background:var(--{name})"></span>'
-
-
-def _class_header(run: Run, class_: str) -> str:
-    return f'<th scope="row">{_swatch(run, class_)}{_text(class_)}</th>'
-
-
-def _number(value: float | None, decimals: int) -> str:
-    return "–" if tables.number(value) is None else f"{value:.{decimals}f}"
-
-
-def _cell(value: float | None, decimals: int, unit: str = "") -> str:
-    if value is None:
-        return '<td class="num">–</td>'
-    return f'<td class="num" data-v="{value:.6g}">{value:,.{decimals}f}{unit}</td>'
-
-
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return '<td class="num">–</td>'
-    return f'<td class="num" data-v="{value:.0f}">{_human(value)}<small>{value:,.0f} B</small></td>'
-
-
-def _human(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1000
-    raise AssertionError
-
-
-def _si(value: float) -> str:
-    for unit in ("", "k", "M"):
-        if value < 1000:
-            return f"{value:.3g}{unit}"
-        value /= 1000
-    return f"{value:.3g}G"
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
-
-
-def _listed(values: Iterable[str], most: int = 3) -> str:
-    every = list(values)
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
-
-
-def _some(items: Iterable[str]) -> str:
-    return _listed(items, most=6)
-
-
-def _letter(index: int) -> str:
-    return chr(ord("a") + index) if index < 26 else f"n{index}"
-
-
-def _slug(text: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in text)
-
-
-def _time(value: Any) -> str:
-    try:
-        moment = datetime.fromisoformat(str(value))
-    except ValueError:
-        return _text(value)
-    return _text(f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".strip())
-
-
-def _duration(info: Any) -> str | None:
-    try:
-        began = datetime.fromisoformat(str(info.get("started")))
-        seconds = (datetime.fromisoformat(str(info.get("finished"))) - began).total_seconds()
-    except (ValueError, TypeError):
-        return None
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60:02d} min" if hours else f"{rest // 60} min {rest % 60:02d} s"
 
 
 _STYLE = """

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import yaml
 
-from fedatlas.errors import RunFolderError
+from fedatlas.errors import RunFolderError, WireError
+from fedatlas.evaluation.classification import Histogram, Threshold
 from fedatlas.evaluation.statistics import (
     COLUMNS,
     RowDict,
@@ -54,16 +55,32 @@ METRICS = {
     "hd95": Metric("HD95", "mm", 2, False),
     "asd": Metric("ASD", "mm", 2, False),
     "nsd": Metric("NSD", "", 3, True),
+    "auroc": Metric("AUROC", "", 3, True),
+    "ap": Metric("Average precision", "", 3, True),
+    "f1": Metric("F1", "", 3, True),
+    "sensitivity": Metric("Sensitivity", "", 3, True),
+    "specificity": Metric("Specificity", "", 3, True),
+    "balanced_accuracy": Metric("Balanced accuracy", "", 3, True),
+    "ece": Metric("ECE", "", 3, False),
+    "ece_mass": Metric("ECE, equal mass", "", 3, False),
+    "brier": Metric("Brier score", "", 3, False),
 }
 
 
 @dataclass(frozen=True)
 class SiteInfo:
-    """What run.json says of a site; counts are by class name."""
+    """What run.json says of a site; counts are by class name, cases and patients by split.
+
+    role: "train", or "test" where a site is only tested on. positives, negatives: of labels of whole images.
+    """
 
     annotated: tuple[str, ...] = ()
+    role: str = "train"
     cases: Mapping[str, int] = field(default_factory=dict)
+    patients: Mapping[str, int] = field(default_factory=dict)
     labelled: Mapping[str, int] = field(default_factory=dict)
+    positives: Mapping[str, int] = field(default_factory=dict)
+    negatives: Mapping[str, int] = field(default_factory=dict)
     voxels: Mapping[str, int] = field(default_factory=dict)
     spacing: tuple[tuple[float, ...], ...] = ()
     orientation: tuple[str, ...] = ()
@@ -131,10 +148,58 @@ class Overlay:
 
 
 @dataclass(frozen=True)
+class Example:
+    """One stored image of a class: what the model scored it, and what it is.
+
+    kind: present or absent, by the truth, and high or low, the end of the scores that it stands at.
+    """
+
+    path: Path
+    site: str
+    class_: str
+    case: str
+    score: float
+    threshold: float | None
+    kind: str
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """image [H, W] in 0..1, and its Grad-CAM map in 0..1 where there is one. Raises RunFolderError where they
+        do not fit together."""
+        with _opened(self.path) as stored:
+            image = np.asarray(stored["image"], dtype=np.float32)
+            cam = np.asarray(stored["cam"], dtype=np.float32) if "cam" in stored else None
+        if image.ndim != 2 or (cam is not None and cam.shape != image.shape):
+            raise RunFolderError(
+                f"{self.path}: image {image.shape} and map {None if cam is None else cam.shape}; two planes of one "
+                "shape are needed. Delete the file to leave it out"
+            )
+        return np.nan_to_num(image), None if cam is None else np.nan_to_num(cam)
+
+
+class Counted(NamedTuple):
+    """A histogram of the final evaluation, of one class at one site."""
+
+    split: str
+    model: str
+    site: str
+    class_: str
+    histogram: Histogram
+
+
+class Thresholds(NamedTuple):
+    """thresholds.json: where each class begins to be positive, on which split and by which criterion."""
+
+    split: str
+    criterion: str
+    classes: Mapping[str, Threshold]
+
+
+@dataclass(frozen=True)
 class Run:
     """A run folder in memory. rows is None where there is no rows.csv yet; overlays are read when drawn.
 
-    start: the record of round 0, in which a method begins and no site trains, where it was kept.
+    start: the record of round 0, in which a method begins and no site trains, where it was kept. Of labels of whole
+    images: histograms and thresholds of the final evaluation, and bins of the calibration error.
     """
 
     folder: Path
@@ -148,6 +213,24 @@ class Run:
     rows: tuple[RowDict, ...] | None
     federation: str | None
     exchange: Exchange = field(default_factory=Exchange)
+    histograms: tuple[Counted, ...] = ()
+    thresholds: Thresholds | None = None
+    bins: int = 10
+
+    @property
+    def images(self) -> bool:
+        """Are the labels of whole images?"""
+        return self.info["labels"].get("level") == "image"
+
+    @property
+    def measure(self) -> str:
+        """The metric of the large numbers, the curves and the matrices."""
+        return "auroc" if self.images else "dice"
+
+    @property
+    def unit(self) -> str:
+        """What is scored."""
+        return "image" if self.images else "case"
 
     @property
     def records(self) -> tuple[Round, ...]:
@@ -163,7 +246,7 @@ class Run:
         """Did the training data of a model hold annotations of a class: any site's, or its own site's."""
         if model.startswith("local/"):
             return class_ in self.sites.get(model.removeprefix("local/"), SiteInfo()).annotated
-        return any(class_ in site.annotated for site in self.sites.values())
+        return any(class_ in site.annotated for site in self.sites.values() if site.role != "test")
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -213,6 +296,7 @@ def read(folder: Path) -> Run:
 
     file = folder / "federation.yaml"
     federation = _text(file) if file.is_file() else None
+    plain = _plain(federation, file)
     best = _json(folder / "best.json") if (folder / "best.json").is_file() else {}
     return Run(
         folder=folder,
@@ -225,28 +309,65 @@ def read(folder: Path) -> Run:
         best_score=number(best.get("score")),
         rows=rows,
         federation=federation,
-        exchange=_exchange(federation, file),
+        exchange=_exchange(plain),
+        histograms=_histograms(folder / "histograms.json"),
+        thresholds=_thresholds(folder / "thresholds.json"),
+        bins=_bins(plain),
     )
 
 
 def overlays(run: Run, split: str) -> dict[str, list[Overlay]]:
     """The stored slices of a split by class, of the model "best" where it has any, else of the first other."""
     found: dict[str, list[Overlay]] = {}
+    for site, path in _pictures(run, split):
+        with _opened(path) as stored:
+            entry = Overlay(
+                path=path,
+                site=site,
+                class_=str(stored["class"]),
+                case=str(stored["case"]),
+                dice=float(stored["value"]),
+                rank=path.stem.rpartition("--")[2],
+            )
+        found.setdefault(entry.class_, []).append(entry)
+    return found
+
+
+KINDS = ("present-high", "present-low", "absent-high", "absent-low")
+"""Of examples: the truth, and the end of the scores."""
+
+
+def examples(run: Run, split: str, most: int) -> dict[str, dict[str, list[Example]]]:
+    """class -> kind -> the `most` extreme images of all sites, the most extreme first; models as `overlays`."""
+    found: dict[str, dict[str, list[Example]]] = {}
+    for site, path in _pictures(run, split):
+        with _opened(path) as stored:
+            end = path.stem.rpartition("--")[2].split("-")[1:2]
+            truth = "present" if bool(stored["truth"]) else "absent"
+            entry = Example(
+                path=path,
+                site=site,
+                class_=str(stored["class"]),
+                case=str(stored["case"]),
+                score=float(stored["score"]),
+                threshold=number(float(stored["threshold"])),
+                kind=f"{truth}-{'low' if end == ['low'] else 'high'}",
+            )
+        found.setdefault(entry.class_, {}).setdefault(entry.kind, []).append(entry)
+    for kinds in found.values():
+        for kind, entries in kinds.items():
+            sign = -1 if kind.endswith("high") else 1
+            kinds[kind] = sorted(entries, key=lambda e: (sign * e.score, e.site, e.case, e.path.name))[:most]
+    return found
+
+
+def _pictures(run: Run, split: str) -> Iterator[tuple[str, Path]]:
+    """(site, file) of the stored pictures of a split, of one model at each site."""
     for site in sorted(path for path in (run.folder / "sites").glob("*") if path.is_dir()):
-        folders = sorted(path for path in (site / "overlays" / split).glob("*") if path.is_dir())
+        folders = sorted(path for path in (site / "overlays" / split).glob("[!.]*") if path.is_dir())
         folders.sort(key=lambda path: (path.name != GLOBAL, path.name != "last", path.name))
         for path in sorted(folders[0].glob("*.npz")) if folders else ():
-            with _opened(path) as stored:
-                entry = Overlay(
-                    path=path,
-                    site=site.name,
-                    class_=str(stored["class"]),
-                    case=str(stored["case"]),
-                    dice=float(stored["value"]),
-                    rank=path.stem.rpartition("--")[2],
-                )
-            found.setdefault(entry.class_, []).append(entry)
-    return found
+            yield site.name, path
 
 
 def pick(stored: Sequence[Overlay]) -> list[tuple[str, Overlay]]:
@@ -314,23 +435,38 @@ def _rows(found: Any, source: Path) -> tuple[RowDict, ...]:
 def _site(entry: Mapping[str, Any]) -> SiteInfo:
     return SiteInfo(
         annotated=tuple(entry.get("annotated") or ()),
+        role=str(entry.get("role") or "train"),
         cases=entry.get("cases") or {},
+        patients=entry.get("patients") or {},
         labelled=entry.get("labelled") or {},
+        positives=entry.get("positives") or {},
+        negatives=entry.get("negatives") or {},
         voxels=entry.get("voxels") or {},
         spacing=tuple(tuple(float(v) for v in row) for row in entry.get("spacing") or ()),
         orientation=tuple(str(code) for code in entry.get("orientation") or ()),
     )
 
 
-def _exchange(federation: str | None, source: Path) -> Exchange:
-    """The keys `comm`, `privacy` and `secure` of a resolved federation file; all off where there is none."""
+def _plain(federation: str | None, source: Path) -> Mapping[str, Any]:
+    """The keys of a resolved federation file; none where there is no file."""
     try:
         found = yaml.safe_load(federation or "")
     except yaml.YAMLError as error:
         raise RunFolderError(
             f"{source}: not valid YAML ({error}); it was cut short or edited. Restore it, or run again"
         ) from None
-    plain = found if isinstance(found, dict) else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _bins(plain: Mapping[str, Any]) -> int:
+    """`evaluation.bins` of a federation file."""
+    evaluation = plain.get("evaluation")
+    bins = evaluation.get("bins") if isinstance(evaluation, dict) else None
+    return bins if type(bins) is int and bins >= 1 else 10
+
+
+def _exchange(plain: Mapping[str, Any]) -> Exchange:
+    """The keys `comm`, `privacy` and `secure` of a federation file; all off where there is none."""
     comm, privacy, secure = (
         plain[key] if isinstance(plain.get(key), dict) else None for key in ("comm", "privacy", "secure")
     )
@@ -343,6 +479,44 @@ def _exchange(federation: str | None, source: Path) -> Exchange:
         privacy=privacy,
         secure=secure,
     )
+
+
+def _histograms(path: Path) -> tuple[Counted, ...]:
+    if not path.is_file():
+        return ()
+    try:
+        return tuple(
+            Counted(
+                str(entry["split"]),
+                str(entry["model"]),
+                str(entry["site"]),
+                str(entry["class"]),
+                Histogram.from_dict(entry["histogram"]),
+            )
+            for entry in _json(path)
+        )
+    except (KeyError, TypeError, WireError) as error:
+        raise RunFolderError(
+            f"{path}: not a list of histograms ({type(error).__name__}: {error}). Evaluate the run again"
+        ) from error
+
+
+def _thresholds(path: Path) -> Thresholds | None:
+    if not path.is_file():
+        return None
+    try:
+        found = _json(path)
+        classes = {
+            str(name): Threshold(
+                number(entry["value"]), number(entry.get("reached")), str(entry.get("reason") or "")
+            )
+            for name, entry in found["classes"].items()
+        }
+        return Thresholds(str(found["split"]), str(found["criterion"]), classes)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise RunFolderError(
+            f"{path}: not a table of thresholds ({type(error).__name__}: {error}). Evaluate the run again"
+        ) from error
 
 
 def _text(path: Path) -> str:
@@ -432,8 +606,17 @@ def metrics(rows: Iterable[RowDict]) -> tuple[str, ...]:
     )
 
 
+def scored(run: Run) -> tuple[list[RowDict], bool]:
+    """The rows of the final evaluation on the original grid, or else those of the last evaluated round, and whether
+    it is these."""
+    if run.rows:
+        return select(run.rows, grid="original") or list(run.rows), False
+    latest = next((entry.rows for entry in reversed(run.rounds) if entry.rows), ())
+    return list(latest), True
+
+
 class Verdict(NamedTuple):
-    """Dice of one model on one split, in three numbers; None where nothing was scored.
+    """One metric of one model on one split, in three numbers; None where nothing was scored.
 
     clientwise: the mean over sites of the mean over the classes that the site annotates of
         the mean over its cases (the "global index" of Fed-MENU).
@@ -449,9 +632,9 @@ class Verdict(NamedTuple):
     n_unknown: int
 
 
-def verdict(rows: Iterable[RowDict]) -> Verdict:
-    """The verdict of the Dice rows of one model on one split; rows of other metrics are left out."""
-    dice = select(rows, metric="dice")
+def verdict(rows: Iterable[RowDict], metric: str = "dice") -> Verdict:
+    """The verdict of the rows of one model on one split; rows of other metrics are left out."""
+    dice = select(rows, metric=metric)
     pairs = {
         key: mean
         for key, summary in table(dice, "known", "site", "class").items()
@@ -482,6 +665,98 @@ def leaders(models: Mapping[str, Summary], metric: str) -> set[str]:
     best = (max if described.higher_is_better else min)(shown.values())
     winners = {name for name, value in shown.items() if value == best}
     return winners if len(winners) < len(models) else set()
+
+
+class ClassValue(NamedTuple):
+    """One metric of one class at one site: its value, its interval, and what it is of. What is None is so for the
+    reasons. undefined: share of the resamples without a value; known: does the site annotate the class."""
+
+    value: float | None
+    reason: str
+    low: float | None
+    high: float | None
+    undefined: float | None
+    no_interval: str
+    n_positive: int | None
+    n_negative: int | None
+    known: bool
+
+
+def class_values(rows: Iterable[RowDict], metric: str) -> dict[tuple[str, str, str], ClassValue]:
+    """(class, site, model) -> its value, from rows of one split of labels of whole images."""
+    parts: dict[tuple[str, str, str], dict[str, RowDict]] = {}
+    for row in rows:
+        parts.setdefault((row["class"], row["site"], row["model"]), {})[row["metric"]] = row
+
+    def of(found: Mapping[str, RowDict], name: str) -> Any:
+        return found[name]["value"] if name in found else None
+
+    def counted(found: Mapping[str, RowDict], name: str) -> int | None:
+        value = of(found, name)
+        return None if value is None else int(value)
+
+    return {
+        key: ClassValue(
+            value=of(found, metric),
+            reason=found[metric]["reason"],
+            low=of(found, f"{metric}_low"),
+            high=of(found, f"{metric}_high"),
+            undefined=of(found, f"{metric}_undefined"),
+            no_interval=found[f"{metric}_low"]["reason"] if f"{metric}_low" in found else "",
+            n_positive=counted(found, "n_positive"),
+            n_negative=counted(found, "n_negative"),
+            known=bool(found[metric]["known"]),
+        )
+        for key, found in parts.items()
+        if metric in found
+    }
+
+
+def pooled(run: Run, split: str, model: str) -> dict[str, Histogram]:
+    """class -> the histogram of all sites' images of a split together. Raises RunFolderError where the sites' edges
+    differ."""
+    found: dict[str, Histogram] = {}
+    for entry in run.histograms:
+        if (entry.split, entry.model) == (split, model):
+            try:
+                before = found.get(entry.class_)
+                found[entry.class_] = entry.histogram if before is None else before + entry.histogram
+            except WireError as error:
+                raise RunFolderError(f"{run.folder / 'histograms.json'}: {error}") from error
+    return found
+
+
+class Macro(NamedTuple):
+    """The mean over n classes of a value, which is within `error` of the exact one; None where n is 0."""
+
+    value: float | None
+    error: float | None
+    n: int
+
+
+def pooled_macro(run: Run, split: str, model: str) -> Macro:
+    """The mean over classes of AUROC over all sites' images of a split together."""
+    found = [e for h in pooled(run, split, model).values() if (e := h.auroc()).value is not None]
+    return Macro(mean_of_defined(e.value for e in found), mean_of_defined(e.error for e in found), len(found))
+
+
+class Confusion(NamedTuple):
+    """Images by truth and by whether their score reaches the threshold."""
+
+    true_positive: int
+    false_negative: int
+    false_positive: int
+    true_negative: int
+
+
+def confusion(histogram: Histogram, threshold: float) -> Confusion | None:
+    """The counts at a threshold that is an edge of the histogram, where they are exact; None at any other."""
+    at = [place for place, edge in enumerate(histogram.edges) if math.isclose(edge, threshold, abs_tol=1e-12)]
+    if not at or histogram.not_finite:
+        return None
+    (cut,) = at[:1]
+    p, n = histogram.positives, histogram.negatives
+    return Confusion(sum(p[cut:]), sum(p[:cut]), sum(n[cut:]), sum(n[:cut]))
 
 
 def loss_terms(run: Run) -> tuple[str, ...]:

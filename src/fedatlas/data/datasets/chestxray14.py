@@ -28,6 +28,7 @@ import bisect
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -97,7 +98,8 @@ class ChestXray14:
     others: tuple[str, ...] = option((), "Further texts of the table, beside the 14, that are no class here.")
     splits: Literal["official", "seed", "train"] = option(
         "official",
-        "official: the two lists, validation by seed; seed: all by seed; train: everything trains.",
+        "official: the two lists, validation by seed; seed: all by seed; train: nothing is tested on, validation by "
+        "seed.",
     )
     batches: tuple[int, ...] | None = option(None, "Archives to read, 1 to 12; null: all images.")
     first: int | None = option(
@@ -171,7 +173,9 @@ def read(site: str, root: Path, form: ChestXray14, splitting: Splitting) -> Imag
     problems += some(bad, "values that cannot be read") + some(gone, "missing files")
     problems += some(unlisted, "images outside the official split")
     problems += some(unused, "images without a row") + left_out
-    split = tuple(cases) if form.splits == "train" else split_patients(cases, site, splitting)
+    if form.splits == "train":
+        splitting = replace(splitting, test=0)
+    split = split_patients(cases, site, splitting)
     return listing(site, root, form.classes, split, form.source, problems)
 
 
