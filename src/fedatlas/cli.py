@@ -512,7 +512,15 @@ def _predict_images(arguments: argparse.Namespace) -> int:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    from fedatlas.compare import check_page, collect, load_comparison, markdown, run_comparison, write_table
+    from fedatlas.compare import (
+        check_page,
+        collect,
+        load_comparison,
+        markdown,
+        run_comparison,
+        write_page,
+        write_table,
+    )
 
     for name in ("seeds", "workers"):
         value = getattr(arguments, name)
@@ -540,7 +548,11 @@ def compare(arguments: argparse.Namespace) -> int:
     found = collect(comparison)
     if arguments.table:
         write_table(comparison, found, arguments.table)
-    print(json.dumps(found | {"failed": failed}, indent=1) if arguments.json else markdown(found))
+    page = write_page(comparison, found)
+    if arguments.json:
+        print(json.dumps(found | {"failed": failed, "page": str(page)}, indent=1))
+    else:
+        print(f"{markdown(found)}\npage: {page}")
     for name in failed:
         print(f"failed: {name}", file=sys.stderr)
     return 1 if failed else 0

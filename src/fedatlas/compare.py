@@ -5,20 +5,33 @@ folder of its own, so that a comparison that was stopped goes on where it was, r
 """
 
 import copy
+import io
 import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
 import yaml
 
+from fedatlas.build import Experiment, cache_folder
 from fedatlas.engine.run import read_json
 from fedatlas.engine.store import write_atomic
-from fedatlas.errors import FedAtlasError, FederationError, RunFolderError
-from fedatlas.evaluation.statistics import cell_means, class_means, mean_of_defined, read_rows, select
+from fedatlas.errors import DataError, FedAtlasError, FederationError, RunFolderError
+from fedatlas.evaluation.classification import Predictions, Threshold, bootstrap_difference
+from fedatlas.evaluation.statistics import (
+    cell_means,
+    class_means,
+    differences,
+    mean_of_defined,
+    mean_ranks,
+    read_rows,
+    select,
+)
 from fedatlas.experiment import (
     METRICS_OF,
     Federation,
@@ -31,10 +44,14 @@ from fedatlas.experiment import (
     resolved,
     selects,
 )
-from fedatlas.method import declared
+from fedatlas.labels import LabelSpace
+from fedatlas.method import declared, eval_members
 from fedatlas.options import from_dict, not_known, option, options
-from fedatlas.report.comparison import markdown
+from fedatlas.report.comparison import LOWER, html, markdown
+from fedatlas.seeds import seed_of
 from fedatlas.session import git_revision, run_federation
+from fedatlas.trained import Trained
+from fedatlas.trained_images import probabilities
 
 Tell = Callable[[str], None]
 
@@ -260,11 +277,10 @@ def _arm(
     if "local.steps" in named and "local.epochs" not in named:
         raw["local"]["epochs"] = None
     federation = parse_federation(raw, base=base_path.parent, source=what)
-    if budget.steps and not named & {"local.steps", "local.epochs"}:
-        if declared(make_method(federation), "pooled"):
-            training = sum(site.role == "train" for site in federation.sites)
-            local = replace(federation.local, steps=budget.steps * training)
-            federation = replace(federation, local=local)
+    own_steps = named & {"local.steps", "local.epochs"}
+    if budget.steps and not own_steps and declared(make_method(federation), "pooled"):
+        training = sum(site.role == "train" for site in federation.sites)
+        federation = replace(federation, local=replace(federation.local, steps=budget.steps * training))
     return federation
 
 
@@ -382,10 +398,10 @@ def _from_federations(
             raise FederationError(
                 f"{first} is for {kinds[first]}, {name} for {kinds[name]}; they do not compare"
             )
-        if list(federations[name]) != list(federations[first]):
+        (one, *_), (another, *_) = federations[first], federations[name]
+        if one != another:
             raise FederationError(
-                f"{first} has the seed {list(federations[first])[0]}, {name} {list(federations[name])[0]}; give "
-                "--seeds, so that all have the same"
+                f"{first} has the seed {one}, {name} {another}; give --seeds, so that all have the same"
             )
     title = "-vs-".join(federations) if len(federations) < 3 else f"{first}-and-{len(others)}-others"
     return Comparison(title, None, federations, Measure(), {}, Path(), "")  # type: ignore[call-arg]
@@ -537,46 +553,49 @@ def rows_of(comparison: Comparison, arm: str, seed: int) -> list[Mapping[str, An
     Where the best round was the last, the run holds its rows once, as "best"."""
     path, measure = comparison.path(arm, seed), comparison.measure
     rows = select(read_rows(path / "rows.csv"), metric=comparison.metric, split=measure.split)
-    model = measure.model
-    if model == "last" and not any(row["model"] == "last" for row in rows):
-        model = "best"
-    rows = select(rows, model=model)
+    rows = select(rows, model="best" if _last_is_best(path, measure.model) else measure.model)
     return [row for row in rows if measure.sites is None or row["site"] in measure.sites]
 
 
-def collect(comparison: Comparison) -> dict[str, Any]:
+Cells = dict[tuple[str, str], float | None]
+"""(site, class) -> the mean over its cases."""
+
+
+def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[str, Any]:
     """What the finished runs came to, as plain values; runs that are not finished have none.
 
     arms: name -> seeds (finished), per_class (class -> a value or None per seed, the mean over sites of the mean over
-    cases), mean (per seed, over classes), hours (of the rounds), commits, problem.
+    cases), mean (per seed, over classes), undefined (cells without a value that another arm has), hours (of the
+    rounds), commits, problems. differences: arm -> against the first, over cells of site, class and seed.
+    ranks: of the arms, over cells of site and class, each the mean over seeds.
+    bootstrap: where labels are of whole images, arm -> the interval by patient of the same difference.
+
+    A cell that the first finished arm does not have is not counted for any: an arm that was given more labels is
+    scored on what all are.
     """
-    cells: dict[str, dict[int, dict[tuple[str, str], float | None]]] = {}
-    found: dict[str, Any] = {}
-    known: dict[tuple[str, str, str], bool] = {}
+    counted: dict[tuple[str, str, str], bool] = {}
+    cells: dict[str, dict[int, Cells]] = {}
+    arms: dict[str, dict[str, Any]] = {}
     for arm in comparison.arms:
-        problems, cells[arm], hours, commits = [], {}, 0.0, []
+        cells[arm], problems, hours, commits = {}, [], 0.0, []
+        rows: dict[int, list[Mapping[str, Any]]] = {}
         for seed in comparison.seeds:
+            path = comparison.path(arm, seed)
             try:
-                if state_of(comparison, arm, seed) != "finished":
-                    continue
-                rows = rows_of(comparison, arm, seed)
+                if state_of(comparison, arm, seed) == "finished":
+                    rows[seed] = rows_of(comparison, arm, seed)
+                    hours += _hours(path)
+                    commits.append(read_json(path / "run.json")["git"])
             except FedAtlasError as error:
                 problems.append(str(error))
-                continue
-            # what counts as annotated is decided by the first arm that was run: another may be given more labels
-            for row in rows:
-                known.setdefault((row["site"], row["case"], row["class"]), row["known"])
-            wanted = comparison.measure.known
-            cells[arm][seed] = cell_means(
-                row
-                for row in rows
-                if wanted is None or known[row["site"], row["case"], row["class"]] == wanted
-            )
-            hours += _hours(comparison.path(arm, seed))
-            commits.append(read_json(comparison.path(arm, seed) / "run.json")["git"])
-        means = {seed: class_means(found_cells) for seed, found_cells in cells[arm].items()}
+        if not counted:
+            counted = {_place(row): row["known"] for of_seed in rows.values() for row in of_seed}
+        wanted = [key for key, known in counted.items() if comparison.measure.known in (None, known)]
+        for seed, of_seed in rows.items():
+            cells[arm][seed] = cell_means(row for row in of_seed if _place(row) in set(wanted))
+        means = {seed: class_means(found) for seed, found in cells[arm].items()}
         names = dict.fromkeys(name for of_seed in means.values() for name in of_seed)
-        found[arm] = {
+        arms[arm] = {
             "seeds": list(means),
             "per_class": {name: [of_seed.get(name) for of_seed in means.values()] for name in names},
             "mean": [mean_of_defined(of_seed.values()) for of_seed in means.values()],
@@ -584,22 +603,51 @@ def collect(comparison: Comparison) -> dict[str, Any]:
             "commits": list(dict.fromkeys(commits)),
             "problems": problems,
         }
+    there = {
+        (seed, key)
+        for of_arm in cells.values()
+        for seed, found in of_arm.items()
+        for key, value in found.items()
+        if value is not None
+    }
+    for arm, of_arm in cells.items():
+        arms[arm]["undefined"] = sum(of_arm[seed].get(key) is None for seed, key in there if seed in of_arm)
+    first, *others = comparison.arms
+    flat = {
+        arm: {(seed, *key): value for seed, found in of_arm.items() for key, value in found.items()}
+        for arm, of_arm in cells.items()
+    }
+    over_seeds = {
+        arm: {key: mean_of_defined(c.get(key) for c in of_arm.values()) for c in of_arm.values() for key in c}
+        for arm, of_arm in cells.items()
+        if of_arm
+    }
+    ranks = mean_ranks(over_seeds, higher=comparison.metric not in LOWER)
+    compared = differences(flat[first], {arm: flat[arm] for arm in others})
     return {
         "name": comparison.name,
         "profile": comparison.profile,
         "command": comparison.command,
+        "commit": git_revision(),
+        "task": comparison.first.task,
         "seeds": comparison.seeds,
         "metric": comparison.metric,
         "split": comparison.measure.split,
         "model": comparison.measure.model,
         "sites": None if comparison.measure.sites is None else list(comparison.measure.sites),
         "known": comparison.measure.known,
-        "classes": _classes(comparison, found),
+        "classes": _classes(comparison, arms),
         "budget": {arm: _budget_of(of_arm) for arm, of_arm in comparison.federations.items()},
-        "arms": found,
-        "commit": git_revision(),
+        "arms": arms,
+        "differences": {arm: asdict(found) for arm, found in compared.items()},
+        "ranks": asdict(ranks) | {"groups": [list(group) for group in ranks.groups]},
+        "bootstrap": _bootstrap(comparison, cells, tell),
         "printed": {arm: dict(values) for arm, values in comparison.printed.items()},
     }
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["site"], row["case"], row["class"]
 
 
 def _classes(comparison: Comparison, found: Mapping[str, Any]) -> list[str]:
@@ -619,6 +667,233 @@ def _hours(path: Path) -> float:
     """Of all rounds: training and validation."""
     logs = sorted((path / "rounds").glob("[0-9]*/log.json"))
     return sum(sum(read_json(log)["phases"].values()) for log in logs) / 3600
+
+
+LEAST_PATIENTS = 5
+"""With fewer patients on either side a class is left out of intervals: many resamples would have no value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Predicted:
+    """What a run's model says of a site's images. scores, truth [N, C]; known [N, C]: is there a truth."""
+
+    cases: list[str]
+    patients: list[str]
+    scores: np.ndarray
+    truth: np.ndarray
+    known: np.ndarray
+
+
+class Predictor:
+    """Predictions of an arm's runs on the images of its sites, which are on this machine."""
+
+    def __init__(self, comparison: Comparison, arm: str) -> None:
+        self.comparison, self.arm = comparison, arm
+        self._experiment: Experiment | None = None
+
+    def _sources(self) -> Mapping[str, Any]:
+        if self._experiment is None:
+            federation = next(iter(self.comparison.federations[self.arm].values()))
+            self._experiment = Experiment(federation, cache_folder(federation, self.comparison.folder))
+            self._experiment.prepare()
+        return self._experiment.sources
+
+    def of(self, seed: int, site: str) -> Predicted:
+        """Of a finished run; kept in the site's folder of the run. Raises DataError or FederationError where the
+        images are not here."""
+        path, measure = self.comparison.path(self.arm, seed), self.comparison.measure
+        model = "best" if _last_is_best(path, measure.model) else measure.model
+        finished = read_json(path / "run.json")["finished"]
+        file = path / "sites" / site / f"predictions-{measure.split}-{model.replace('/', '_')}.npz"
+        if file.exists():
+            with np.load(file, allow_pickle=False) as kept:
+                if str(kept["finished"]) == finished:
+                    names = [[str(name) for name in kept[key]] for key in ("cases", "patients")]
+                    return Predicted(names[0], names[1], kept["scores"], kept["truth"], kept["known"])
+        found = _predict(Trained(path, model), self._sources()[site], site, measure.split)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        made = io.BytesIO()
+        np.savez_compressed(
+            made,
+            finished=np.array(finished),
+            cases=np.array(found.cases, dtype=np.str_),
+            patients=np.array(found.patients, dtype=np.str_),
+            scores=found.scores,
+            truth=found.truth,
+            known=found.known,
+        )
+        write_atomic(file, made.getvalue())
+        return found
+
+
+def _last_is_best(path: Path, model: str) -> bool:
+    """Was "last" asked for, and is it kept as "best" because it is the same round?"""
+    rounds, file = read_json(path / "run.json")["rounds"], path / "best.json"
+    return model == "last" and file.exists() and read_json(file)["round"] == rounds
+
+
+def _predict(trained: Trained, source: Any, site: str, split: str) -> Predicted:
+    """The model that the site is given as that of the federation, on all images of a split; full batches, as in the
+    final evaluation."""
+    if not trained.model.startswith("local/"):
+        file = trained.folder.path / "models" / f"{trained.model}.fa"
+        trained.members = eval_members(trained.method, trained.folder.state(file, trained.method), site)
+    size, samples = trained.federation.evaluation.batch, list(source.volumes(split))
+    scores = np.zeros((len(samples), len(trained.space)))
+    for start in range(0, len(samples), size):
+        images = torch.stack([sample.image for sample in samples[start : start + size]])
+        count = len(images)
+        full = torch.cat([images, images[:1].expand(size - count, -1, -1, -1)])
+        scores[start : start + count] = probabilities(trained, full)[:count].numpy()
+    stacked = {
+        key: np.stack([getattr(sample, key).numpy() for sample in samples])
+        if samples
+        else np.zeros((0, len(trained.space)))
+        for key in ("truth", "scored")
+    }
+    return Predicted(
+        [sample.case for sample in samples],
+        [f"{site}/{sample.patient}" for sample in samples],
+        scores,
+        stacked["truth"],
+        stacked["scored"].astype(bool),
+    )
+
+
+def _bootstrap(
+    comparison: Comparison, cells: Mapping[str, Mapping[int, Cells]], tell: Tell
+) -> dict[str, dict[str, Any]]:
+    """arm -> interval by patient of its difference to the first arm; {} where labels are not of whole images.
+
+    A resample takes the same patients in all cells. The difference is the mean over all cells of site, class and seed
+    where each has LEAST_PATIENTS with and without the class; else, over classes and seeds, of the images of all sites
+    put together, of the classes that then have as many.
+    """
+    federation = comparison.first
+    if federation.task != "classification" or not federation.evaluation.draws:
+        return {}
+    first, *others = comparison.arms
+    reference, found = Predictor(comparison, first), {}
+    for arm in others:
+        seeds = [seed for seed in cells[first] if seed in cells[arm]]
+        if not seeds:
+            continue
+        tell(f"{arm}: interval by patient")
+        try:
+            found[arm] = _interval(comparison, reference, Predictor(comparison, arm), seeds, cells)
+        except FedAtlasError as error:
+            found[arm] = {"value": None, "reason": str(error).splitlines()[0]}
+    return found
+
+
+def _interval(
+    comparison: Comparison,
+    reference: Predictor,
+    other: Predictor,
+    seeds: Sequence[int],
+    cells: Mapping[str, Mapping[int, Cells]],
+) -> dict[str, Any]:
+    parts: list[_Part] = []
+    patients: dict[str, list[str]] = {}
+    limits: dict[tuple[int, str], tuple[Threshold, Threshold]] = {}
+    for seed in seeds:
+        ours, theirs = (_thresholds(comparison, arm, seed) for arm in (other.arm, reference.arm))
+        theirs_too = {site for site, _ in cells[other.arm][seed]}
+        for site in dict.fromkeys(site for site, _ in cells[reference.arm][seed] if site in theirs_too):
+            a, b = other.of(seed, site), reference.of(seed, site)
+            if a.cases != b.cases or list(ours) != list(theirs):
+                raise DataError(
+                    f"{other.arm} and {reference.arm} have other images or classes at site {site}"
+                )
+            patients[site] = a.patients
+            for c, name in enumerate(ours):
+                if all(cells[p.arm][seed].get((site, name)) is not None for p in (other, reference)):
+                    known = a.known[:, c] & b.known[:, c]
+                    truth = a.truth[:, c]
+                    parts.append(_Part((seed, name), site, a.scores[:, c], b.scores[:, c], truth, known))
+                    limits[seed, name] = (ours[name], theirs[name])
+    apart = all(_fewest([part], patients) >= LEAST_PATIENTS for part in parts)
+    columns = [[part] for part in parts]
+    if not apart:
+        together = dict.fromkeys(part.of for part in parts)
+        columns = [[part for part in parts if part.of == of] for of in together]
+        columns = [column for column in columns if _fewest(column, patients) >= LEAST_PATIENTS]
+    if not columns:
+        return {
+            "value": None,
+            "reason": f"no class has {LEAST_PATIENTS} patients with it and {LEAST_PATIENTS} without it",
+        }
+    starts = dict(zip(patients, np.cumsum([0, *map(len, patients.values())]).tolist(), strict=False))
+    who = [name for names in patients.values() for name in names]
+
+    def spread(key: str, empty: Any) -> np.ndarray:
+        """[N of all sites, columns]"""
+        made = np.full((len(who), len(columns)), empty)
+        for index, column in enumerate(columns):
+            for part in column:
+                values = getattr(part, key)
+                made[starts[part.site] : starts[part.site] + len(values), index] = values
+        return made
+
+    truth, known = spread("truth", 0.0), spread("known", False)
+    found = bootstrap_difference(
+        Predictions(spread("one", 0.0), truth, known, who),
+        Predictions(spread("other", 0.0), truth, known, who),
+        comparison.metric,
+        np.random.default_rng(seed_of("comparison", comparison.name, other.arm)),
+        thresholds=[limits[column[0].of][0] for column in columns],
+        other_thresholds=[limits[column[0].of][1] for column in columns],
+        bins=comparison.first.evaluation.bins,
+        draws=comparison.first.evaluation.draws,
+    )
+    made = asdict(found)
+    made.pop("classes")
+    over = dict.fromkeys(column[0].of[1] for column in columns)
+    return made | {"unit": "site" if apart else "together", "columns": len(columns), "over": list(over)}
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Of one class and seed (`of`), the images [N] of a site: the scores of both arms, truth, and where it is known."""
+
+    of: tuple[int, str]
+    site: str
+    one: np.ndarray
+    other: np.ndarray
+    truth: np.ndarray
+    known: np.ndarray
+
+
+def _fewest(column: Sequence[_Part], patients: Mapping[str, Sequence[str]]) -> int:
+    """The smaller one of the numbers of patients with a positive image and with a negative one."""
+    counts = [0, 0]
+    for part in column:
+        names = np.array(patients[part.site])
+        for value in (0, 1):
+            counts[value] += len(set(names[part.known & (part.truth == value)].tolist()))
+    return min(counts)
+
+
+def _thresholds(comparison: Comparison, arm: str, seed: int) -> dict[str, Threshold]:
+    """class -> threshold, of every class in the order of the label space."""
+    path = comparison.path(arm, seed)
+    names = LabelSpace.from_plain(read_json(path / "run.json")["labels"]).names
+    model = "best" if _last_is_best(path, comparison.measure.model) else comparison.measure.model
+    file = path / "thresholds.json"
+    fitted = read_json(file)["models"].get(model, {}) if file.exists() else {}
+    values = {name: fitted.get(name, {}).get("value") for name in names}
+    return {
+        name: Threshold(value, None, "" if value is not None else "not fitted")
+        for name, value in values.items()
+    }
+
+
+def write_page(comparison: Comparison, found: Mapping[str, Any]) -> Path:
+    """comparison.html beside the runs: the tables and the critical-difference diagram."""
+    page = comparison.folder / "comparison.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(page, html(found).encode())
+    return page
 
 
 def write_table(comparison: Comparison, found: Mapping[str, Any], page: Path) -> None:

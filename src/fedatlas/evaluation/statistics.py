@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -169,3 +170,92 @@ def class_means(cells: Mapping[tuple[str, str], float | None]) -> dict[str, floa
     """class -> mean over the sites that have a value for it, of what `cell_means` gives."""
     names = dict.fromkeys(name for _, name in cells)
     return {name: mean_of_defined(v for (_, c), v in cells.items() if c == name) for name in names}
+
+
+LEAST_PAIRS = 6
+"""Fewer pairs get no p value: Wilcoxon's smallest for five is 0.06."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """n pairs; mean of (one - other) and SD (n-1), None where there are too few; p values of `paired`, adjusted by
+    `holm` over all that were tested together, None for fewer than LEAST_PAIRS pairs."""
+
+    n: int
+    mean: float | None
+    sd: float | None
+    wilcoxon: float | None
+    t: float | None
+
+
+def differences(
+    reference: Mapping[Any, float | None], others: Mapping[str, Mapping[Any, float | None]]
+) -> dict[str, Difference]:
+    """Each of the others against the reference, over the keys for which both have a value."""
+    shared = {
+        name: [key for key, value in values.items() if value is not None and reference.get(key) is not None]
+        for name, values in others.items()
+    }
+    tests: dict[str, dict[str, float]] = {}
+    for name, keys in shared.items():
+        if len(keys) >= LEAST_PAIRS:
+            tests[name] = paired([others[name][k] for k in keys], [reference[k] for k in keys])  # type: ignore[misc]
+    adjusted = {
+        test: dict(zip(tests, holm([found[test] for found in tests.values()]), strict=True))
+        for test in ("wilcoxon", "t")
+    }
+    made = {}
+    for name, keys in shared.items():
+        apart = [others[name][key] - reference[key] for key in keys]  # type: ignore[operator]
+        made[name] = Difference(
+            len(keys),
+            float(np.mean(apart)) if apart else None,
+            float(np.std(apart, ddof=1)) if len(apart) > 1 else None,
+            adjusted["wilcoxon"].get(name),
+            adjusted["t"].get(name),
+        )
+    return made
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How several rank over n blocks (1 is best; ties share the mean rank).
+
+    mean: name -> mean rank, the best first. friedman: p value that all rank alike. critical: mean ranks that are
+    closer than this do not differ at the level 0.05 (Nemenyi). groups: largest sets of neighbours that do not differ.
+    The last three are None or empty for fewer than LEAST_PAIRS blocks or two names.
+    """
+
+    n: int
+    mean: dict[str, float]
+    friedman: float | None
+    critical: float | None
+    groups: tuple[tuple[str, ...], ...]
+
+
+def mean_ranks(values: Mapping[str, Mapping[Any, float | None]], *, higher: bool = True) -> Ranks:
+    """Ranks over the keys for which all have a value (Demšar, JMLR 7, 2006). higher: are higher values better?"""
+    names = list(values)
+    keys = [
+        k
+        for k in dict.fromkeys(k for v in values.values() for k in v)
+        if all(v.get(k) is not None for v in values.values())
+    ]
+    if not keys:
+        return Ranks(0, {}, None, None, ())
+    table = np.array([[float(values[name][key]) for name in names] for key in keys])  # type: ignore[arg-type]
+    ranks = stats.rankdata(-table if higher else table, axis=1)
+    means = dict(sorted(zip(names, ranks.mean(0).tolist(), strict=True), key=lambda item: item[1]))
+    n, k = table.shape
+    if n < LEAST_PAIRS or k < 2:
+        return Ranks(n, means, None, None, ())
+    critical = float(stats.studentized_range.ppf(0.95, k, np.inf)) * math.sqrt(k * (k + 1) / (12 * n))
+    friedman = None
+    if k > 2:
+        friedman = 1.0 if np.all(ranks == ranks[:, :1]) else float(stats.friedmanchisquare(*table.T).pvalue)
+    ordered = list(means)
+    runs = [[b for b in ordered[i:] if means[b] - means[a] < critical] for i, a in enumerate(ordered)]
+    groups = [
+        tuple(run) for i, run in enumerate(runs) if len(run) > 1 and (not i or runs[i - 1][-1] != run[-1])
+    ]
+    return Ranks(n, means, friedman, critical, tuple(groups))
