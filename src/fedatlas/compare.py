@@ -105,6 +105,7 @@ class ComparisonFile:
     seeds: tuple[int, ...] = option((0,), "Seeds of every arm.", min_length=1)
     profiles: dict[str, dict[str, Any]] = option({}, "Name -> budget, and what it changes for all arms.")
     measure: Measure = option(Measure(), "What the tables average.")  # type: ignore[call-arg]
+    tables: tuple[Measure, ...] = option((), "Further tables of means, beside that of `measure`.")
     printed: dict[str, dict[str, float]] = option(
         {}, "Published numbers: arm -> class, or mean -> value; they stand beside ours."
     )
@@ -120,8 +121,9 @@ class Comparison:
     federations: Mapping[str, Mapping[int, Federation]]
     measure: Measure
     printed: Mapping[str, Mapping[str, float]]
-    folder: Path
-    command: str
+    folder: Path = Path()
+    command: str = ""
+    tables: Sequence[Measure] = ()
 
     @property
     def arms(self) -> list[str]:
@@ -183,7 +185,8 @@ def load_comparison(
     words += ["--data DIR"] if data else []
     words += [f"--seeds {seeds}"] if seeds else []
     found = replace(given, federations=federations, folder=folder, command=" ".join(words))
-    _check_measure(found, files[0])
+    for measure in (found.measure, *found.tables):
+        _check_measure(replace(found, measure=measure), files[0])
     return found
 
 
@@ -228,7 +231,7 @@ def _from_file(
         federation = _arm(base, base_path, what, budget, common, own)
         named = "-".join(part for part in (given.name, profile, arm) if part)
         federations[arm] = {seed: replace(federation, name=f"{named}-s{seed}", seed=seed) for seed in chosen}
-    return Comparison(given.name, profile, federations, given.measure, given.printed, Path(), "")
+    return Comparison(given.name, profile, federations, given.measure, given.printed, tables=given.tables)
 
 
 def _budget(file: Path, given: ComparisonFile, profile: str | None) -> tuple[Profile, dict[str, Any]]:
@@ -404,7 +407,7 @@ def _from_federations(
                 f"{first} has the seed {one}, {name} {another}; give --seeds, so that all have the same"
             )
     title = "-vs-".join(federations) if len(federations) < 3 else f"{first}-and-{len(others)}-others"
-    return Comparison(title, None, federations, Measure(), {}, Path(), "")  # type: ignore[call-arg]
+    return Comparison(title, None, federations, Measure(), {})  # type: ignore[call-arg]
 
 
 def _check_measure(comparison: Comparison, file: Path) -> None:
@@ -469,6 +472,7 @@ def run_comparison(
         if arm not in comparison.federations:
             raise not_known(f"{comparison.name}: the arm", arm, comparison.federations)
     chosen = [arm for arm in comparison.arms if arms is None or arm in arms]
+    stale: set[str] = set()
     todo: list[tuple[str, int]] = []
     failed: dict[str, str] = {}
     done = 0
@@ -481,7 +485,8 @@ def run_comparison(
                     todo.append((arm, seed))
             except FedAtlasError as error:
                 failed[f"{arm}-s{seed}"] = str(error)
-                tell(f"{arm}-s{seed}: {error}")
+                tell(f"{arm}-s{seed}: {str(error).splitlines()[0] if arm in stale else error}")
+                stale.add(arm)
     total = len(chosen) * len(comparison.seeds)
     tell(f"{comparison.folder}: {total} runs, {done} finished, {len(todo)} to do")
     spent: dict[str, list[float]] = {}
@@ -561,14 +566,17 @@ Cells = dict[tuple[str, str], float | None]
 """(site, class) -> the mean over its cases."""
 
 
-def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[str, Any]:
+def collect(
+    comparison: Comparison, *, means_only: bool = False, tell: Tell = lambda text: None
+) -> dict[str, Any]:
     """What the finished runs came to, as plain values; runs that are not finished have none.
 
     arms: name -> seeds (finished), per_class (class -> a value or None per seed, the mean over sites of the mean over
     cases), mean (per seed, over classes), undefined (cells without a value that another arm has), hours (of the
     rounds), commits, problems. differences: arm -> against the first, over cells of site, class and seed.
-    ranks: of the arms, over cells of site and class, each the mean over seeds.
-    bootstrap: where labels are of whole images, arm -> the interval by patient of the same difference.
+    ranks: of the arms of which every seed is finished, over cells of site and class, each the mean over seeds.
+    bootstrap: where labels are of whole images, arm -> the interval by patient of the same difference. tables: the same of
+    the further tables, without these comparisons (means_only).
 
     A cell that the first finished arm does not have is not counted for any: an arm that was given more labels is
     scored on what all are.
@@ -612,24 +620,13 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     }
     for arm, of_arm in cells.items():
         arms[arm]["undefined"] = sum(of_arm[seed].get(key) is None for seed, key in there if seed in of_arm)
-    first, *others = comparison.arms
-    flat = {
-        arm: {(seed, *key): value for seed, found in of_arm.items() for key, value in found.items()}
-        for arm, of_arm in cells.items()
-    }
-    over_seeds = {
-        arm: {key: mean_of_defined(c.get(key) for c in of_arm.values()) for c in of_arm.values() for key in c}
-        for arm, of_arm in cells.items()
-        if of_arm
-    }
-    ranks = mean_ranks(over_seeds, higher=comparison.metric not in LOWER)
-    compared = differences(flat[first], {arm: flat[arm] for arm in others})
-    return {
+    federation = comparison.first
+    found = {
         "name": comparison.name,
         "profile": comparison.profile,
         "command": comparison.command,
         "commit": git_revision(),
-        "task": comparison.first.task,
+        "task": federation.task,
         "seeds": comparison.seeds,
         "metric": comparison.metric,
         "split": comparison.measure.split,
@@ -639,10 +636,33 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
         "classes": _classes(comparison, arms),
         "budget": {arm: _budget_of(of_arm) for arm, of_arm in comparison.federations.items()},
         "arms": arms,
+        "printed": {arm: dict(values) for arm, values in comparison.printed.items()},
+    }
+    if not means_only:
+        others = [replace(comparison, measure=measure) for measure in comparison.tables]
+        found |= _compared(comparison, cells)
+        found["bootstrap"] = _bootstrap(comparison, cells, tell)
+        found["tables"] = [collect(other, means_only=True) for other in others]
+    return found
+
+
+def _compared(comparison: Comparison, cells: Mapping[str, Mapping[int, Cells]]) -> dict[str, dict[str, Any]]:
+    """Differences to the first arm, and ranks."""
+    first, *others = comparison.arms
+    flat = {
+        arm: {(seed, *key): value for seed, found in of_arm.items() for key, value in found.items()}
+        for arm, of_arm in cells.items()
+    }
+    over_seeds = {
+        arm: {key: mean_of_defined(c.get(key) for c in of_arm.values()) for c in of_arm.values() for key in c}
+        for arm, of_arm in cells.items()
+        if len(of_arm) == len(comparison.seeds)
+    }
+    ranks = mean_ranks(over_seeds, higher=comparison.metric not in LOWER)
+    compared = differences(flat[first], {arm: flat[arm] for arm in others})
+    return {
         "differences": {arm: asdict(found) for arm, found in compared.items()},
         "ranks": asdict(ranks) | {"groups": [list(group) for group in ranks.groups]},
-        "bootstrap": _bootstrap(comparison, cells, tell),
-        "printed": {arm: dict(values) for arm, values in comparison.printed.items()},
     }
 
 

@@ -117,14 +117,14 @@ def open_hosts(run: str, cache: str) -> Callable[[Question], None]:
 class Running:
     """The parties of a run with its folder; a context that closes the transport on leaving.
 
-    Where not all sites train, or they train as one, there are other clients for evaluation.
+    With a pooled method the sites keep their own clients for evaluation.
     """
 
     def __init__(self, parties: Parties, folder: RunFolder, watch: Watch | None = None) -> None:
         self.parties, self.folder, self.design = parties, folder, parties.design
         faults, scratch = parties.design.federation.faults, folder.path / "scratch"
 
-        def reach(sites: Sequence[str], place: str) -> SiteClients:
+        def reach(sites: Sequence[str], place: str, others: Sequence[str] = ()) -> SiteClients:
             about, exchange = dict(parties.about), ServerExchange(make_terms(parties.design.federation))
             return SiteClients(
                 list(sites),
@@ -135,14 +135,16 @@ class Running:
                 parties.instances,
                 watch,
                 exchange,
+                others=list(others),
                 make_net=self.design.make_net,
                 sample_shape=self.design.sample_shape,
                 threads=parties.design.federation.threads_per_site,
             )
 
-        self.clients = reach(parties.training, "train")
+        tested = [] if self.design.pooled else sorted(set(parties.summaries) - set(parties.training))
+        self.clients = reach(parties.training, "train", tested)
         self.evaluators = self.clients
-        if set(parties.summaries) != set(parties.training):
+        if self.design.pooled:
             self.evaluators = reach(list(parties.summaries), "evaluate")
 
     def __enter__(self) -> "Running":
@@ -165,7 +167,7 @@ class Running:
         """The federation's model at every site that has cases of the split. more: what the task's evaluator takes
         beyond this."""
         method = self.design.method
-        members = {site: _members(eval_members(method, state, site)) for site in self.evaluators.sites}
+        members = {site: _members(eval_members(method, state, site)) for site in self.evaluators.everyone}
         first = next(iter(members.values()))
         # one payload for all where every site gets the very same models
         common = all(_same_members(first, other) for other in members.values())
@@ -192,8 +194,8 @@ class Running:
 
     def _ask(self, each: Any, shared: dict[str, Any], **what: Any) -> "Evaluated":
         summaries = self.parties.summaries
-        chosen = [site for site in self.evaluators.sites if summaries[site]["cases"][what["split"]]]
-        if len(chosen) < len(self.evaluators.sites):
+        chosen = [site for site in self.evaluators.everyone if summaries[site]["cases"][what["split"]]]
+        if chosen != self.evaluators.sites:
             each = {site: (each or {}).get(site, {}) for site in chosen}
         found = Evaluated([], [])
         for site, reply in self.evaluators.call(self.design.evaluator.evaluate, each=each, **shared, **what):

@@ -143,6 +143,8 @@ class SiteClients:
     """site -> the version of its private memory after its last usable answer, "" if it keeps none."""
     answering: dict[str, str] = field(default_factory=dict)
     """site -> the installation that gave its last usable answer."""
+    others: list[str] = field(default_factory=list)
+    """Sites that are called only where a call names them: they are scored, and train nothing."""
     make_net: Callable[[str], nn.Module] | None = None
     """Makes a net of the federation for the server's own use: "main", or a name that the method declares."""
     sample_shape: tuple[int, ...] = ()
@@ -154,7 +156,12 @@ class SiteClients:
     _call: int = 0
 
     def __post_init__(self) -> None:
-        self.sites = sorted(self.sites)
+        self.sites, self.others = sorted(self.sites), sorted(self.others)
+
+    @property
+    def everyone(self) -> list[str]:
+        """Every site that can be called."""
+        return sorted([*self.sites, *self.others])
 
     def begin(self, round: int) -> None:
         """A round begins, counted from 1; 0 is what a method does at its start. Calls are numbered from 0."""
@@ -182,10 +189,10 @@ class SiteClients:
                 f"{function.__qualname__} is not marked @at_site; only such functions run at a site"
             )
         chosen = self.sites if each is None else sorted(each)
-        unknown = [site for site in chosen if site not in self.sites]
+        unknown = [site for site in chosen if site not in self.everyone]
         if unknown:
             raise FedAtlasError(
-                f"call of {function.__name__}: no site {unknown[0]!r}; known: {', '.join(self.sites)}"
+                f"call of {function.__name__}: no site {unknown[0]!r}; known: {', '.join(self.everyone)}"
             )
         form: dict[str, Any] = to_tree(payload)  # type: ignore[assignment]
         own: dict[str, dict[str, Any]] = {site: to_tree((each or {}).get(site, {})) for site in chosen}  # type: ignore[misc]

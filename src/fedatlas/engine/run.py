@@ -60,7 +60,7 @@ def run(
     """
     if state is None:
         clients.begin(0)
-        clients.remembered.update(dict.fromkeys(clients.sites, ""))
+        clients.remembered.update(dict.fromkeys(clients.everyone, ""))
         state = replace(method.start(net, clients), round=0, rounds=rounds)
         if after_round:
             after_round(Round(0, state, _log(0, clients.calls, {}, 0.0, clients.remembered), []))

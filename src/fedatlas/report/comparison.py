@@ -35,15 +35,11 @@ def html(found: Mapping[str, Any]) -> str:
 
 
 def _parts(found: Mapping[str, Any]) -> list[str | Table]:
-    parts = [
-        _title(found),
-        _values(found),
-        *_printed(found),
-        *_differences(found),
-        *_ranks(found),
-        _footer(found),
-    ]
-    return [part for part in parts if part]
+    parts: list[str | Table] = [_title(found), _values(found), *_printed(found), *_differences(found)]
+    parts += _ranks(found)
+    for other in found["tables"]:
+        parts += [_title(other), _values(other)]
+    return [part for part in [*parts, _footer(found)] if part]
 
 
 def _title(found: Mapping[str, Any]) -> str:
@@ -169,7 +165,8 @@ def _ranks(found: Mapping[str, Any]) -> list[str | Table]:
         return []
     told = ", ".join(f"{arm} {rank:.2f}" for arm, rank in ranks["mean"].items())
     text = (
-        f"Mean rank over {ranks['n']} cells of site and class, each the mean over seeds (1 is best): {told}."
+        f"Mean rank of the arms of which every seed is finished, over {ranks['n']} cells of site and class, each the "
+        f"mean over seeds (1 is best): {told}."
     )
     if ranks["friedman"] is not None:
         text += f" Friedman p {_p(ranks['friedman'])}."
@@ -297,7 +294,7 @@ def critical_difference(ranks: Mapping[str, Any]) -> str:
         y = under + row * (index if best else len(names) - 1 - index) + row / 2
         to = left - 10 if best else left + width + 10
         parts += [_line(here, axis, here, y), _line(here, y, to, y)]
-        label = f"{name}  {ranks['mean'][name]:.2f}"
+        label = f"{name} {ranks['mean'][name]:.2f}"
         parts.append(_text(to - 5 if best else to + 5, y + 4, label, "end" if best else "start"))
     wide = max(left + width + 200, left + width * ((ranks["critical"] or 0) / (high - low)) + 20)
     told = "Critical-difference diagram of mean ranks"
