@@ -134,12 +134,12 @@ def site_memory(net: nn.Module, shape: Sequence[int], optimizer: str) -> int:
     hooks = [m.register_forward_hook(count) for m in net.modules() if not any(True for _ in m.children())]
     try:
         with torch.no_grad():
-            net.train()(torch.zeros(1, *shape[1:]))
+            net.train()(torch.zeros(2, *shape[1:]))  # two: batch norm may be left with one value each
     finally:
         for hook in hooks:
             hook.remove()
     moments = 1 if optimizer == "sgd" else 2
-    return n_bytes(tensors_of(net)) * (2 + moments) + 2 * outputs * shape[0]
+    return n_bytes(tensors_of(net)) * (2 + moments) + outputs * shape[0]
 
 
 def text_of(result: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from findings import findings_sites, write_findings
+from method_cases import METHODS, PAIRS, PHASES
 from torch import Tensor
 
 from fedatlas import methods
@@ -27,20 +28,6 @@ from fedatlas.experiment import parse_federation
 from fedatlas.method import declared, functions_of, sends_of
 from fedatlas.session import Hosts, Parties, Running, gather_local, run_federation
 from fedatlas.tensors import from_tree, to_tree
-
-METHODS = sorted(methods.REGISTRY)
-PAIRS = [(name, task) for name in METHODS for task in declared(methods.get(name), "tasks")]
-"""Every method with every task that it is for."""
-PHASE: dict[str, Any] = {
-    "pretrain_rounds": 1,
-    "pretrain": {"dim": 16, "bottleneck": 8, "batch": 4, "steps": 2},
-}
-PHASES = {
-    "fedssp": PHASE,
-    "fedmatch": {"h_interval": 2},
-    "fedmatch_plus": PHASE | {"h_interval": 1},
-}
-"""What a method needs to go through all that it does in two rounds, in a second."""
 
 
 @pytest.fixture
