@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedatlas import losses, methods, nets
-from fedatlas.data import datasets
-from fedatlas.evaluation import metrics
+from fedatlas.data import datasets, image_index
+from fedatlas.evaluation import classification, metrics
 
 
 def catalogue(what: str) -> dict[str, str]:
@@ -15,9 +15,9 @@ def catalogue(what: str) -> dict[str, str]:
         return {name: first_sentence(methods.get(name)) for name in methods.REGISTRY}
     registry: Mapping[str, Any] = {
         "nets": nets.REGISTRY,
-        "datasets": datasets.REGISTRY,
+        "datasets": {**datasets.REGISTRY, **{name: read for name, (_, read) in image_index.READERS.items()}},
         "losses": losses.REGISTRY,
-        "metrics": metrics.METRICS,
+        "metrics": {**metrics.METRICS, **classification.METRICS},
     }[what]
     return {
         name: entry if isinstance(entry, str) else first_sentence(entry) for name, entry in registry.items()

@@ -599,6 +599,14 @@ def check_joined(joined: Mapping[str, Any], summaries: Mapping[str, Any], space:
     for site, summary in sorted(summaries.items()):
         if trains(summary) and not summary["cases"]["train"]:
             problems.append(f"site {site}: has no training case")
+    for name in space.names:
+        present = [
+            summary["positives"].get(name, 0) for summary in summaries.values() if "positives" in summary
+        ]
+        if present and not sum(present):
+            problems.append(
+                f"class {name!r} is present in no training image of any site; it cannot be learnt"
+            )
     annotated = {name for summary in summaries.values() for name in summary["annotated"]}
     problems += [
         f"no site annotates {space.names[c]!r}; take it out of `labels.names`, or add a site that does"

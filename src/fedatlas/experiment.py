@@ -76,7 +76,9 @@ class Federation:
     images: Images = option(Images(), "Classification: from an image file to the input of the net.")  # type: ignore[call-arg]
     sampling: Sampling = option(Sampling(), "How training patches are chosen.")  # type: ignore[call-arg]
     augmentation: Augmentation = option(Augmentation(), "How training patches are varied.")  # type: ignore[call-arg]
-    net: dict[str, Any] = option({"name": "unet"}, "A registered net by name, with its options.")
+    net: dict[str, Any] = option(
+        {"name": "unet"}, "A registered net by name, with its options; for classification the default is cnn."
+    )
     method: dict[str, Any] = option(
         {"name": "fedavg"}, "A registered method by name, with its hyper-parameters."
     )
@@ -107,6 +109,8 @@ def load_federation(path: Path, overrides: Sequence[str] = ()) -> Federation:
 def parse_federation(raw: Mapping[str, Any], *, base: Path, source: str = "federation") -> Federation:
     """A federation from plain values, as `load_federation`."""
     values = dict(raw)
+    if values.get("task") == "classification":
+        values.setdefault("net", {"name": "cnn"})
     if isinstance(values.get("sites"), list | tuple):
         values["sites"] = [_absolute(site, base) for site in values["sites"]]
     try:
@@ -171,6 +175,10 @@ def _of_task(federation: Federation) -> Federation:
             "whole images, set `task: classification`)"
         )
     exclusive = federation.labels.exclusive
+    if federation.labels.groups and task == "classification":
+        raise FederationError(
+            "labels: groups are organs with their lesions; findings of images have none, leave them out"
+        )
     if exclusive and task == "classification":
         raise FederationError(
             "labels: exclusive is true; findings of whole images are a yes or no each, leave it out"

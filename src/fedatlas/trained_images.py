@@ -13,10 +13,11 @@ from fedatlas.build import cache_folder
 from fedatlas.data.datasets.images import Splitting
 from fedatlas.data.image_data import ImageData, prepared
 from fedatlas.data.image_index import read_image_site
-from fedatlas.data.index import SiteConfig
+from fedatlas.data.index import IMAGE_FORMATS, SiteConfig
+from fedatlas.data.picture import PictureError
 from fedatlas.engine.run import read_json
 from fedatlas.engine.store import write_atomic
-from fedatlas.errors import FederationError
+from fedatlas.errors import DataError, FederationError
 from fedatlas.evaluation.statistics import write_rows
 from fedatlas.options import not_known
 from fedatlas.tasks import task_of
@@ -56,7 +57,17 @@ def predict_images(
     names, limits = trained.space.names, thresholds_of(trained)
     found = []
     for file in files:
-        arrays, _ = prepared(file, "here", trained.federation.images)
+        if not file.is_file():
+            what = (
+                "a folder; give its files, as FOLDER/*.png"
+                if file.is_dir()
+                else "no such file; correct the path"
+            )
+            raise DataError(f"{file}: {what}")
+        try:
+            arrays, _ = prepared(file, "", trained.federation.images)
+        except PictureError as error:
+            raise DataError(f"{file}: {error.what}; nothing was written") from None
         row = probabilities(trained, torch.from_numpy(arrays["image"]).float()[None])[0].tolist()
         scores = {name: value if value == value else None for name, value in zip(names, row, strict=True)}
         present = {
@@ -98,6 +109,8 @@ def evaluate_images(
         if ours not in space.names:
             raise not_known(f"--alias {theirs}={ours}: the class", ours, space.names)
     name = data.resolve().name
+    if format not in IMAGE_FORMATS:
+        raise not_known("--format: the layout", format, IMAGE_FORMATS)
     config = SiteConfig(  # type: ignore[call-arg]
         name="".join(letter if letter.isalnum() else "-" for letter in name) or "folder",
         path=str(data.resolve()),

@@ -85,7 +85,9 @@ FORM = CsvForm(patient="patient", ignored=("age",))
 
 def test_csv_has_three_states_per_class(site: Path) -> None:
     listing = read_csv("north", site, FORM, NONE)
-    assert listing.classes == ("Effusion", "Nodule") and listing.problems == ()
+    assert listing.classes == ("Effusion", "Nodule")
+    [note] = listing.problems
+    assert not note.fatal and "2 cells hold -1" in note.what
     cases = by_name(listing)
     assert list(cases) == ["a/0", "a/1", "a/2", "b"]
     assert (cases["a/0"].present, cases["a/0"].absent) == ({"Effusion"}, {"Nodule"})
@@ -169,7 +171,7 @@ def test_csv_rows_without_files_and_files_without_rows(site: Path) -> None:
     (site / "notes.txt").write_text("not an image")
     listing = read_csv("north", site, FORM, NONE)
     assert len(listing.cases) == 3
-    missing, unused = listing.problems
+    _, missing, unused = listing.problems  # the first is of cells with -1
     assert missing.fatal and str(missing).startswith(
         "site north: a/1.png: missing: listed in labels.csv, line 3, column 'file'"
     )
@@ -207,7 +209,7 @@ def test_csv_split_column_and_a_leak(site: Path) -> None:
     form = CsvForm(patient="patient", ignored=("age",), split="split")
     listing = read_csv("north", site, form, Splitting(test=0.5, validation=0.5))
     assert [case.split for case in listing.cases] == ["train", "validation", "validation", "test"]
-    (leak,) = listing.problems
+    _, leak = listing.problems
     assert leak.fatal and "patient 'p0' is in the train cases (a/0) and in the validation cases (a/1)" in str(
         leak
     )

@@ -33,9 +33,24 @@ class Images:
             raise FederationError(f"images: size is {list(self.size)}; rows and columns are 8 or more")
 
 
+FOR_LABEL_MAPS: Mapping[str, Any] = {
+    "patient": None,
+    "reference": None,
+    "table": "dataset.json",
+    "labels": "labelsTr",
+    "test_labels": "labelsTs",
+}
+"""Keys of a site that say nothing here, with their defaults."""
+
+
 @options
 class NoOptions:
     """A layout that has no options."""
+
+
+def read_tbx(site: str, root: Path, form: NoOptions, splitting: Splitting) -> ImageListing:
+    """The Tuberculosis Chest X-ray Database: a folder with tuberculosis, and one without."""
+    return tbx.read(site, root, splitting)
 
 
 Reader = Callable[[str, Path, Any, Splitting], ImageListing]
@@ -43,7 +58,7 @@ Reader = Callable[[str, Path, Any, Splitting], ImageListing]
 READERS: Mapping[str, tuple[type[Any], Reader]] = {
     "csv": (images.CsvForm, images.read_csv),
     "chestxray14": (chestxray14.ChestXray14, chestxray14.read),
-    "tbx": (NoOptions, lambda site, root, form, splitting: tbx.read(site, root, splitting)),
+    "tbx": (NoOptions, read_tbx),
     "covid": (covid.Covid, covid.read),
 }
 """format -> the class of the site's key `reading`, and the reader."""
@@ -89,7 +104,13 @@ class ImageIndex:
                 )
         if self.trains:
             own = {alias: name for alias, name in self.aliases.items() if alias in self.used}
-            resolved = resolve_names(self.used, own, space, site=self.name)
+            try:
+                resolved = resolve_names(self.used, own, space, site=self.name)
+            except FederationError as error:
+                raise FederationError(
+                    f"{error}. A column of a csv that is no class goes into `reading`: the patient as `patient`, "
+                    "the split as `split`, others into `ignored`"
+                ) from None
             known = {name: space.index(target) for name, target in resolved.items()}
         else:
             known = {}
@@ -108,10 +129,18 @@ def read_image_site(config: SiteConfig, base: Path, *, channels: int, splitting:
     if config.format not in READERS:
         raise FederationError(
             f"site {config.name}: format is {config.format!r}; labels of whole images are read from: "
-            f"{', '.join(READERS)}"
+            f"{', '.join(READERS)}; set `format`"
         )
     if not root.is_dir():
         raise DataError(f"site {config.name}: {root}: no such folder; correct the site's `path`")
+    for key, default in FOR_LABEL_MAPS.items():
+        if getattr(config, key) != default:
+            instead = f"for format {config.format} it is an option of `reading`, as far as there is one"
+            if key == "patient":
+                instead = "give `reading` the column, `patient`, or the expression, `patient_in` (format csv)"
+            raise FederationError(
+                f"site {config.name}: {key}: is for layouts with label maps; leave it out. {instead[0].upper()}{instead[1:]}"
+            )
     options_class, read = READERS[config.format]
     form = from_dict(options_class, config.reading, what=f"site {config.name}: reading")
     listing = read(config.name, root, form, splitting)
@@ -136,9 +165,12 @@ def read_image_site(config: SiteConfig, base: Path, *, channels: int, splitting:
         cases = _drawn(cases, config.cases, config.name, splitting.seed)
     if config.balanced is not None:
         tests = [case for case in cases if case.split == "test"]
-        chosen = balanced(
-            tests, used, positives=config.balanced, negatives=config.balanced, seed=splitting.seed
-        )
+        try:
+            chosen = balanced(
+                tests, used, positives=config.balanced, negatives=config.balanced, seed=splitting.seed
+            )
+        except DataError as error:
+            raise DataError(f"site {config.name}: {error}") from None
         cases = tuple(case for case in cases if case.split != "test") + chosen
     return ImageIndex(
         config.name,

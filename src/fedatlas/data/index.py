@@ -61,7 +61,9 @@ class SiteConfig:
         "train", "test: the site trains nothing, and all of its cases are test cases (whole images)."
     )
     cases: int | None = option(
-        None, "Training images to use, drawn by patient; fewer are among more. Null: all (whole images).", ge=1
+        None,
+        "Training images to use, drawn by patient; fewer are among more. Null: all (whole images).",
+        ge=1,
     )
     balanced: int | None = option(
         None,
@@ -167,7 +169,8 @@ def read_site(config: SiteConfig, base: Path) -> SiteIndex:
             f"site {config.name}: format is {config.format!r}, which has no label maps; for it set "
             f"`task: classification`, or choose from: {', '.join(VOLUME_FORMATS)}"
         )
-    for key, default in (("role", "train"), ("cases", None), ("balanced", None), ("score_all", False)):
+    of_images = {"role": "train", "cases": None, "balanced": None, "score_all": False, "reading": {}}
+    for key, default in of_images.items():
         if getattr(config, key) != default:
             raise FederationError(
                 f"site {config.name}: {key}: is for labels of whole images (`task: classification`); leave it out"

@@ -27,6 +27,8 @@ class RoundClients(Clients, Protocol):
     models: Spool | None
     remembered: dict[str, str]
 
+    @property
+    def everyone(self) -> list[str]: ...
     def begin(self, round: int) -> None: ...
 
 

@@ -51,7 +51,9 @@ class Evaluation:
         lt=1,
     )
     split_seed: int = option(
-        0, "Whole images: decides which patients are in which split, and `cases`; the file's seed does not.", ge=0
+        0,
+        "Whole images: decides which patients are in which split, and `cases`; the file's seed does not.",
+        ge=0,
     )
     threshold: Literal["f1", "youden"] = option(
         "f1",
@@ -59,7 +61,9 @@ class Evaluation:
     )
     bins: int = option(10, "Whole images: bins of the calibration error.", ge=1)
     draws: int = option(
-        1000, "Whole images: resamples of patients behind every interval of the final evaluation; 0: none.", ge=0
+        1000,
+        "Whole images: resamples of patients behind every interval of the final evaluation; 0: none.",
+        ge=0,
     )
     histogram: int = option(
         100,

@@ -66,8 +66,9 @@ def for_site(choice: LossChoice, site: Counts) -> LossFunction:
 
 
 def make(choice: LossChoice, space: LabelSpace) -> LossFunction:
-    """The chosen loss, as it is before it meets a site. Raises FederationError for an unknown name or option, and for a loss of the other kind
-    of label space (softmax losses need exclusive classes, sigmoid losses the others)."""
+    """The chosen loss, as it is before it meets a site. Raises FederationError for an unknown name or option, and for
+    a loss of another kind of label space (softmax losses need exclusive classes, sigmoid losses the others; labels of
+    whole images have no Dice)."""
     name, chosen = choice.name, choice.options
     if name == "auto":
         other = "masked_bce" if space.level == "image" else "masked_dice_bce"
@@ -76,12 +77,14 @@ def make(choice: LossChoice, space: LabelSpace) -> LossFunction:
     if name not in REGISTRY:
         raise not_known("the loss", name, ["auto", *REGISTRY])
     loss = from_dict(REGISTRY[name], chosen, what=f"loss {name}")
+    if space.level == "image" and name != "masked_bce":
+        raise FederationError(
+            f"loss {name}: is for segmentation, labels are of whole images; allowed: auto, masked_bce"
+        )
     if loss.exclusive != space.exclusive:
         fitting = ", ".join(n for n, cls in REGISTRY.items() if cls.exclusive == space.exclusive)
         kind = "exclusive" if space.exclusive else "not exclusive"
         raise FederationError(f"loss {name}: does not fit, the classes are {kind}; allowed: auto, {fitting}")
-    if space.level == "image" and name != "masked_bce":
-        raise FederationError(f"loss {name}: is for segmentation, labels are of whole images; allowed: auto, masked_bce")
     weights = getattr(loss, "pos_weight", None)
     if weights == "balanced" and space.level != "image":
         raise FederationError(

@@ -81,6 +81,11 @@ def phase_rounds(chosen: int | None, rounds: int, *, method: str) -> int:
             f"method {method}: pretrain_rounds is {chosen}, the federation has rounds: {rounds}; allowed: fewer, so "
             "that rounds with labels follow"
         )
+    if chosen is None and rounds < 2:
+        raise FederationError(
+            f"method {method}: the federation has rounds: {rounds}; it needs 2 or more, one for each phase, or "
+            "pretrain_rounds: 0"
+        )
     return rounds // 2 if chosen is None else chosen
 
 

@@ -52,7 +52,9 @@ class Classifier(Net):
         if len(patch) != 2:
             raise FederationError(f"size {list(patch)}: has {len(patch)} axes, the net has 2")
         if min(patch) < self.smallest:
-            raise FederationError(f"size {list(patch)}: the net needs at least {self.smallest} along each axis")
+            raise FederationError(
+                f"size {list(patch)}: the net needs at least {self.smallest} along each axis"
+            )
 
 
 @options
@@ -78,7 +80,8 @@ class CNN:
 
     filters: tuple[int, ...] = option((16, 32, 64, 128), "Channels of each block.", min_length=1)
     norm: Literal["group", "batch", "instance"] = option(
-        "group", "Normalisation; group has 8 groups, and nothing of it depends on the other images of a batch."
+        "group",
+        "Normalisation; group has 8 groups, and nothing of it depends on the other images of a batch.",
     )
     dropout: float = option(0.0, "Probability of dropout of the maps.", ge=0, lt=1)
 
@@ -86,7 +89,9 @@ class CNN:
         """The net, with weights from torch's global generator."""
         _two_axes("cnn", spatial_dims)
         if self.norm == "group" and any(width % 8 for width in self.filters):
-            raise FederationError(f"cnn: filters {list(self.filters)} with group norm; allowed: multiples of 8")
+            raise FederationError(
+                f"cnn: filters {list(self.filters)} with group norm; allowed: multiples of 8"
+            )
         blocks: list[nn.Module] = []
         width = in_channels
         for number, wider in enumerate(self.filters):

@@ -184,7 +184,7 @@ def _require_header(where: str, header: list[str], needed: Sequence[str], delimi
         other = ";" if delimiter != ";" else ","
         hint = f"; is it separated by {other!r}?" if len(header) == 1 and other in header[0] else ""
         raise DataError(
-            f"{where}: line 1: no column {missing[0]!r}; it has: {', '.join(header)}{hint} "
+            f"{where}: line 1: no column {missing[0]!r}; it has: {', '.join(header)}{hint}. "
             "Correct the header, or name the column"
         )
 
@@ -459,6 +459,13 @@ def read_csv(site: str, root: Path, form: CsvForm, splitting: Splitting) -> Imag
     cases: list[ImageCase] = []
     bad: list[Problem] = []
     gone: list[Problem] = []
+    open_cells = sum(row.values[name] in ("-1", "-1.0") for row in rows for name in classes)
+    if open_cells:
+        meaning = {"ignore": "not annotated", "ones": "present", "zeros": "absent"}[form.uncertain]
+        what = (
+            f"{open_cells} cells hold -1, uncertain, and are read as {meaning} (uncertain: {form.uncertain})"
+        )
+        problems.append(Problem(site, form.table, what, "change `uncertain` if that is not meant", False))
     for row in rows:
         file = folder / row.values[form.file]
         listed.add(os.path.normpath(file))
