@@ -39,7 +39,7 @@ def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
     module = types.ModuleType("example_method")
     monkeypatch.setitem(sys.modules, "example_method", module)
     exec(compile(code, "add-a-method.md", "exec"), module.__dict__)
-    monkeypatch.setitem(methods.REGISTRY, "fedavgm", "example_method:FedAvgM")
+    monkeypatch.setitem(methods.REGISTRY, "mymomentum", "example_method:FedAvgM")
 
     def last(method: dict[str, object]) -> dict[str, object]:
         path = tmp_path / str(len(list(tmp_path.iterdir())))
@@ -51,7 +51,7 @@ def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
         return tree
 
     plain, still, moved = (
-        last(m) for m in ({"name": "fedavg"}, {"name": "fedavgm", "beta": 0.0}, {"name": "fedavgm"})
+        last(m) for m in ({"name": "fedavg"}, {"name": "mymomentum", "beta": 0.0}, {"name": "mymomentum"})
     )
     difference = max(float((plain["model"][n] - still["model"][n]).abs().max()) for n in plain["model"])  # type: ignore[index,union-attr]
     assert difference < 1e-6, "without momentum it is FedAvg, up to the rounding of old - (old - mean)"

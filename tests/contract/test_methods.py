@@ -197,6 +197,16 @@ def test_only_marked_functions_can_be_called(name) -> None:
 DEFAULTS = {
     "fedavg": {"weights": "cases"},
     "fedprox": {"mu": 0.01},
+    "fedavgm": {"beta": 0.9, "damping": 0, "weights": "cases"},
+    "fedopt": {
+        "optimizer": "sgd",
+        "lr": None,
+        "momentum": 0.6,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "tau": 1e-3,
+        "weights": "equal",
+    },
     "fedpsl": {
         "tdma": True,
         "tadl": True,

@@ -8,6 +8,8 @@ from fedatlas.options import not_known
 REGISTRY: dict[str, str] = {
     "fedavg": "fedatlas.methods.fedavg:FedAvg",
     "fedprox": "fedatlas.methods.fedprox:FedProx",
+    "fedavgm": "fedatlas.methods.fedavgm:FedAvgM",
+    "fedopt": "fedatlas.methods.fedopt:FedOpt",
     "fedpsl": "fedatlas.methods.fedpsl:FedPSL",
     "fedssp": "fedatlas.methods.fedssp:FedSSP",
     "fedmatch": "fedatlas.methods.fedmatch:FedMatch",

@@ -10,6 +10,7 @@ from torch.func import functional_call
 from fedatlas import seeds
 from fedatlas.errors import FederationError
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
+from fedatlas.nets.deeplab import DeepLabV3Plus
 from fedatlas.nets.heads import SimSiamHeads
 from fedatlas.nets.mednext import MedNeXt
 from fedatlas.nets.module import Net
@@ -26,12 +27,16 @@ class NetOptions(Protocol):
 REGISTRY: dict[str, type] = {
     "unet": UNet,
     "mednext": MedNeXt,
+    "deeplabv3plus": DeepLabV3Plus,
     "cnn": CNN,
     "densenet121": DenseNet121,
     "simsiam_heads": SimSiamHeads,
 }
 
-FOR_LEVEL: dict[str, tuple[str, ...]] = {"voxel": ("unet", "mednext"), "image": ("cnn", "densenet121")}
+FOR_LEVEL: dict[str, tuple[str, ...]] = {
+    "voxel": ("unet", "mednext", "deeplabv3plus"),
+    "image": ("cnn", "densenet121"),
+}
 """Which nets fit labels of voxels, and of whole images."""
 
 
