@@ -689,6 +689,9 @@ def _hours(path: Path) -> float:
     return sum(sum(read_json(log)["phases"].values()) for log in logs) / 3600
 
 
+DRAWS = 1000
+"""Resamples of patients where the federation file has none of its own."""
+
 LEAST_PATIENTS = 5
 """With fewer patients on either side a class is left out of intervals: many resamples would have no value."""
 
@@ -790,7 +793,7 @@ def _bootstrap(
     put together, of the classes that then have as many.
     """
     federation = comparison.first
-    if federation.task != "classification" or not federation.evaluation.draws:
+    if federation.task != "classification":
         return {}
     first, *others = comparison.arms
     reference, found = Predictor(comparison, first), {}
@@ -864,7 +867,7 @@ def _interval(
         thresholds=[limits[column[0].of][0] for column in columns],
         other_thresholds=[limits[column[0].of][1] for column in columns],
         bins=comparison.first.evaluation.bins,
-        draws=comparison.first.evaluation.draws,
+        draws=comparison.first.evaluation.draws or DRAWS,
     )
     made = asdict(found)
     made.pop("classes")
