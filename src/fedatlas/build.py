@@ -108,6 +108,7 @@ class Design:
         net = self.make_net()
         inputs, *size = self.sample_shape
         nets.check_level(self.federation.net["name"], net, self.space.level)
+        nets.check_classes(self.federation.net["name"], net, self.space.exclusive)
         nets.check_patch(net, size)
         nets.check_output(net, len(self.space), in_channels=inputs, patch=size)
         check = getattr(self.method, "check", None)

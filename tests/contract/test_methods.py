@@ -240,7 +240,9 @@ EXTRAS_OFF = {"fedprox": {"mu": 0.0}, "fedpsl": {"tadl": False}, "fedssp": {"pre
 ONE_SITE = [
     pair
     for pair in PAIRS
-    if not pair[0].startswith(("fedmatch", "mixup"))  # two halves of a model in turn; mixed images
+    if not pair[0].startswith(
+        ("fedmatch", "mixup", "kim")
+    )  # halves of a model in turn; mixed images; own loss
 ]
 
 

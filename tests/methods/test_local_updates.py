@@ -105,7 +105,7 @@ class FakeClients:
         replies = {}
         for name in self.sites:
             if name != self.silent:
-                self.members[name].round = payload["round"]
+                self.members[name].round = payload.get("round", 0)
                 replies[name] = function(self.members[name], **payload, **(each or {}).get(name, {}))
         return FakeReplies(replies)
 

@@ -17,6 +17,7 @@ REGISTRY: dict[str, str] = {
     "fixmatch": "fedatlas.methods.fixmatch:FixMatch",
     "mixup_pme": "fedatlas.methods.mixup_pme:MixUpPME",
     "condistfl": "fedatlas.methods.condistfl:ConDistFL",
+    "kim": "fedatlas.methods.kim:Kim",
     "standalone": "fedatlas.methods.standalone:Standalone",
     "centralized": "fedatlas.methods.centralized:Centralized",
 }

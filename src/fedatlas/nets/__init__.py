@@ -14,6 +14,7 @@ from fedatlas.nets.deeplab import DeepLabV3Plus
 from fedatlas.nets.heads import SimSiamHeads
 from fedatlas.nets.mednext import MedNeXt
 from fedatlas.nets.module import Net
+from fedatlas.nets.organ_heads import OrganHeads, OrganHeadsNet
 from fedatlas.nets.unet import UNet
 from fedatlas.options import from_dict, not_known
 
@@ -28,13 +29,14 @@ REGISTRY: dict[str, type] = {
     "unet": UNet,
     "mednext": MedNeXt,
     "deeplabv3plus": DeepLabV3Plus,
+    "organ_heads": OrganHeads,
     "cnn": CNN,
     "densenet121": DenseNet121,
     "simsiam_heads": SimSiamHeads,
 }
 
 FOR_LEVEL: dict[str, tuple[str, ...]] = {
-    "voxel": ("unet", "mednext", "deeplabv3plus"),
+    "voxel": ("unet", "mednext", "deeplabv3plus", "organ_heads"),
     "image": ("cnn", "densenet121"),
 }
 """Which nets fit labels of voxels, and of whole images."""
@@ -82,6 +84,14 @@ def check_level(name: str, net: nn.Module, level: str) -> None:
         )
 
 
+def check_classes(name: str, net: nn.Module, exclusive: bool) -> None:
+    """Raises FederationError for a net that is made for exclusive classes only, where they overlap."""
+    if isinstance(net, OrganHeadsNet) and not exclusive:
+        raise FederationError(
+            f"net {name}: is for exclusive classes, and labels.exclusive is false; take its backbone itself"
+        )
+
+
 def check_output(
     net: nn.Module, classes: int, *, in_channels: int | None = None, patch: Sequence[int] | None = None
 ) -> None:
@@ -125,6 +135,7 @@ __all__ = [
     "Net",
     "NetOptions",
     "build",
+    "check_classes",
     "check_level",
     "check_output",
     "check_patch",

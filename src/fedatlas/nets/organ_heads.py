@@ -1,0 +1,75 @@
+"""One sigmoid head per organ on a shared net, read out as a softmax over exclusive classes.
+
+Kim, Park, Kang, Jin, Adeli, Pohl, Park. Federated learning with knowledge distillation for multi-organ segmentation
+with partially labeled datasets. Med. Image Anal. 95, 2024.
+
+Every organ has a head on the shared features: a channel for the organ with its lesions, and one for each lesion. The
+head is a convolution of size 1, so the heads of all organs are the rows of the backbone's last convolution, which has
+one row less than there are classes: the background has none.
+
+Shapes: B batch, C classes with the background, *S spatial.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedatlas.errors import FederationError
+from fedatlas.nets.module import Net, Outputs
+from fedatlas.options import from_dict, option, options
+from fedatlas.organs import Groups, complete, merge_heads
+
+
+class OrganHeadsNet(Net):
+    """A backbone with one head per organ; gives the logits of their merge (`merge_heads`)."""
+
+    def __init__(self, backbone: Net, classes: int, groups: Groups) -> None:
+        super().__init__(backbone.in_channels, classes, backbone.divisor)
+        self.backbone, self.groups = backbone, groups
+
+    def forward(self, x: Tensor) -> Outputs:
+        """[B, in_channels, *S] -> [B, C, *S]; a list where the backbone gives one."""
+        h = self.backbone(x)
+        if isinstance(h, Tensor):
+            return merge_heads(h, self.groups)
+        return [merge_heads(each, self.groups) for each in h]
+
+    def parts(self) -> dict[str, nn.Module | list[nn.Module]]:
+        """Those of the backbone."""
+        return self.backbone.parts()
+
+
+@options
+class OrganHeads:
+    """A backbone with one sigmoid head per organ, for exclusive classes (Kim 2024)."""
+
+    backbone: dict[str, Any] = option(
+        {"name": "unet"}, "The shared net: its registered name and its options."
+    )
+    groups: tuple[tuple[int, ...], ...] = option(
+        (), "Organs with lesions, as class indices, the organ first; any other class is an organ without."
+    )
+
+    def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> OrganHeadsNet:
+        """The net, with weights from torch's global generator. Raises FederationError for an unknown backbone, one
+        that is not for voxels, or groups that do not fit the classes."""
+        from fedatlas import nets
+
+        name = self.backbone.get("name")
+        if name not in nets.FOR_LEVEL["voxel"] or name == "organ_heads":
+            allowed = ", ".join(n for n in nets.FOR_LEVEL["voxel"] if n != "organ_heads")
+            raise FederationError(f"net organ_heads: backbone.name is {name!r}; allowed: {allowed}")
+        members = [c for group in self.groups for c in group]
+        if (
+            not all(self.groups)
+            or len(set(members)) < len(members)
+            or not set(members) <= {*range(1, classes)}
+        ):
+            raise FederationError(
+                f"net organ_heads: groups are {[list(group) for group in self.groups]}; each holds one class or more "
+                f"of 1 to {classes - 1}, and no class is in two"
+            )
+        chosen = {key: value for key, value in self.backbone.items() if key != "name"}
+        of_backbone: nets.NetOptions = from_dict(nets.get(name), chosen, what=f"net {name}")
+        backbone = of_backbone.build(in_channels=in_channels, classes=classes - 1, spatial_dims=spatial_dims)
+        return OrganHeadsNet(backbone, classes, complete(self.groups, classes))

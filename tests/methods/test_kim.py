@@ -1,0 +1,383 @@
+"""Kim: the local objective written out in numpy, who is taught by whom, what is sent and when, limiting cases."""
+
+import dataclasses
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from image_sites import Replies, Server
+from torch import Tensor, nn
+
+from fedatlas import losses
+from fedatlas.data.batch import Batch
+from fedatlas.engine import egress, wire
+from fedatlas.errors import FederationError
+from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.losses import LossChoice
+from fedatlas.method import sends_of
+from fedatlas.methods.fedavg import FedAvg
+from fedatlas.methods.kim import (
+    L_KD,
+    TEACHERS,
+    Kim,
+    KimState,
+    Teacher,
+    head_known,
+    head_space,
+    head_target,
+    heads,
+)
+from fedatlas.seeds import generator
+from fedatlas.tensors import Tensors, forms_of, from_tree, load, tensors_of, to_tree
+from fedatlas.training import Local, train
+
+SPACE = LabelSpace(("background", "liver", "tumour", "spleen", "cyst", "kidney"), groups=((1, 2), (5, 4)))
+"""The kidney's group names it before its cyst, whose class comes first. Heads: liver, tumour, spleen, cyst, kidney."""
+OVERLAP = LabelSpace(("lung", "heart", "pleura"), exclusive=False)
+LOCAL = Local(optimizer="sgd", batch=2, steps=2, lr=0.1)
+KIM = Kim(local=LOCAL, pretrain_rounds=1)
+ANNOTATED = {"a": {1, 2}, "b": {3}, "c": {4, 5}}
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=generator("test", seed), dtype=torch.float64)
+
+
+class Pointwise(nn.Module):
+    """Logits from a convolution of size 1."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, classes, 1)
+        values = torch.randn(classes, 2, generator=generator("net"))
+        load(self, {"conv.weight": values[:, :1, None, None], "conv.bias": values[:, 1]})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class VoxelSite:
+    """Three images of 4 x 4."""
+
+    device = torch.device("cpu")
+    n_train = 3
+
+    def __init__(self, name: str, annotated: set[int], space: LabelSpace = SPACE) -> None:
+        self.name, self.labels = name, SiteLabels(space, frozenset(annotated))
+        rng, C = generator(name, "data"), len(space)
+        self.image = torch.randn(3, 1, 4, 4, generator=rng)
+        self.target = torch.randint(0, C, (3, 4, 4), generator=rng)
+        if not space.exclusive:
+            self.target = torch.randint(0, 2, (3, C, 4, 4), generator=rng).float()
+        self.known = torch.tensor([self.labels.known] * 3)
+        self.n_labelled = self.n_positive = self.known.sum(0)
+        self.memory: dict[str, Any] = {}
+        self.rng, self.round = generator(name), 0
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        net = Pointwise(len(self.labels.space))
+        if model is not None:
+            load(net, model)
+        return net.train()
+
+    def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> list[Batch]:
+        rng = generator(self.name, self.round)
+        chosen = [torch.randint(0, 3, (batch,), generator=rng) for _ in range(steps or 1)]
+        return [Batch(self.image[i], self.target[i], self.known[i], ["?"] * batch) for i in chosen]
+
+    def log(self, **numbers: float) -> None:
+        pass
+
+
+class Listener(Server):
+    """Notes every call: (function, round, site -> sorted names of the teachers it was given)."""
+
+    def __init__(self, *sites: Any, silent: str = "") -> None:
+        super().__init__(*sites, silent=silent)
+        self.heard: list[tuple[str, int, dict[str, list[str]]]] = []
+
+    def call(self, function: Any, *, each: Any = None, **payload: Any) -> Replies:
+        given = {site: sorted(own["teachers"]) for site, own in (each or {}).items() if "teachers" in own}
+        if function.__name__ == "pretrain_update":
+            for site in self.members.values():
+                site.round = 0
+            replies = Replies(
+                {name: function(self.members[name], **payload) for name in self.sites if name != self.silent}
+            )
+        else:
+            replies = super().call(function, each=each, **payload)
+        self.heard.append((function.__name__, payload.get("round", 0), given))
+        for site, reply in replies:
+            site_labels = self.members[site].labels
+            egress.check(
+                reply,
+                sends_of(function.__self__)[function.__name__],
+                what=site,
+                classes=len(site_labels.space),
+                forms=lambda net: forms_of(self.members[self.sites[0]].network()),
+            )
+        return replies
+
+
+def federation(method: Any, rounds: int = 2, annotated: Any = ANNOTATED, space: LabelSpace = SPACE) -> Any:
+    """(the state after some rounds, the server)"""
+    server = Listener(*(VoxelSite(name, own, space) for name, own in annotated.items()))
+    state = dataclasses.replace(method.start(Pointwise(len(space)), cast(Any, server)), rounds=max(rounds, 2))
+    for _ in range(rounds):
+        state = method.round(state, server)
+    return state, server
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+# ---------------------------------------------------------------------------------------------- the local objective
+
+
+def sigmoid(z: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-z))
+
+
+def bce(z: np.ndarray, p: np.ndarray) -> float:
+    return float(np.mean(-p * np.log(sigmoid(z)) - (1 - p) * np.log(1 - sigmoid(z))))
+
+
+def test_distillation_in_numpy() -> None:
+    z, t = draw(2, 3, 4, 5), draw(2, 3, 4, 5, seed=1)
+    taught = torch.tensor([[True, False, True], [False, False, True]])
+    pairs = [(0, 0), (0, 2), (1, 2)]
+    for T in (1.0, 2.0):
+        expected = np.mean([bce(z[i].numpy() / T, sigmoid(t[i].numpy() / T)) for i in pairs])
+        assert float(L_KD(z, t, taught, T)) == pytest.approx(expected)
+
+
+def test_nothing_taught_is_zero_with_a_gradient_of_zero() -> None:
+    z = draw(1, 2, 3).requires_grad_()
+    value = L_KD(z, draw(1, 2, 3, seed=1), torch.zeros(1, 2, dtype=torch.bool))
+    value.backward()
+    assert value == 0 and z.grad is not None and not z.grad.any()
+
+
+def test_an_organ_is_drawn_with_its_annotated_lesions() -> None:
+    target = torch.tensor([[0, 1, 2, 3, 4, 5]] * 2)
+    known = torch.tensor([[True] * 6, [True, True, False, True, True, False]])
+    found = head_target(target, known, SPACE)
+    assert found.int().tolist() == [
+        [
+            [0, 1, 1, 0, 0, 0],  # liver
+            [0, 0, 1, 0, 0, 0],
+            [0, 0, 0, 1, 0, 0],
+            [0, 0, 0, 0, 1, 0],
+            [0, 0, 0, 0, 1, 1],  # kidney
+        ],
+        [
+            [0, 1, 0, 0, 0, 0],
+            [0, 0, 0, 0, 0, 0],
+            [0, 0, 0, 1, 0, 0],
+            [0, 0, 0, 0, 1, 0],
+            [0, 0, 0, 0, 1, 0],
+        ],
+    ]
+    assert head_known(known, SPACE)[1].tolist() == [True, False, True, True, False]
+    masks = draw(2, 3, 4)
+    assert head_target(masks, torch.ones(2, 3, dtype=torch.bool), OVERLAP) is masks
+
+
+def test_heads_of_an_exclusive_space_in_numbers() -> None:
+    z = torch.tensor([0.5, 2.0, 3.0, -1.0, 4.0, 1.0]).reshape(1, 6, 1)
+    assert heads(z, SPACE).flatten().tolist() == [2.5, 1.0, -1.5, 3.0, 3.5]
+    assert heads(z.half(), SPACE).dtype == torch.float32
+    assert heads(z, OVERLAP) is z
+    assert head_space(SPACE) == LabelSpace(SPACE.names[1:], groups=((0, 1), (4, 3)), exclusive=False)
+
+
+def problem() -> tuple[Batch, nn.Module, nn.Module, list[Teacher]]:
+    """Two samples with other label sets; student, global model, and local models of three sites."""
+    image, target = draw(2, 1, 4, 4), torch.randint(0, 6, (2, 4, 4), generator=generator("target"))
+    known = torch.tensor([[True, True, True, False, False, False], [True, False, False, True, False, False]])
+    nets = []
+    for seed in range(5):
+        net = Pointwise(6).double()
+        load(net, {name: draw(*v.shape, seed=9 + seed) for name, v in tensors_of(net).items()})
+        nets.append(net)
+    speaks = [[c in own for c in SPACE.foreground] for own in ({3}, {4, 5}, {1, 2})]
+    F_local = [Teacher(net, torch.tensor(row)) for net, row in zip(nets[2:], speaks, strict=True)]
+    return Batch(image, target, known, ["0", "1"]), nets[0], nets[1], F_local
+
+
+@pytest.mark.parametrize("sampled_only", [False, True])
+def test_the_local_objective_in_numpy(sampled_only) -> None:
+    batch, net, F_global, F_local = problem()
+    method = dataclasses.replace(
+        KIM,
+        lambda_gt=0.5,
+        lambda_global=2.0,
+        lambda_local=3.0,
+        local_teachers=None,
+        sampled_only=sampled_only,
+    )
+    found = cast(dict[str, Tensor], method.L(F_global, F_local[:2], SPACE, generator("draw"))(net, batch))
+
+    def h(of: nn.Module) -> np.ndarray:
+        return heads(of(batch.image), SPACE).detach().numpy()
+
+    z, own, y = h(net), [(0, 0), (0, 1), (1, 2)], batch.target.numpy()
+    masks = {(0, 0): np.isin(y[0], (1, 2)), (0, 1): y[0] == 2, (1, 2): y[1] == 3}
+    dice = [
+        1 - 2 * (sigmoid(z[i]) * masks[i]).sum() / (sigmoid(z[i]).sum() + masks[i].sum() + 1) for i in own
+    ]
+    cross = [bce(z[i], masks[i].astype(float)) for i in own]
+    assert found["supervised"].item() == pytest.approx(0.5 * (np.mean(dice) + np.mean(cross)))
+    every = [(s, c) for s in range(2) for c in range(5)]
+    taught = [i for i in every if i not in own]
+    if sampled_only:  # local teachers speak for channels 2, 3 and 4
+        taught = [i for i in every if i[1] in (0, 1)]
+    expected = np.mean([bce(z[i], sigmoid(h(F_global)[i])) for i in taught])
+    assert found["global"].item() == pytest.approx(2 * expected)
+    b, c = h(F_local[0].net), h(F_local[1].net)
+    told = [(b, (0, 2)), (c, (0, 3)), (c, (0, 4)), (c, (1, 3)), (c, (1, 4))]
+    assert found["local"].item() == pytest.approx(3 * np.mean([bce(z[i], sigmoid(t[i])) for t, i in told]))
+
+
+def test_a_student_that_is_its_teacher_has_no_gradient_of_distillation() -> None:
+    batch, net, _, F_local = problem()
+    twin = [dataclasses.replace(one, net=net) for one in F_local[:2]]
+    method = dataclasses.replace(KIM, lambda_gt=0.0, local_teachers=None)
+    terms = cast(dict[str, Tensor], method.L(net, twin, SPACE, generator("draw"))(net, batch))
+    sum(terms.values(), torch.zeros(())).backward()
+    for parameter in net.parameters():
+        assert parameter.grad is not None and float(parameter.grad.abs().max()) < 1e-12
+
+
+def test_labels_that_are_not_annotated_change_nothing() -> None:
+    batch, net, F_global, F_local = problem()
+    # other labels in place of the classes that sample 0 does not annotate
+    hidden = torch.isin(batch.target[0], torch.tensor([0, 3, 4, 5]))
+    other = batch.target.clone()
+    other[0][hidden] = torch.tensor([3, 4, 5, 0]).repeat(4).reshape(4, 4)[hidden]
+    assert not torch.equal(other, batch.target)
+    found = [
+        cast(dict[str, Tensor], KIM.L(F_global, F_local, SPACE, generator("draw"))(net, each))
+        for each in (batch, dataclasses.replace(batch, target=other))
+    ]
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_local_teachers_are_drawn_among_those_that_can_teach() -> None:
+    batch, _, _, F_local = problem()
+    known = head_known(batch.known, SPACE)
+    only_liver = known[:1]
+    rng = generator("draw")
+    seen = {tuple(F_local.index(one) for one in KIM.draw(F_local, only_liver, rng)) for _ in range(40)}
+    assert seen == {(0,), (1,)}  # the third speaks for the liver alone
+    two = dataclasses.replace(KIM, local_teachers=2)
+    assert two.draw(F_local, only_liver, rng) == F_local[:2]
+    seen = {tuple(F_local.index(one) for one in two.draw(F_local, known, rng)) for _ in range(60)}
+    assert seen == {(0, 1), (0, 2), (1, 2)}
+    assert dataclasses.replace(KIM, local_teachers=None).draw(F_local, known, rng) == F_local
+    assert KIM.draw(F_local, torch.ones_like(known), rng) == []
+
+
+# ---------------------------------------------------------------------------------------------------- the federation
+
+
+def test_local_models_go_to_the_other_sites_once() -> None:
+    state, server = federation(KIM, rounds=3)
+    others = {"a": ["b", "c"], "b": ["a", "c"], "c": ["a", "b"]}
+    assert server.heard == [
+        ("pretrain_update", 0, {}),
+        ("local_update", 0, others),
+        ("local_update", 1, {}),
+        ("local_update", 2, {}),
+    ]
+    assert state.teachers == state.classes == {} and state.served == ["a", "b", "c"]
+    for name, site in server.members.items():
+        kept = site.memory[TEACHERS]
+        assert {other: one["classes"] for other, one in kept.items()} == {
+            other: sorted(ANNOTATED[other]) for other in others[name]
+        }
+
+
+def test_a_local_model_is_the_site_trained_alone() -> None:
+    _, server = federation(dataclasses.replace(KIM, pretrain_rounds=2), rounds=1)
+    site = VoxelSite("b", ANNOTATED["b"])
+    net = site.network()
+    loss = KIM.L(None, [], SPACE, site.rng)
+    for number in range(2):
+        train(cast(Any, site), net, loss, LOCAL, round=number, rounds=2)
+    assert same(tensors_of(net), server.members["a"].memory[TEACHERS]["b"]["model"])
+    assert "teacher optimizer" not in server.members["b"].memory
+
+
+def test_a_site_that_was_silent_gets_the_local_models_later() -> None:
+    sites = [VoxelSite(name, own) for name, own in ANNOTATED.items()]
+    server = Listener(*sites)
+    state = dataclasses.replace(KIM.start(Pointwise(6), cast(Any, server)), rounds=3)
+    ask = server.call
+
+    def call(function: Any, **payload: Any) -> Replies:
+        server.silent = "b" if (function.__name__, payload.get("round")) == ("local_update", 0) else ""
+        return ask(function, **payload)
+
+    server.call = call  # type: ignore[method-assign]
+    state = KIM.round(state, cast(Any, server))
+    assert state.served == ["a", "c"] and sorted(state.teachers) == ["a", "b", "c"]
+    again = from_tree(KimState, wire.decode(wire.encode(to_tree(state))))
+    assert wire.encode(to_tree(again)) == wire.encode(to_tree(state))
+    state = KIM.round(again, cast(Any, server))
+    assert server.heard[-1] == ("local_update", 1, {"b": ["a", "c"]}) and state.teachers == {}
+
+
+def test_without_local_distillation_nothing_is_pre_trained() -> None:
+    method = dataclasses.replace(KIM, lambda_local=0.0)
+    state, server = federation(method)
+    assert [name for name, _, _ in server.heard] == ["local_update", "local_update"]
+    assert all(TEACHERS not in site.memory for site in server.members.values())
+    assert state.served == [] and method.summed == "equal" and KIM.summed is None
+    plain = {"model": "model", "n": "number"}
+    assert sends_of(cast(Any, method)) == {"local_update": plain, "pretrain_update": plain}
+
+
+@pytest.mark.parametrize("annotated", [{"a": {0}, "b": {1}, "c": {1, 2}}])
+def test_e24_with_the_weights_1_0_0_it_is_fedavg(annotated) -> None:
+    method = dataclasses.replace(KIM, lambda_global=0.0, lambda_local=0.0)
+    kim, _ = federation(method, annotated=annotated, space=OVERLAP)
+    fedavg = FedAvg(weights="equal", loss=method.loss, local=LOCAL)
+    plain, _ = federation(fedavg, annotated=annotated, space=OVERLAP)
+    assert same(kim.model, plain.model)
+    taught, _ = federation(KIM, annotated=annotated, space=OVERLAP)
+    assert not same(kim.model, taught.model)
+
+
+def test_e24_channels_that_a_site_does_not_annotate_stay_without_distillation() -> None:
+    method = dataclasses.replace(KIM, lambda_global=0.0, lambda_local=0.0)
+    local = dataclasses.replace(LOCAL, weight_decay=0.0)
+    state, _ = federation(dataclasses.replace(method, local=local), rounds=1, annotated={"b": {3}})
+    before = tensors_of(Pointwise(6))["conv.weight"]
+    moved = (state.model["conv.weight"] != before).flatten().tolist()
+    assert moved == [True, False, False, True, False, False]  # the background's channel is shared
+
+
+def test_e23_one_site_with_all_labels_is_ordinary_training_of_the_heads() -> None:
+    method = dataclasses.replace(KIM, sampled_only=False)
+    state, server = federation(method, rounds=1, annotated={"one": {1, 2, 3, 4, 5}})
+    assert [name for name, _, _ in server.heard] == ["local_update"]
+    site = VoxelSite("one", {1, 2, 3, 4, 5})
+    net, L_sup = site.network(), losses.make(method.loss, head_space(SPACE))
+
+    def L(net: nn.Module, batch: Batch) -> Tensor:
+        target = head_target(batch.target, batch.known, SPACE)
+        return L_sup(heads(net(batch.image), SPACE), target, batch.known[:, 1:])
+
+    train(cast(Any, site), net, L, LOCAL, round=0, rounds=2)
+    assert same(state.model, tensors_of(net))
+
+
+@pytest.mark.parametrize("name", ["marginal_dice_ce", "nothing"])
+def test_a_loss_that_does_not_fit_the_heads_is_refused(name) -> None:
+    with pytest.raises(FederationError, match="masked_dice_bce"):
+        dataclasses.replace(KIM, loss=LossChoice(name=name)).check(SPACE)
+    KIM.check(SPACE)
+    KIM.check(OVERLAP)
