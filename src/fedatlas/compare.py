@@ -846,7 +846,9 @@ def _interval(
             "value": None,
             "reason": f"no class has {LEAST_PATIENTS} patients with it and {LEAST_PATIENTS} without it",
         }
-    starts = dict(zip(patients, np.cumsum([0, *map(len, patients.values())]).tolist(), strict=False))
+    starts, count = {}, 0
+    for site, names in patients.items():
+        starts[site], count = count, count + len(names)
     who = [name for names in patients.values() for name in names]
 
     def spread(key: str, empty: Any) -> np.ndarray:

@@ -3,7 +3,6 @@
 Shapes: B batch, C classes, I input channels, H, W rows and columns.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from fedatlas.data.image_index import ImageIndex, Images, findings
 from fedatlas.data.picture import PictureError, read_picture
 from fedatlas.data.prefetch import prefetch
 from fedatlas.data.reading import digest, refuse
+from fedatlas.data.sampling import count_steps
 from fedatlas.errors import DataError
 from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.seeds import generator, seed_of
@@ -174,13 +174,9 @@ class ImageData:
     ) -> "ImageBatches":
         """Augmented training images, prefetched by one thread; everything random follows from `rng_parts`. Every
         image is visited once before any comes again."""
-        if (steps is None) == (epochs is None):
-            raise ValueError(f"batches: steps is {steps} and epochs is {epochs}; give exactly one")
+        steps = count_steps(steps, epochs, self.n_train, batch)
         if not self._ready:
             self.prepare()
-        if steps is None:
-            assert epochs is not None
-            steps = max(1, math.ceil(epochs * self.n_train / batch - 1e-9))
         return ImageBatches(self, rng_parts, batch, steps, torch.device(device))
 
     # ------------------------------------------------------------------------------------- evaluation

@@ -3,7 +3,6 @@
 Shapes: B batch, C classes, I input channels, X, Y, Z the axes of a scan's file, *S the federation's grid.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -37,7 +36,7 @@ from fedatlas.data.index import (
 )
 from fedatlas.data.prefetch import prefetch
 from fedatlas.data.reading import Label, digest, read_case, refuse
-from fedatlas.data.sampling import class_voxels, cut_case, pick_voxel
+from fedatlas.data.sampling import class_voxels, count_steps, cut_case, pick_voxel
 from fedatlas.data.transforms import (
     Geometry,
     Preprocessing,
@@ -332,13 +331,9 @@ class SiteData:
         An epoch is as many patches as there are training cases. Patches that are not class-balanced visit every
         case once before any comes again.
         """
-        if (steps is None) == (epochs is None):
-            raise ValueError(f"batches: steps is {steps} and epochs is {epochs}; give exactly one")
+        steps = count_steps(steps, epochs, self.n_train, batch)
         if not self._ready:
             self.prepare()
-        if steps is None:
-            assert epochs is not None
-            steps = max(1, math.ceil(epochs * self.n_train / batch - 1e-9))
         return PatchBatches(self, rng_parts, batch, steps, torch.device(device))
 
     # ------------------------------------------------------------------------------------- evaluation

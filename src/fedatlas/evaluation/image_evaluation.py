@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -185,7 +186,7 @@ class ImageEvaluator:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         last = max(chosen, default=-1)
-        for position, sample in zip(range(last + 1), site.volumes(split), strict=False):
+        for position, sample in enumerate(islice(site.volumes(split), last + 1)):
             if position not in chosen:
                 continue
             image = _shown(sample.image)
