@@ -16,10 +16,22 @@ from scipy import stats
 
 from fedatlas import compare
 from fedatlas.cli import main
-from fedatlas.compare import Predictor, collect, load_comparison, rows_of, run_comparison, state_of
+from fedatlas.compare import (
+    Comparison,
+    Predictor,
+    collect,
+    load_comparison,
+    rows_of,
+    run_comparison,
+    running,
+    state_of,
+    write_page,
+)
+from fedatlas.compare.overlays import overlays
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.classification import Predictions, score
-from fedatlas.evaluation.statistics import differences, mean_ranks
+from fedatlas.evaluation.statistics import differences, mean_ranks, write_rows
+from fedatlas.experiment import hash_of, resolved
 from fedatlas.report.comparison import html, markdown
 
 PLAIN: Mapping[str, Any] = {
@@ -102,7 +114,7 @@ def test_seed_by_seed_and_a_stopped_run_goes_on_to_the_same_bits(
     _, data, whole = done
     file = write(tmp_path, small_images)
     began: list[str] = []
-    plain = compare.run_federation
+    plain = running.run_federation
 
     def stops(federation: Any, path: Path, **options: Any) -> None:
         began.append(path.name)
@@ -115,10 +127,10 @@ def test_seed_by_seed_and_a_stopped_run_goes_on_to_the_same_bits(
 
         plain(federation, path, **options | {"after_round": after_round})
 
-    monkeypatch.setattr(compare, "run_federation", stops)
+    monkeypatch.setattr(running, "run_federation", stops)
     assert call(file, "--data", data, "--runs", tmp_path / "runs") == 130
     assert began == ["fedavg-s0", "prox-s0"]
-    monkeypatch.setattr(compare, "run_federation", plain)
+    monkeypatch.setattr(running, "run_federation", plain)
     capsys.readouterr()
     assert call(file, "--data", data, "--runs", tmp_path / "runs", "--only-table") == 0
     out = capsys.readouterr().out
@@ -137,14 +149,14 @@ def test_seed_by_seed_and_a_stopped_run_goes_on_to_the_same_bits(
 def test_an_arm_that_fails_is_named_and_the_others_go_on(
     file, findings, tmp_path, monkeypatch, capsys
 ) -> None:
-    plain = compare.run_federation
+    plain = running.run_federation
 
     def breaks(federation: Any, path: Path, **options: Any) -> None:
         if path.name == "fedavg-s0":
             raise FloatingPointError("the loss is not finite")
         plain(federation, path, **options)
 
-    monkeypatch.setattr(compare, "run_federation", breaks)
+    monkeypatch.setattr(running, "run_federation", breaks)
     runs = tmp_path / "runs"
     assert call(file, "--data", findings, "--runs", runs, profile="smoke") == 1
     captured = capsys.readouterr()
@@ -152,7 +164,7 @@ def test_an_arm_that_fails_is_named_and_the_others_go_on(
     assert "failed: fedavg-s0" in captured.err
     assert "Traceback" in (runs / "tiny-smoke" / "fedavg-s0" / "error.txt").read_text()
     assert "| fedavg | 0 of 1 | not run" in captured.out and "| prox | 1 |" in captured.out
-    monkeypatch.setattr(compare, "run_federation", plain)
+    monkeypatch.setattr(running, "run_federation", plain)
     assert call(file, "--data", findings, "--runs", runs, profile="smoke") == 0
     assert not (runs / "tiny-smoke" / "fedavg-s0" / "error.txt").exists()
 
@@ -199,6 +211,10 @@ def test_all_arms_take_equally_many_steps(small_images, tmp_path) -> None:
     }
     found = loaded(tmp_path, small_images, arms=arms, profiles={"full": {"rounds": 4, "steps": 5}})
     assert [f.local.steps for f in found.values()] == [5, 10, 7, None], "two of the three sites train"
+    budgets = collect(load_comparison([tmp_path / "comparison.yaml"], profile="full", runs=tmp_path))[
+        "budget"
+    ]
+    assert [budget["total"] for budget in budgets.values()] == [40, 40, 28, None]
     assert found["epochs"].local.epochs == 2
     assert {f.rounds for f in found.values()} == {4}
     small_images["local"] |= {"epochs": 3, "steps": None}
@@ -294,6 +310,23 @@ def test_federation_files_are_arms(small_images, findings, tmp_path, capsys) -> 
     assert main([*arguments, "--only-table", "--seeds", "0"]) == 1
     err = capsys.readouterr().err
     assert "have no profiles" in err and "a name of its own" in err and "--seeds 0: must be at least 1" in err
+
+
+def test_federation_files_of_segmentation_are_arms(small, tmp_path, capsys) -> None:
+    files = []
+    for name, method in (("one", "fedavg"), ("two", "fedprox")):
+        files.append(tmp_path / f"{name}.yaml")
+        federation = small | {"name": name, "method": {"name": method}, "rounds": 1}
+        federation["local"] = small["local"] | {"steps": 1 if name == "one" else 2}
+        files[-1].write_text(yaml.safe_dump(federation))
+    progress: list[str] = []
+    comparison = load_comparison(files, runs=tmp_path / "runs", seeds=1)
+    assert run_comparison(comparison, tell=lambda text: None, passing=progress.append) == {}
+    assert any(line.startswith("2 of 2, two-s0: round 1 of 1, validation 0.") for line in progress)
+    assert main(["compare", *map(str, files), "--runs", str(tmp_path / "runs"), "--seeds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "2 finished, 0 to do" in out and "one 3; two 6." in out and "| two | 3 |" in out
+    assert "Forgetting: dice" in out and "2 R K size" in out
 
 
 def test_the_page_changes_between_the_marks_only(done, tmp_path, capsys) -> None:
@@ -412,11 +445,12 @@ def results(metric: str = "auroc", **arms: list[float]) -> dict[str, Any]:
     return {
         "name": "made", "profile": "full", "command": "fedatlas compare made.yaml", "task": "segmentation",
         "seeds": [0, 1], "metric": metric, "split": "test", "model": "best", "sites": None, "known": None,
-        "classes": ["a"],
-        "budget": {arm: {"rounds": 2, "steps": 3, "epochs": None} for arm in arms},
+        "classes": ["a"], "title": None, "pairs": "cell", "costs": {}, "forgetting": {},
+        "columns": [{"key": "a", "title": "a", "group": "", "starred": False}],
+        "budget": {arm: {"rounds": 2, "steps": 3, "epochs": None, "total": 6} for arm in arms},
         "arms": {
             arm: {
-                "seeds": list(range(len(values))), "per_class": {"a": values}, "mean": values, "hours": 0.5,
+                "seeds": list(range(len(values))), "per_class": {"a": values}, "per_cell": {}, "mean": values, "hours": 0.5,
                 "commits": ["0123456789abcdef+"], "problems": [], "undefined": 0,
             }
             for arm, values in arms.items()
@@ -441,6 +475,13 @@ def test_printed_numbers_stand_beside_ours() -> None:
     assert "| two | 0 of 2 | not run | not run |" in text
     assert "`fedatlas compare made.yaml`" in text and "1.00 hours" in text and "`012345678+`" in text
     assert "Seeds 0, 1; 2 rounds of 3 steps; profile full" in text
+
+
+def test_budgets_that_differ_are_told() -> None:
+    found = results(one=[0.5, 0.6], two=[])
+    assert "budgets differ" not in markdown(found)
+    found["budget"]["two"]["total"] = 12000
+    assert "The budgets differ. Optimizer steps of all sites together: one 6; two 12,000." in markdown(found)
 
 
 def test_ranks_and_the_critical_difference() -> None:
@@ -488,24 +529,260 @@ def test_segmentation_is_compared_by_cases(small, phantom, tmp_path) -> None:
     found = collect(comparison)
     assert {row["site"] for row in rows} == {"s0"} and 0 < len(unknown) < len(rows)
     assert set(found["arms"]["pooled"]["per_class"]) == {row["class"] for row in unknown}
-    assert found["metric"] == "dice" and found["bootstrap"] == {} and "background" not in found["classes"]
+    assert found["metric"] == "dice" and "background" not in found["classes"]
+    only = found["differences"]["pooled"]
+    assert found["pairs"] == "case" and only["n"] == 1 and only["t"] is only["wilcoxon"] is None
+    assert found["bootstrap"]["pooled"]["low"] is None and found["ranks"]["critical"] is None
     assert "classes that it does not, sites s0" in markdown(found)
     known, validation = found["tables"]
     assert set(known["arms"]["pooled"]["per_class"]) > {row["class"] for row in rows if row["known"]}, (
         "all sites"
     )
     text = markdown(found)
-    assert text.count("| pooled | 1 |") == 3 and "**dice, validation cases, model best**" in text
+    assert text.count("| pooled | 1 |") == 5, "of means three, of differences, of costs"
+    assert "**dice, validation cases, model best**" in text
     values = validation["arms"]["pooled"]["mean"]
     assert values != known["arms"]["pooled"]["mean"] and f"{values[0]:.3f}" in text
+
+    page = write_page(comparison, found).read_text()
+    assert page.count('class="overlay"') == 4, "of one site: image, truth and two arms"
+    (kept,) = (comparison.path("pooled", 0) / "sites" / "s0").glob("compared-test-*.npz")
+    written = kept.stat().st_mtime_ns
+    assert write_page(comparison, found).read_text() == page and kept.stat().st_mtime_ns == written
+    shown = overlays(comparison, {"fedavg": [0], "pooled": [0]})[0]["s0"]["pooled"]
+    assert {row["case"] for row in rows} == {shown.case} and set(shown.truth) == set(shown.prediction)
+    assert shown.image.shape == shown.truth["liver"].shape == (24, 24) and shown.truth["liver"].any()
+
+
+CHEST = {
+    "montgomery": ("left lung",),
+    "shenzhen": ("right lung",),
+    "jsrt": ("heart",),
+    "siim": ("pneumothorax",),
+}
+"""Site -> what it annotates."""
+TABLE_5 = {
+    "montgomery/left lung": 0.9803,
+    "montgomery/right lung": 0.9674,
+    "shenzhen/left lung": 0.9577,
+    "shenzhen/right lung": 0.9702,
+    "jsrt/left lung": 0.9630,
+    "jsrt/right lung": 0.9728,
+    "jsrt/heart": 0.9537,
+    "siim/pneumothorax": 0.8258,
+}
+"""ConDistFL's row of the paper's table 5."""
+
+
+def chest(folder: Path, **changes: Any) -> Comparison:
+    """A comparison of overlapping classes at four sites whose data are not here."""
+    base = {
+        "name": "chest",
+        "labels": {"names": ["left lung", "right lung", "heart", "pneumothorax"], "exclusive": False},
+        "sites": [{"name": name, "path": name} for name in CHEST],
+        "preprocessing": {"spacing": [4, 4, 4], "window": [-100, 200], "patch": [16, 16], "context": 1},
+        "net": {"name": "unet"},
+        "method": {"name": "fedavg"},
+        "rounds": 2,
+        "evaluation": {"metrics": ["dice"]},
+    }
+    arms = {"fedavg": {}, "condistfl": {"method.name": "fedprox"}}
+    file = write(
+        folder, base, **{"arms": arms, "profiles": {}, "layout": {"columns": "site-class"}, **changes}
+    )
+    return load_comparison([file], runs=folder / "runs")
+
+
+def pretend(
+    comparison: Comparison, arm: str, seed: int, values: dict[str, Mapping[str, Any]], seconds: float = 1.0
+) -> None:
+    """A finished run that never ran. values: model -> "site/class" -> value, or the values of its cases, None where the
+    truth is empty, a tuple where it is empty and scored nevertheless."""
+    path, federation = comparison.path(arm, seed), comparison.federations[arm][seed]
+    (path / "rounds" / "0001").mkdir(parents=True)
+    (path / "federation.yaml").write_text(yaml.safe_dump(resolved(federation)))
+    about = {
+        "hash": hash_of(federation), "finished": "then", "git": "0123", "rounds": 1, "model_bytes": 2**20,
+        "labels": {"names": federation.labels.names, "groups": [], "exclusive": False},
+        "sites": {site: {"annotated": names} for site, names in CHEST.items()},
+    }  # fmt: skip
+    (path / "run.json").write_text(json.dumps(about))
+    log = {
+        "round": 1, "phases": {"round": 2 * seconds + 5}, "sites": {s: {"step_seconds": seconds / 4} for s in CHEST},
+        "cost": {s: {"bytes_up": 2**20, "bytes_down": 2**20, "seconds": seconds / 2} for s in CHEST},
+    }  # fmt: skip
+    (path / "rounds" / "0001" / "log.json").write_text(json.dumps(log))
+    rows = []
+    for model, cells in values.items():
+        for cell, found in cells.items():
+            site, _, name = cell.partition("/")
+            for number, value in enumerate(found if isinstance(found, list) else [found] * 3):
+                scored, empty = (value[0], True) if isinstance(value, tuple) else (value, value is None)
+                rows.append({
+                    "split": "test", "grid": "original", "model": model, "round": 1, "site": site,
+                    "case": f"{site}-{number}", "class": name, "metric": "dice", "value": scored,
+                    "known": name in CHEST[site], "reason": "truth empty" if empty else "",
+                })  # fmt: skip
+    write_rows(path / "rows.csv", rows)
+
+
+def test_a_column_per_site_and_class_with_both_averages(tmp_path) -> None:
+    printed = {"condistfl": {**TABLE_5, "exclude*": 0.9325, "include*": 0.9489}}
+    by_organ = {
+        "layout": {"columns": "site-class", "group": "organ"},
+        "title": "Table 5",
+        "sites": ["jsrt", "shenzhen"],
+    }
+    comparison = chest(tmp_path, printed=printed, tables=[by_organ, {"layout": {"group": "organ"}}])
+    pretend(comparison, "condistfl", 0, {"best": TABLE_5})
+    found = collect(comparison)
+    arm = found["arms"]["condistfl"]
+    assert round(arm["exclude"][0], 4) == 0.9325 and round(arm["mean"][0], 4) == 0.9489
+    assert [c["key"] for c in found["columns"]] == list(TABLE_5), (
+        "sites as in the file, classes as in the label space"
+    )
+    assert [c["key"] for c in found["columns"] if c["starred"]] == [
+        key for key in TABLE_5 if key.split("/")[1] not in CHEST[key.split("/")[0]]
+    ]
+    organs = [c["key"] for c in found["tables"][0]["columns"]]
+    assert organs == [
+        "shenzhen/left lung",
+        "jsrt/left lung",
+        "shenzhen/right lung",
+        "jsrt/right lung",
+        "jsrt/heart",
+    ]
+    text = markdown(found)
+    assert r"| montgomery: left lung | montgomery: right lung\* | shenzhen: left lung\* |" in text
+    assert r"siim: pneumothorax | exclude\* | include\* |" in text and "**Table 5: dice, test cases" in text
+    assert (
+        "| condistfl | 0.9803 (0.980) | 0.9674 (0.967) |" in text
+        and "| 0.9325 (0.932) | 0.9489 (0.949) |" in text
+    )
+    assert (
+        "| fedavg | 0 of 2 | not run |" in text
+        and "| left lung | right lung | heart | pneumothorax | mean |" in text
+    )
+    page = html(found)
+    assert '<th scope="colgroup" colspan="3">jsrt</th>' in page and "right lung&#42;" in page
+    assert "<em>exclude&#42;</em>" in page
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"printed": {"fedavg": {"jrst/heart": 0.9}}}, "the site 'jrst' does not exist; did you mean 'jsrt'"),
+        ({"printed": {"fedavg": {"jsrt/hart": 0.9}}}, "did you mean 'heart'"),
+        ({"printed": {"fedavg": {"heart": 0.9}}}, "expected site/class, mean, exclude*, include*"),
+        ({"layout": {}, "printed": {"fedavg": {"include*": 0.9}}}, "the class 'include*' does not exist"),
+        ({"layout": {}, "printed": {"fedavg": {"jsrt/heart": 0.9}}}, "expected a class or mean"),
+        ({"layout": {"columns": "class", "group": "site"}}, "set columns to site-class"),
+        ({"layout": {"columns": "sites"}}, "layout.columns: got 'sites'"),
+        ({"tables": [{"printed": {"fedavgg": {"mean": 0.9}}}]}, "did you mean 'fedavg'"),
+    ],
+)  # fmt: skip
+def test_a_column_that_does_not_exist_is_told(tmp_path, changes, told) -> None:
+    with pytest.raises(FederationError) as error:
+        chest(tmp_path, **changes)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("cases", [5, 6])
+def test_tests_pair_by_case_and_need_six(tmp_path, cases: int) -> None:
+    comparison = chest(tmp_path)
+    rng = np.random.default_rng(3)
+    values = {}
+    for arm, better in (("fedavg", 0.0), ("condistfl", 0.2)):
+        for seed in (0, 1):
+            counts = {"montgomery/left lung": cases - 2, "montgomery/right lung": cases - 2, "jsrt/heart": 2}
+            values[arm, seed] = {
+                key: (0.5 + better + rng.normal(0, 0.05, n)).tolist() for key, n in counts.items()
+            }
+            pretend(comparison, arm, seed, {"best": values[arm, seed]})
+    found = collect(comparison)
+    apart, interval = found["differences"]["condistfl"], found["bootstrap"]["condistfl"]
+    assert apart["n"] == interval["cases"] == cases, "seeds and classes are no cases"
+    means = {arm: np.mean(found["arms"][arm]["mean"]) for arm in found["arms"]}
+    assert interval["value"] == pytest.approx(means["condistfl"] - means["fedavg"])
+    of_case = []
+    for site, names in (("montgomery", ("left lung", "right lung")), ("jsrt", ("heart",))):
+        of_arm = [
+            np.mean([values[arm, seed][f"{site}/{name}"] for seed in (0, 1) for name in names], axis=0)
+            for arm in ("condistfl", "fedavg")
+        ]
+        of_case += [*np.subtract(*of_arm)]
+    assert apart["mean"] == pytest.approx(np.mean(of_case))
+    text = markdown(found)
+    if cases == 6:
+        assert apart["wilcoxon"] == pytest.approx(stats.wilcoxon(of_case).pvalue)  # type: ignore[union-attr]
+        assert interval["low"] < interval["value"] < interval["high"]
+        assert f"| condistfl | 6 | {interval['value']:+.3f} | {interval['low']:+.3f} to" in text
+    else:
+        assert apart["wilcoxon"] is apart["t"] is interval["low"] is None
+        assert f"| condistfl | 5 | {interval['value']:+.3f} | – | – | – |" in text
+        assert found["ranks"]["critical"] is None and "Friedman" not in text
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_forgetting_is_local_against_global_where_the_class_is(tmp_path) -> None:
+    comparison = chest(tmp_path, seeds=[0])
+    globally = {"montgomery/left lung": [0.9] * 6, "siim/pneumothorax": [0.8, 0.6, (1.0,), (1.0,)]}
+    local = {"montgomery/left lung": [0.1, 0.2] * 3, "siim/pneumothorax": [0.5, 0.3, (0.0,), (0.0,)]}
+    pretend(comparison, "fedavg", 0, {"best": globally, "local/siim": local, "local/montgomery": local})
+    pretend(comparison, "condistfl", 0, {"best": globally, "local/siim": globally})
+    found = collect(comparison)["forgetting"]
+    assert found["fedavg"]["sites"] == pytest.approx({"siim": -0.75, "montgomery": -0.3})
+    assert found["fedavg"]["value"] == pytest.approx(-0.525) and found["fedavg"]["cases"] == 8
+    assert found["fedavg"]["low"] < -0.525 < found["fedavg"]["high"] < 0
+    assert found["condistfl"]["value"] == found["condistfl"]["low"] == found["condistfl"]["high"] == 0
+    text = markdown(collect(comparison))
+    assert "| fedavg | 0.800 | 0.275 | -0.525 | " in text and "| of montgomery | of siim |" in text.replace(
+        "| of siim | of montgomery |", "| of montgomery | of siim |"
+    )
+
+
+def test_box_plots_of_global_and_local_models_stand_beside_each_other(tmp_path) -> None:
+    comparison = chest(tmp_path, seeds=[0])
+    cells = {"jsrt/right lung": [0.9, 0.8], "siim/pneumothorax": [0.5, (1.0,)]}
+    pretend(comparison, "fedavg", 0, {"best": cells, "local/siim": cells, "local/jsrt": cells})
+    text = write_page(comparison, collect(comparison)).read_text()
+    assert (
+        "Global and local models" in text and "right lung, jsrt *" in text and "pneumothorax, siim<" in text
+    )
+    assert "local, siim" in text and "local, montgomery" not in text
+    boxes = "Box plots of Dice by class and model: fedavg"
+    assert boxes in text and "http" not in text
+    assert "No picture of fedavg at jsrt, fedavg at siim: " in text and "no such folder" in text
+    pretend(comparison, "condistfl", 0, {"best": {key: 0.5 for key in cells}})
+    assert f"{boxes}, condistfl" in write_page(comparison, collect(comparison)).read_text()
+
+
+def test_costs_stand_beside_those_of_the_first_arm(tmp_path) -> None:
+    comparison = chest(tmp_path, seeds=[0])
+    values = {"best": {"jsrt/heart": 0.5}}
+    pretend(comparison, "fedavg", 0, values, seconds=3600)
+    text = markdown(collect(comparison))
+    assert "| condistfl | not run | not run |" in text
+    pretend(comparison, "condistfl", 0, values, seconds=3967)
+    found = collect(comparison)["costs"]
+    assert found["condistfl"]["step_relative"] == pytest.approx(1.102, abs=1e-3)
+    assert found["fedavg"]["server_seconds"] == pytest.approx(5) and found["fedavg"]["sites"] == 4
+    assert found["fedavg"]["wire"] == found["fedavg"]["formula"] == 2 * 4 / 1024
+    text = markdown(collect(comparison))
+    assert "| fedavg | 1 | 4 | 1.00 | 0.00781 | 0.00781 | 0 | 1.00 (× 1.00) | 2.00 (× 1.00) | 5.0 |" in text
+    assert "| 1.10 (× 1.10) | 2.20 (× 1.10) |" in text
 
 
 def test_the_how_to_shows_a_comparison_that_loads(small_images, tmp_path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "how-to" / "compare.md").read_text()
     shown = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
+    small_images["labels"] = {"names": None}
     found = loaded(tmp_path, small_images, **shown)
     assert list(found) == ["fedavg", "fedprox", "iml", "oracle"]
     assert found["fedavg"].local.steps == 10 and found["oracle"].local.steps == 30
-    for options in (compare.ComparisonFile, compare.Measure):
+    for options in (compare.ComparisonFile, compare.Measure, compare.Layout, compare.Table):
         for key in options.__pydantic_fields__:  # type: ignore[attr-defined]
-            assert f"`{key}`" in page or f"measure.{key}" in page or key == "measure", key
+            shown_there = (f"`{key}`", f"`measure.{key}", f"`layout.{key}")
+            assert any(text in page for text in shown_there) or key in ("measure", "layout"), key
+    part = yaml.safe_load(page.rpartition("```yaml\n")[2].partition("```")[0])
+    assert chest(tmp_path / "chest", **part).printed["fedavg"]["exclude*"] == 0.9147

@@ -92,6 +92,23 @@ def augment(
     return vary_intensity(image, how, rng, images=images), target
 
 
+def augment_along(
+    image: Tensor,
+    target: Tensor,
+    along: Tensor,
+    how: Augmentation,
+    rng: torch.Generator,
+    *,
+    spacing: Tensor | None = None,
+    images: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`augment` of a batch that has maps of its images, along [B, C, *S]: they move as the image does, linearly, and
+    keep their values. Image and target are bit for bit those of `augment`, with the same random numbers."""
+    both, target = move(torch.cat([image, along], 1), target, how, rng, spacing=spacing)
+    image, along = both.split([image.shape[1], along.shape[1]], 1)
+    return vary_intensity(image, how, rng, images=images), target, along
+
+
 def move(
     image: Tensor,
     target: Tensor,

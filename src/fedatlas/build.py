@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,14 @@ POOLED = "pooled"
 """The one site that trains where a method merges all sites' data."""
 
 
-def build_net(federation: Federation, method: Any, name: str, *, channels: int, classes: int) -> nn.Module:
-    """The federation's net ("main"), or one that the method declares, for images of so many channels."""
+def build_net(
+    federation: Federation, method: Any, name: str, *, channels: int, classes: int, initial: bool = False
+) -> nn.Module:
+    """The federation's net ("main"), or one that the method declares, for images of so many channels.
+
+    initial: whether a file of weights that the net's options name is read; only the model with which the federation
+    starts needs it, so that no site does.
+    """
     task = task_of(federation)
     inputs: int = task.net_channels(federation, channels)
     if name == "main":
@@ -48,6 +55,8 @@ def build_net(federation: Federation, method: Any, name: str, *, channels: int, 
         classes=classes,
         spatial_dims=len(task.size(federation)),
         seed=seed_of(federation.seed, "net", name),
+        findings=len(federation.labels.findings) if name == "main" else 0,
+        initial=initial,
     )
 
 
@@ -99,13 +108,17 @@ class Design:
         inputs = self.task.net_channels(self.federation, self.channels)
         return (inputs, *self.task.size(self.federation))
 
-    def make_net(self, name: str = "main") -> nn.Module:
-        """A net of the federation, with the values that follow from the seed."""
-        return build_net(self.federation, self.method, name, channels=self.channels, classes=len(self.space))
+    def make_net(self, name: str = "main", *, initial: bool = True) -> nn.Module:
+        """A net of the federation, with the values that follow from the seed; initial: as in `build_net`."""
+        classes = len(self.space)
+        return build_net(
+            self.federation, self.method, name, channels=self.channels, classes=classes, initial=initial
+        )
 
-    def check_net(self) -> nn.Module:
-        """The net, after one patch went through it. FederationError if it fits the patch or the labels not."""
-        net = self.make_net()
+    def check_net(self, *, initial: bool = True) -> nn.Module:
+        """The net, after one patch went through it. FederationError if it fits the patch or the labels not; initial:
+        or its file of weights cannot be used."""
+        net = self.make_net(initial=initial)
         inputs, *size = self.sample_shape
         nets.check_level(self.federation.net["name"], net, self.space.level)
         nets.check_classes(self.federation.net["name"], net, self.space.exclusive)
@@ -157,9 +170,9 @@ class Experiment(Design):
         for name, source in self.sources.items():
             source.prepare(progress=lambda text, name=name: tell(f"{name}: {text}"))
 
-    def check_net(self) -> nn.Module:
+    def check_net(self, *, initial: bool = True) -> nn.Module:
         usable_device(self.federation)
-        return super().check_net()
+        return super().check_net(initial=initial)
 
     def host(self, site: str, folder: Path, log: EgressLog | None = None, **options: Any) -> Host:
         """The end of the wire of a site that is served here. folder: its private one; options: as `Host`."""
@@ -167,7 +180,7 @@ class Experiment(Design):
             site,
             self.training.get(site) or self.sources[site],
             functions_of(self.method) | {"evaluate": self.evaluator.evaluate},
-            self.make_net,
+            partial(self.make_net, initial=False),
             folder,
             sends={**sends_of(self.method), **self.task.sends},
             seed=self.federation.seed,
@@ -201,7 +214,8 @@ def space_of(federation: Federation, brings: Mapping[str, Sequence[str]]) -> Lab
         names = label_space_of([brings[site] for site in sorted(brings)], (), exclusive).names
     plain = LabelSpace(names, (), exclusive, level)
     groups = tuple(tuple(plain.index(name) for name in group) for group in given.groups)
-    return LabelSpace(names, groups, exclusive, level)
+    about = tuple(None if name is None else plain.index(name) for name in given.findings.values())
+    return LabelSpace(names, groups, exclusive, level, tuple(given.findings), about)
 
 
 def cache_folder(federation: Federation, runs: Path) -> Path:

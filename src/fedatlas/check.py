@@ -80,7 +80,7 @@ def cost(experiment: Experiment) -> dict[str, Any]:
     bytes_down, bytes_up: of a site that trains, per round; bytes_per_round: of all of them; evaluation_bytes:
     what an evaluated round sends more, to all sites.
     """
-    federation, net = experiment.federation, experiment.make_net()
+    federation, net = experiment.federation, experiment.make_net(initial=False)
     values, comm = tensors_of(net), federation.comm
     model = n_bytes(values)
     down = sent_bytes(values, comm.down, comm.fraction)
@@ -208,7 +208,8 @@ def _of_site(info: Mapping[str, Any]) -> str:
         return f"{cases} images of {_counted(patients, 'patient')}; {' to '.join(sizes)} pixels{role}"
     spacings = "; ".join("×".join(f"{mm:g}" for mm in spacing) for spacing in info["spacing"][:3])
     more = f" and {len(info['spacing']) - 3} more" if len(info["spacing"]) > 3 else ""
-    return f"{cases} cases; {', '.join(info['orientation'])}; {spacings}{more} mm"
+    role = "; tested on only" if info.get("role") == "test" else ""
+    return f"{cases} cases; {', '.join(info['orientation'])}; {spacings}{more} mm{role}"
 
 
 def _counted(count: int, what: str) -> str:

@@ -110,14 +110,16 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--labels", default="labelsTr", help="folder of training labels in it")
     made.add_argument("--test-labels", default="labelsTs", help="folder of test labels in it")
     made.add_argument(
-        "--format", default="csv", help="findings of whole images: csv (default), chestxray14, tbx, covid"
+        "--format",
+        help="layout of the folder; findings of whole images: csv (default), chestxray14, tbx, covid; segmentation: auto "
+        "(default), nnunet, msd, monai, masks, and the data sets that `fedatlas list` names",
     )
     made.add_argument(
         "--reading",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="findings of whole images: an option of that format, as table=labels.csv or patient=subject",
+        help="an option of that format, as table=labels.csv or patient=subject",
     )
     made.add_argument(
         "--alias", action="append", default=[], metavar="THEIRS=OURS", help="another name of a class"
@@ -435,16 +437,18 @@ def evaluate(arguments: argparse.Namespace) -> int:
         aliases[theirs] = ours
     of_images = task_name(arguments.run) == "classification"
     chosen: dict[str, Any] = {"model": arguments.model, "out": arguments.out, "device": arguments.device}
+    reading = {}
+    for text in arguments.reading:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise FedAtlasError(f"--reading {text}: expected KEY=VALUE, as in --reading table=labels.csv")
+        reading[key] = _plain(value)
+    layout: dict[str, Any] = {
+        "format": arguments.format or ("csv" if of_images else "auto"),
+        "reading": reading,
+    }
     if of_images:
-        reading = {}
-        for text in arguments.reading:
-            key, equals, value = text.partition("=")
-            if not equals:
-                raise FedAtlasError(f"--reading {text}: expected KEY=VALUE, as in --reading table=labels.csv")
-            reading[key] = _plain(value)
-        rows, ignored = evaluate_images(
-            arguments.run, arguments.data, format=arguments.format, reading=reading, aliases=aliases, **chosen
-        )
+        rows, ignored = evaluate_images(arguments.run, arguments.data, aliases=aliases, **layout, **chosen)
     else:
         rows, ignored = evaluate_folder(
             arguments.run,
@@ -453,6 +457,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             table=arguments.table,
             labels=arguments.labels,
             test_labels=arguments.test_labels,
+            **layout,
             **chosen,
         )
     if arguments.json:
@@ -487,8 +492,10 @@ def predict(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, indent=1))
     else:
         for entry in result["scans"]:
-            found = ", ".join(f"{name} {volume:.1f} ml" for name, volume in entry["millilitres"].items())
-            print(f"{entry['labels']}: {found or 'nothing found'}")
+            found = [f"{name} {volume:.1f} ml" for name, volume in entry["millilitres"].items()]
+            found += [f"{name} {count:,} pixels" for name, count in entry.get("pixels", {}).items()]
+            found += [f"{name} {p:.3f}" for name, p in entry.get("findings", {}).items()]
+            print(f"{entry['labels']}: {', '.join(found) or 'nothing found'}")
     return 0
 
 

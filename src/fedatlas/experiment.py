@@ -6,7 +6,7 @@ built from it stands in `session.py`.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -48,6 +48,10 @@ class Labels:
         None,
         "true: one class per voxel (softmax); false: every class on its own (sigmoid). Null: true for segmentation, "
         "false for classification.",
+    )
+    findings: dict[str, str | None] = option(
+        {},
+        "Segmentation: findings of the whole image beside it, each with the class of voxels that it is about, or null.",
     )
 
 
@@ -113,6 +117,8 @@ def parse_federation(raw: Mapping[str, Any], *, base: Path, source: str = "feder
         values.setdefault("net", {"name": "cnn"})
     if isinstance(values.get("sites"), list | tuple):
         values["sites"] = [_absolute(site, base) for site in values["sites"]]
+    if "net" in values:
+        values["net"] = _weights(values["net"], _from(base))
     try:
         federation = TypeAdapter(Federation).validate_python(values)
     except ValidationError as error:
@@ -179,6 +185,11 @@ def _of_task(federation: Federation) -> Federation:
         raise FederationError(
             "labels: groups are organs with their lesions; findings of images have none, leave them out"
         )
+    if federation.labels.findings and task == "classification":
+        raise FederationError(
+            "labels: findings stand beside segmentation; with `task: classification` they are the classes, give them "
+            "in labels.names"
+        )
     if exclusive and task == "classification":
         raise FederationError(
             "labels: exclusive is true; findings of whole images are a yes or no each, leave it out"
@@ -199,6 +210,20 @@ def _of_task(federation: Federation) -> Federation:
         chosen, metrics=chosen.metrics or final, round_metrics=chosen.round_metrics or (selecting,)
     )
     return replace(federation, evaluation=chosen)
+
+
+def _weights(net: Any, change: Callable[[str], str]) -> Any:
+    """The options of a net, or of its backbone, with another path of the file of first weights."""
+    if not isinstance(net, Mapping):
+        return net
+    changed = {key: _weights(value, change) if key == "backbone" else value for key, value in net.items()}
+    given = changed.get("weights")
+    return changed | {"weights": change(given)} if isinstance(given, str) else changed
+
+
+def _from(base: Path) -> Callable[[str], str]:
+    """A path of a file of weights, absolute; relative ones are taken from `base`."""
+    return lambda path: str((base / Path(path).expanduser()).resolve())
 
 
 def _absolute(site: Any, base: Path) -> Any:
@@ -252,6 +277,8 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = read_yaml(base_path, (*seen, path.resolve()))
     if isinstance(base.get("sites"), list):
         base["sites"] = [_absolute(site, base_path.parent) for site in base["sites"]]
+    if "net" in base:
+        base["net"] = _weights(base["net"], _from(base_path.parent))
     return _merge(base, raw)
 
 
@@ -353,10 +380,12 @@ def resolved(federation: Federation) -> dict[str, Any]:
 
 
 def shareable(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What `resolved` gives, without what is of one machine: paths and `engine`; sites by name."""
+    """What `resolved` gives, without what is of one machine: paths (of a file of weights its name stays) and `engine`;
+    sites by name."""
     sites = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
     kept = {key: value for key, value in plain.items() if key != "engine"}
-    return kept | {"sites": sorted(sites, key=lambda site: site["name"])}
+    net = _weights(kept["net"], lambda path: Path(path).name)
+    return kept | {"net": net, "sites": sorted(sites, key=lambda site: site["name"])}
 
 
 def hash_of(federation: Federation) -> str:

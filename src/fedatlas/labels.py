@@ -22,17 +22,22 @@ class LabelSpace:
         class is a yes or no of its own (sigmoid) and there is no background.
     level: what a label is of: a voxel (segmentation) or a whole image (classification; never exclusive).
     groups: classes that belong together, as an organ and its lesion. A class in no group stands alone.
+    findings: beside classes of voxels, findings of the whole image, each a yes or no of its own; finding_of: the
+        class of voxels that each is about, or None. They are no classes: `len` does not count them.
 
     Raises FederationError for a name given twice, a missing background, or a group that holds the
-    background, an unknown index or a class of another group.
+    background, an unknown index or a class of another group; and for findings that do not fit the classes.
     """
 
     names: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...] = ()
     exclusive: bool = True
     level: Literal["voxel", "image"] = "voxel"
+    findings: tuple[str, ...] = ()
+    finding_of: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_findings()
         if self.level == "image" and self.exclusive:
             raise FederationError(
                 "label space: classes of whole images are exclusive; each is a yes or no of its own, set "
@@ -65,6 +70,28 @@ class LabelSpace:
                     raise FederationError(f"label space: class {self.names[index]!r} is in two groups")
                 seen.add(index)
 
+    def _check_findings(self) -> None:
+        if self.findings and self.level == "image":
+            raise FederationError(
+                "label space: findings stand beside classes of voxels; where labels are of whole images, they are "
+                "its classes"
+            )
+        if len(self.findings) != len(self.finding_of):
+            raise FederationError(
+                f"label space: {len(self.findings)} findings, but {len(self.finding_of)} classes that they are about"
+            )
+        twice = [name for n, name in enumerate(self.findings) if name in (*self.names, *self.findings[:n])]
+        if twice:
+            raise FederationError(
+                f"label space: the finding {twice[0]!r} has the name of another finding or of a class; give it one of "
+                "its own"
+            )
+        for name, index in zip(self.findings, self.finding_of, strict=True):
+            if index is not None and index not in self.foreground:
+                raise FederationError(
+                    f"label space: the finding {name!r} is about class {index}, which is not in the foreground"
+                )
+
     def __len__(self) -> int:
         return len(self.names)
 
@@ -79,6 +106,11 @@ class LabelSpace:
         group_of = {index: tuple(sorted(group)) for group in self.groups for index in group}
         return tuple(dict.fromkeys(group_of.get(index, (index,)) for index in self.foreground))
 
+    @property
+    def organ_of(self) -> dict[int, int]:
+        """Lesion class -> the class of its organ, which is the first of its group."""
+        return {lesion: organ for organ, *lesions in self.groups for lesion in lesions}
+
     def to_plain(self) -> dict[str, Any]:
         """Plain values; `from_plain` makes the same space of them."""
         return {
@@ -86,13 +118,17 @@ class LabelSpace:
             "groups": [list(group) for group in self.groups],
             "exclusive": self.exclusive,
             "level": self.level,
+            "findings": list(self.findings),
+            "finding_of": list(self.finding_of),
         }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "LabelSpace":
-        """What `to_plain` gave; "level" may be missing, as in runs of earlier versions."""
+        """What `to_plain` gave; what runs of earlier versions lack may be missing."""
         groups = tuple(tuple(group) for group in plain["groups"])
-        return cls(tuple(plain["names"]), groups, plain["exclusive"], plain.get("level", "voxel"))
+        findings, about = tuple(plain.get("findings", ())), tuple(plain.get("finding_of", ()))
+        level = plain.get("level", "voxel")
+        return cls(tuple(plain["names"]), groups, plain["exclusive"], level, findings, about)
 
     def index(self, name: str) -> int:
         """The class of a name; FederationError if there is none."""

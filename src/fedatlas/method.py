@@ -8,6 +8,7 @@ Shapes: C classes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
@@ -76,6 +77,27 @@ class Site(Protocol):
     def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> "Batches":
         """Training batches of `batch` samples, on the site's device; exactly one of steps and epochs is given.
         Two calls within one call of the site give different batches."""
+        ...
+
+    def with_predictions(
+        self,
+        net: nn.Module,
+        *,
+        overlap: float,
+        windows: int,
+        keep: int | None,
+        partly: bool,
+        gigabytes: float,
+        within: AbstractContextManager[Any],
+    ) -> "AbstractContextManager[Site]":
+        """This site, all of whose batches have `Batch.along`: what `net` says of every training case as it is before
+        augmentation, predicted once and kept in files of the site until the context ends.
+
+        overlap: of windows, in parts of one. windows: so many at a time. keep: probabilities per voxel, the largest
+        ones; None: all. partly: only cases in which some class is not annotated; `along` of others means nothing.
+        gigabytes: the most that may be kept. within: entered while `net` computes, as an autocast. Batches are, apart
+        from `along`, those that the site gives without. Raises FederationError where the files would be larger,
+        DataError where they cannot be written."""
         ...
 
     def log(self, **numbers: float) -> None:

@@ -192,6 +192,24 @@ class Running:
         what = {"split": split, "model": f"local/{site}", "round": round, "grid": "original"}
         return self._ask(None, shared, **what, metrics=list(metrics), overlays=False, **more)
 
+    def own_scores(self, round: int, metrics: Sequence[str], selecting: str) -> dict[str, float]:
+        """Site -> the mean of `selecting` over its classes, of its local model of this round on its own validation
+        cases; without sites that have none, and where no local model is known here."""
+        scores = {}
+        for site, reply in self.clients.models or ():
+            if not self.parties.summaries.get(site, {"cases": {"validation": 0}})["cases"]["validation"]:
+                continue
+            each = {site: {"members": [{"model": reply["model"], "classes": reply.get("classes")}]}}
+            what = {"split": "validation", "model": f"local/{site}", "round": round, "grid": "federation"}
+            told = self.evaluators.call(
+                self.design.evaluator.evaluate, each=each, **what, metrics=list(metrics), overlays=False
+            )
+            for _, answer in told:
+                score = selection_score(answer["rows"], "classes", selecting)
+                if score is not None:
+                    scores[site] = score
+        return scores
+
     def _ask(self, each: Any, shared: dict[str, Any], **what: Any) -> "Evaluated":
         summaries = self.parties.summaries
         chosen = [site for site in self.evaluators.everyone if summaries[site]["cases"][what["split"]]]
@@ -267,11 +285,13 @@ def run_federation(
         net = design.make_net()
         _describe(folder, parties, net)
         best = Best(folder, evaluation.select_weights, selects(federation))
+        own, scores = BestLocals(folder), dict[str, float]()
         state = folder.latest(design.method)
         if state is not None:
             running.clients.least = _fewest_private(folder)
             running.clients.remembered = _memories(folder, parties, state.round)
             best.recover(state.round)
+            own.recover()
             tell(f"goes on after round {state.round} of {federation.rounds}")
 
         def validate(state: State) -> list[dict[str, Any]]:
@@ -279,14 +299,20 @@ def run_federation(
                 return []
             if running.evaluators is not running.clients:
                 running.evaluators.begin(state.round)
+            if evaluation.local == "best":
+                scores.update(running.own_scores(state.round, evaluation.round_metrics, selects(federation)))
             return running.evaluate(
                 state, split="validation", model="global", grid="federation", metrics=evaluation.round_metrics
             ).rows
 
         def keep(record: Round) -> None:
             last = record.number == federation.rounds
-            folder.save(record, running.clients.models if last else None)
+            if evaluation.local == "best":
+                record.log["local"] = dict(scores)
+            folder.save(record, running.clients.models if last or scores else None)
             best.see(record.number, record.rows)
+            own.see(record.number, scores)
+            scores.clear()
             if after_round:
                 after_round(record, best)
 
@@ -338,6 +364,44 @@ class Best:
             write_atomic(path, to_json({"round": self.round, "score": self.score}))
 
 
+class BestLocals:
+    """Every site's local model of its best complete round by its own validation cases, kept as
+    models/local/<site>.fa with models/local.json beside them. Of equal rounds the first."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder, self.file = folder, folder.path / "models" / "local.json"
+        self.best: dict[str, dict[str, Any]] = {}
+
+    def see(self, number: int, scores: Mapping[str, float]) -> None:
+        """scores: site -> that of its local model in this round."""
+        better = {s: v for s, v in scores.items() if s not in self.best or v > self.best[s]["score"]}
+        for site, score in better.items():
+            self.best[site] = {"round": number, "score": score}
+            self.folder.keep_local(site, number)
+        if better:
+            write_atomic(self.file, to_json(self.best))
+
+    def recover(self) -> None:
+        """After a resume: what was seen so far, from the rounds on disk."""
+        for log, _ in self.folder.records():
+            for site, score in log.get("local", {}).items():
+                if site not in self.best or score > self.best[site]["score"]:
+                    self.best[site] = {"round": log["round"], "score": score}
+        kept = read_json(self.file) if self.file.exists() else {}
+        if kept == self.best:
+            return
+        for site, found in self.best.items():
+            if kept.get(site) != found:
+                try:
+                    self.folder.keep_local(site, found["round"])
+                except FileNotFoundError:
+                    raise RunFolderError(
+                        f"{self.file}: the best local model of site {site}, of round {found['round']}, is gone; the "
+                        "folder was changed by hand"
+                    ) from None
+        write_atomic(self.file, to_json(self.best))
+
+
 def _finish(running: Running, federation: Federation) -> None:
     """Evaluates best, last and local models on the original grids, into rows.csv; where labels are of whole images,
     also into histograms.json and thresholds.json. Thresholds are fitted on the validation cases of all sites."""
@@ -354,7 +418,12 @@ def _finish(running: Running, federation: Federation) -> None:
         for split in ("validation", "test")
         if any(summary["cases"][split] for summary in running.parties.summaries.values())
     ]
-    local = folder.local_models() if "local" in wanted else {}
+    local = {site: (file, federation.rounds) for site, file in folder.local_models().items()}
+    chosen = folder.path / "models" / "local.json"
+    if federation.evaluation.local == "best" and chosen.exists():
+        for site, kept in read_json(chosen).items():
+            local[site] = (folder.path / "models" / "local" / f"{site}.fa", kept["round"])
+    local = dict(sorted(local.items())) if "local" in wanted else {}
     found = Evaluated([], [])
     fitted: dict[str, Any] = {}
     for split in there:
@@ -366,8 +435,9 @@ def _finish(running: Running, federation: Federation) -> None:
                 got = running.evaluate(loaded[name], overlays=overlays, **what, **more)
             else:
                 site = name.removeprefix("local/")
-                what = {"round": federation.rounds, "split": split, "metrics": metrics}
-                got = running.evaluate_local(site, local[site], **what, **more)
+                file, number = local[site]
+                what = {"round": number, "split": split, "metrics": metrics}
+                got = running.evaluate_local(site, file, **what, **more)
             found.rows.extend(got.rows)
             found.histograms.extend(got.histograms)
             if split == "validation":

@@ -231,7 +231,7 @@ class SiteDesk:
                 f"site {self.name}: its images have {experiment.channels} channels, those of the federation "
                 f"{agreed.channels}"
             )
-        experiment.check_net()
+        experiment.check_net(initial=False)
         experiment.prepare()
         return experiment.host(
             self.name,

@@ -123,7 +123,7 @@ class Segmentation:
     sends: Mapping[str, Mapping[str, str]] = {"evaluate": {"rows": "rows"}}
 
     def read(self, federation: Federation, site: SiteConfig, path: Path) -> site_data.SiteIndex:
-        return site_data.read_site(site, path)
+        return site_data.read_site(site, path, seed=federation.evaluation.split_seed)
 
     def source(
         self, federation: Federation, index: site_data.SiteIndex, space: LabelSpace, cache: Path
@@ -144,7 +144,7 @@ class Segmentation:
         return site_data.pool(sources, name)
 
     def trains(self, index: site_data.SiteIndex) -> bool:
-        return True
+        return index.trains
 
     def names(self, index: site_data.SiteIndex, space: LabelSpace) -> dict[str, str]:
         strict, _ = site_data.naming_of(index, space)

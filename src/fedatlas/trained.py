@@ -1,5 +1,6 @@
 """A trained model taken from a run folder: predicting scans, scoring folders."""
 
+import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 from fedatlas import inference
 from fedatlas.build import build_net, cache_folder
+from fedatlas.data import flat
 from fedatlas.data.site_data import SiteConfig, SiteData, read_site
-from fedatlas.data.transforms import Preprocessing, load_scan, write_label_map
+from fedatlas.data.transforms import FileError, Preprocessing, load_scan, saved, write_label_map
 from fedatlas.engine import wire
 from fedatlas.engine.run import RunFolder, read_json, to_json
 from fedatlas.engine.store import read_whole, write_atomic
@@ -91,25 +93,20 @@ class Trained:
             load(net, model)
         return net.to(self.device)
 
-    def probabilities(self, image: Tensor) -> Tensor:
-        """[C, *S] for an image [I, *S] on the federation's grid; several models are merged as the method says."""
-        preprocessing = self.preprocessing
-        maps = []
+    def predict(self, image: Tensor) -> inference.Prediction:
+        """Of an image [I, *S] on the federation's grid; several models are merged as the method says."""
+        preprocessing, options = self.preprocessing, self.federation.evaluation.inference
+        found = []
         for member in self.members:
-            found = inference.probabilities(
-                self.network(member.model),
-                image.to(self.device),
-                preprocessing.patch,
-                preprocessing.context,
-                self.federation.evaluation.inference,
-                exclusive=self.space.exclusive,
-            ).cpu()
-            maps.append(
-                found
-                if member.classes is None
-                else inference.restrict(found, member.classes, self.space.exclusive)
-            )
-        return inference.merge(maps, self.space.exclusive)
+            net, exclusive = self.network(member.model), self.space.exclusive
+            patch, context = preprocessing.patch, preprocessing.context
+            one = inference.predict(net, image.to(self.device), patch, context, options, exclusive=exclusive)
+            found.append((one, member.classes))
+        return inference.together(found, self.space, options.gate)
+
+    def probabilities(self, image: Tensor) -> Tensor:
+        """[C, *S] the voxels of `predict`."""
+        return self.predict(image).voxels
 
 
 def task_name(path: Path) -> str:
@@ -127,11 +124,13 @@ def predict_scans(
 ) -> dict[str, Any]:
     """Writes a label map per scan, in the scan's own geometry, and classes.json beside them.
 
-    scans: the NIfTI files of each, one per channel. Returns what was written and the volume found per class.
+    scans: the NIfTI files of each, one per channel, or a picture each; of pictures PNG files are written, see
+    `flat.write_labels`, and predictions.csv with the pixels of every class and the probability of every finding.
+    Returns what was written and the volume, or the pixels, found per class.
     """
     trained = Trained(path, model, device)
     names = trained.space.names
-    targets = [out / f"{f[0].name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz" for f in scans]
+    targets = [_target(out, files[0]) for files in scans]
     for number, target in enumerate(targets):
         if target in targets[:number]:
             first, second = scans[targets.index(target)][0], scans[number][0]
@@ -139,7 +138,13 @@ def predict_scans(
                 f"{first} and {second} would both be written to {target}; predict them into two folders"
             )
     written = []
+    table: list[dict[str, Any]] = []
     for files, target in zip(scans, targets, strict=True):
+        if flat.is_picture(files[0]):
+            entry, rows = _predict_picture(trained, list(files), out)
+            written.append(entry)
+            table += rows
+            continue
         volume = load_scan(list(files), trained.preprocessing, trained.space)
         if volume.image.shape[0] != trained.channels:
             raise DataError(
@@ -153,7 +158,64 @@ def predict_scans(
         written.append({"scan": [str(file) for file in files], "labels": str(target), "millilitres": sizes})
     classes = {str(index): name for index, name in enumerate(names)}
     write_atomic(out / "classes.json", to_json(classes))
+    if table:
+        with saved(out / "predictions.csv") as temporary, temporary.open("w", newline="") as stream:
+            writer = csv.DictWriter(stream, list(table[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(table)
     return {"scans": written, "classes": classes, "model": model}
+
+
+def _target(out: Path, file: Path) -> Path:
+    """What is written of a scan; of pictures it stands for all of their files."""
+    if flat.is_picture(file):
+        return out / f"{file.stem}.png"
+    return out / f"{file.name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz"
+
+
+def _predict_picture(
+    trained: Trained, files: Sequence[Path], out: Path
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Writes the labels of a picture. What is told of it, and its rows of predictions.csv."""
+    space, case = trained.space, files[0].stem
+
+    def read(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
+        picture = flat.read_flat(paths, channels=trained.channels)
+        return picture.image, picture.affine
+
+    try:
+        scan = load_scan(files, trained.preprocessing, space, read=read)
+    except FileError as error:
+        raise DataError(f"{error.file}: {error.what}; {error.remedy}") from None
+    told = trained.predict(scan.image)
+    labels = scan.restore(told.voxels)
+    paths = flat.write_labels(out, case, labels, space)
+    size = labels.shape[-3] * labels.shape[-2]
+    pixels = {
+        space.names[c]: int((labels == c if space.exclusive else labels[c]).sum()) for c in space.foreground
+    }
+    where = {"picture": str(files[0])}
+    rows: list[dict[str, Any]] = [
+        where
+        | {"kind": "class", "name": name, "file": str(paths[name].relative_to(out)), "pixels": count}
+        | {"share": f"{count / size:.6f}", "probability": ""}
+        for name, count in pixels.items()
+    ]
+    findings = {} if told.findings is None else dict(zip(space.findings, told.findings.tolist(), strict=True))
+    rows += [
+        where
+        | {"kind": "finding", "name": name, "file": "", "pixels": "", "share": ""}
+        | {"probability": f"{value:.6f}"}
+        for name, value in findings.items()
+    ]
+    entry = {
+        "scan": [str(files[0])],
+        "labels": ", ".join(str(path) for path in dict.fromkeys(paths.values())),
+        "pixels": {name: count for name, count in pixels.items() if count},
+        "findings": findings,
+        "millilitres": {},
+    }
+    return entry, rows
 
 
 def evaluate_folder(
@@ -165,12 +227,14 @@ def evaluate_folder(
     table: str = "dataset.json",
     labels: str = "labelsTr",
     test_labels: str = "labelsTs",
+    format: str = "auto",
+    reading: Mapping[str, Any] | None = None,
     out: Path | None = None,
     device: str | None = None,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Scores a trained model on every labelled case of a folder, on the original grids.
 
-    Returns the rows, and the labels of the folder that the model does not know: they are not scored.
+    format, reading: the layout of the folder and its options, as a site of a federation has them. Returns the rows, and the labels of the folder that the model does not know: they are not scored.
     """
     trained = Trained(path, model, device)
     federation, space = trained.federation, trained.space
@@ -182,6 +246,8 @@ def evaluate_folder(
         "table": table,
         "labels": labels,
         "test_labels": test_labels,
+        "format": format,
+        "reading": dict(reading or {}),
     }
     for name_of, target in aliases.items():
         if target not in space.names:

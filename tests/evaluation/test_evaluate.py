@@ -44,6 +44,7 @@ class FakeVolume:
     scored: Tensor
     spacing: tuple[float, ...] = (1.0, 2.0, 4.0)
     raw_spacing: tuple[float, ...] = (1.0, 2.0, 2.0)
+    whole: bool = False
     read: list[str] = field(default_factory=list)
 
     @property

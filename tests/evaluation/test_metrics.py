@@ -10,7 +10,7 @@ from monai.metrics.surface_dice import compute_surface_dice
 from monai.metrics.surface_distance import compute_average_surface_distance
 from scipy.ndimage import binary_erosion, gaussian_filter
 
-from fedatlas.evaluation.metrics import METRICS, score, score_pair, siim_dice
+from fedatlas.evaluation.metrics import METRICS, score, score_pair
 from fedatlas.labels import LabelSpace
 
 ALL = tuple(METRICS)
@@ -93,12 +93,6 @@ def test_empty_masks() -> None:
     zero = score_pair(none, some, (1, 1), ALL, empty="zero")
     assert zero["asd"] == (0.0, "") and zero["dice"] == (0.0, "")
     assert score_pair(none, none, (1, 1), ALL, empty="zero")["dice"] == (1.0, "")
-    assert (siim_dice(none, none), siim_dice(some, none), siim_dice(none, some), siim_dice(some, some)) == (
-        1,
-        0,
-        0,
-        1,
-    )
 
 
 def test_only_scored_classes_are_scored() -> None:

@@ -9,7 +9,7 @@ import torch
 from image_sites import Replies, Server
 from torch import Tensor, nn
 
-from fedatlas import losses
+from fedatlas import losses, nets, seeds
 from fedatlas.data.batch import Batch
 from fedatlas.engine import egress, wire
 from fedatlas.errors import FederationError
@@ -28,8 +28,10 @@ from fedatlas.methods.kim import (
     head_target,
     heads,
 )
+from fedatlas.organs import read_heads
+from fedatlas.outputs import Mixed
 from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, forms_of, from_tree, load, tensors_of, to_tree
+from fedatlas.tensors import Tensors, average, forms_of, from_tree, load, tensors_of, to_tree
 from fedatlas.training import Local, train
 
 SPACE = LabelSpace(("background", "liver", "tumour", "spleen", "cyst", "kidney"), groups=((1, 2), (5, 4)))
@@ -373,6 +375,121 @@ def test_e23_one_site_with_all_labels_is_ordinary_training_of_the_heads() -> Non
 
     train(cast(Any, site), net, L, LOCAL, round=0, rounds=2)
     assert same(state.model, tensors_of(net))
+
+
+class HeadedSite(VoxelSite):
+    """As a `VoxelSite`, with Kim's own U-Net, in 2D and tiny, and a head per organ."""
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        backbone = {"name": "kim_unet", "filters": [8, 8]}
+        chosen = {"backbone": backbone, "groups": [list(group) for group in SPACE.groups]}
+        net = nets.build("organ_heads", chosen, in_channels=1, classes=6, spatial_dims=2, seed=4)
+        if model is not None:
+            load(net, model)
+        return net.train()
+
+
+def test_e24_with_the_weights_1_0_0_it_is_fedavg_of_a_net_with_a_head_per_organ() -> None:
+    """Written out: every site trains the heads that it annotates on the shared backbone, and no other head."""
+    local = dataclasses.replace(LOCAL, weight_decay=0.0)
+    method = dataclasses.replace(KIM, lambda_global=0.0, lambda_local=0.0, local=local)
+    sites = [HeadedSite(name, own) for name, own in ANNOTATED.items()]
+    server = Listener(*sites)
+    state = dataclasses.replace(method.start(sites[0].network(), cast(Any, server)), rounds=2)
+    others = [HeadedSite(name, own) for name, own in ANNOTATED.items()]
+    L_sup = losses.make(method.loss, head_space(SPACE))
+
+    def L(net: Any, batch: Batch) -> Tensor:
+        h = read_heads(net(batch.image), net.groups)
+        return L_sup(h, head_target(batch.target, batch.known, SPACE), batch.known[:, 1:])
+
+    model = tensors_of(others[0].network())
+    for number in range(2):
+        begun, state = state, method.round(state, cast(Any, server))
+        models = []
+        for site in others:
+            site.round = number
+            net = site.network(model)
+            train(cast(Any, site), net, L, local, round=number, rounds=2)
+            models.append(tensors_of(net))
+            moved = (models[-1]["backbone.head.weight"] != model["backbone.head.weight"]).flatten(1).any(1)
+            assert moved.tolist() == [c in site.labels.annotated for c in SPACE.foreground]
+        model = average(models, [1.0] * 3)
+        assert not same(begun.model, state.model)
+        assert same(state.model, model)
+
+
+def test_local_models_leave_their_site_once_and_nobody_passes_them_on() -> None:
+    """What leaves a site is its own local model before the first round, and its model of the round; what a site was
+    given of others is in its memory and in no answer, nor in the server's state once all have it."""
+    server = Listener(*(VoxelSite(name, own) for name, own in ANNOTATED.items()))
+    state = dataclasses.replace(KIM.start(Pointwise(6), cast(Any, server)), rounds=3)
+    answers: list[tuple[str, str, dict[str, Any]]] = []
+    ask = server.call
+
+    def call(function: Any, **payload: Any) -> Replies:
+        replies = ask(function, **payload)
+        answers.extend((function.__name__, site, reply) for site, reply in replies)
+        return replies
+
+    server.call = call  # type: ignore[method-assign]
+    for _ in range(3):
+        state = KIM.round(state, cast(Any, server))
+    own = {site: reply["teacher"] for name, site, reply in answers if name == "pretrain_update"}
+    assert sorted(own) == ["a", "b", "c"]
+    for name, site, reply in answers:
+        sent = [model for model in reply.values() if isinstance(model, dict)]
+        assert len(sent) == 1, "one model in an answer"
+        passed = [other for other, model in own.items() if same(model, sent[0])]
+        assert passed == ([site] if name == "pretrain_update" else []), (name, site)
+    assert set(to_tree(state)) >= {"model", "teachers", "classes"} and state.teachers == state.classes == {}
+    for name, site in server.members.items():
+        assert set(site.memory[TEACHERS]) == set(own) - {name}
+
+    # an answer that held them is refused at the site's door
+    _, _, reply = answers[-1]
+    for more in ({"teachers": {"b": own["b"]}}, {"teacher": own["a"]}):
+        with pytest.raises(egress.EgressError, match="not declared: teacher"):
+            egress.check(
+                reply | more,
+                sends_of(cast(Any, KIM))["local_update"],
+                what="a",
+                classes=6,
+                forms=lambda net: forms_of(Pointwise(6)),
+            )
+
+
+class WithFindings(Pointwise):
+    """And two findings of the whole image."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(classes)
+        self.image_head = nn.Linear(1, 2).double()
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return Mixed(super().forward(x), self.image_head(x.mean((2, 3))))
+
+
+def test_findings_of_the_whole_image_are_learnt_from_labels_alone() -> None:
+    batch, plain, F_global, F_local = problem()
+    with seeds.isolated(2):
+        net = WithFindings(6)
+    load(net, tensors_of(net) | tensors_of(plain))
+    batch.finding, batch.finding_known = torch.eye(2).double(), torch.tensor([[True, False], [True, True]])
+    method = dataclasses.replace(KIM, lambda_gt=2.0, loss=dataclasses.replace(KIM.loss, findings=3.0))
+    found, expected = [
+        cast(dict[str, Tensor], method.L(F_global, F_local, SPACE, generator("draw"))(each, batch))
+        for each in (net, plain)
+    ]
+    z = net(batch.image).findings.detach().numpy()
+    cross = np.mean([bce(z[i], float(i[0] == i[1])) for i in [(0, 0), (1, 0), (1, 1)]])
+    whole, plain_part = found.pop("supervised").item(), expected.pop("supervised").item()
+    assert whole == pytest.approx(plain_part + 2 * 3 * cross)
+    assert found == expected
+    # a teacher's findings teach nothing
+    twin = cast(dict[str, Tensor], method.L(plain, [], SPACE, generator("draw"))(net, batch))["global"]
+    assert cast(dict[str, Tensor], method.L(net, [], SPACE, generator("draw"))(net, batch))["global"] == twin
 
 
 @pytest.mark.parametrize("name", ["marginal_dice_ce", "nothing"])

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from fedatlas import nets
 from fedatlas.errors import FederationError
+from fedatlas.losses.heads import head_weights
+from fedatlas.nets.kim_unet import KimUNet
 from fedatlas.nets.mednext import MedNeXt, MedNeXtModule, mednext
 from fedatlas.nets.unet import UNet
 from fedatlas.tensors import load, parts, tensors_of
@@ -29,8 +31,19 @@ CASES = [
         {**SMALL, "strides": [[1, 1, 1], [2, 2, 1], [2, 2, 2]], "kernels": [[3, 3, 1], [3, 3, 1], 3]},
         3,
     ),
+    ("unet", {"filters": [4, 8, 8, 8, 8], "deep_supervision": True, "supervised": 2}, 2),
     ("mednext", {"size": "S", "deep_supervision": True}, 2),
+    ("kim_unet", {"filters": [8, 16, 16]}, 2),
+    ("kim_unet", {"filters": [8, 16]}, 3),
 ]
+WORKSHOP = {
+    "filters": [32, 64, 128, 256, 320, 320],
+    "kernels": [[3, 3, 1], [3, 3, 3], [3, 3, 3], [3, 3, 3], [3, 3, 3], [3, 3, 3]],
+    "strides": [[1, 1, 1], [2, 2, 1], [2, 2, 2], [2, 2, 2], [2, 2, 2], [2, 2, 2]],
+    "deep_supervision": True,
+    "supervised": 3,
+}
+"""The DynUNet of ConDistFL's workshop system (NVFlare, research/condist-fl), with MONAI's own channels."""
 
 
 def build(name: str, options: dict[str, Any], dims: int, seed: int = 1, classes: int = 4) -> nets.Net:
@@ -50,6 +63,7 @@ def test_forward_names_and_parts(name: str, options: dict[str, Any], dims: int) 
     outputs = net(x)
     if options.get("deep_supervision"):
         assert isinstance(outputs, list)
+        assert len(outputs) == 1 + options.get("supervised", len(outputs) - 1)
         for level, head in enumerate(outputs):
             assert head.shape == (2, 4, *(s // 2**level for s in size))
     with torch.no_grad():
@@ -106,6 +120,61 @@ def test_unet_computes_what_dynunet_does(dims: int, res_block: bool) -> None:
     for level, head in enumerate(heads):
         full = nn.functional.interpolate(head, x.shape[2:])
         torch.testing.assert_close(full, stacked[:, level])
+
+
+def test_the_workshop_systems_dynunet() -> None:
+    strides = WORKSHOP["strides"]
+    with torch.device("meta"):
+        net = UNet(**WORKSHOP).build(in_channels=1, classes=8, spatial_dims=3)
+        monai = DynUNet(
+            3, 1, 8, WORKSHOP["kernels"], strides, strides[1:], deep_supervision=True, deep_supr_num=3
+        )
+    count = sum(p.numel() for p in net.parameters())
+    assert count == sum(p.numel() for p in monai.parameters()) == 31_166_016
+    assert sorted(p.shape for p in net.parameters()) == sorted(p.shape for p in monai.parameters())
+    nets.check_patch(net, [224, 224, 64])
+    nets.check_output(net, 8, patch=[224, 224, 64])
+    with torch.no_grad():
+        heads = net(torch.empty(1, 1, 224, 224, 64, device="meta"))
+    sizes = [[224, 224, 64], [112, 112, 64], [56, 56, 32], [28, 28, 16]]
+    assert [list(head.shape) for head in heads] == [[1, 8, *size] for size in sizes]
+    assert head_weights(4) == pytest.approx([0.5333, 0.2667, 0.1333, 0.0667], abs=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(7, 15_986_887), (8, 15_986_920)])
+def test_kims_unet_is_about_of_the_printed_size(rows: int, size: int) -> None:
+    with torch.device("meta"):
+        net = KimUNet().build(in_channels=1, classes=rows, spatial_dims=3)
+    nets.check_patch(net, [64, 128, 128])
+    count = sum(p.numel() for p in net.parameters())
+    assert count == size
+    f = (32, 64, 128, 256, 256)
+    levels = sum(27 * w * w * 2 + 4 * w for w in f)  # residual blocks with their norms
+    down = sum(27 * a * b + 2 * b for a, b in zip((1, *f[:-1]), f, strict=True))
+    up = sum(a * b + 2 * b + 27 * b * b * 2 + 4 * b for a, b in zip(f[:0:-1], f[-2::-1], strict=True))
+    assert count == levels + down + up + rows * 33
+    assert count * 4 / 2**20 == pytest.approx(60.4, rel=0.01)  # ConDistFL, Table 6
+
+
+def test_kims_unet_is_its_description_written_out() -> None:
+    net = build("kim_unet", {"filters": [8, 16]}, 2)
+    v = {key: value.double() for key, value in tensors_of(net).items()}
+
+    def layer(x: Tensor, name: str, stride: int = 1) -> Tensor:
+        weight = v[f"{name}.0.weight"]
+        x = nn.functional.conv2d(x, weight, stride=stride, padding=weight.shape[-1] // 2)
+        return nn.functional.group_norm(x, 8, v[f"{name}.1.weight"], v[f"{name}.1.bias"])
+
+    def block(x: Tensor, name: str) -> Tensor:
+        return (x + layer(layer(x, f"{name}.first").relu(), f"{name}.second")).relu()
+
+    x = torch.randn(2, 2, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    top = block(layer(x, "downs.0.0").relu(), "downs.0.1")
+    low = block(layer(top, "downs.1.0", 2).relu(), "downs.1.1")
+    up = nn.functional.interpolate(layer(low, "ups.0.narrow").relu(), scale_factor=2, mode="bilinear")
+    z = nn.functional.conv2d(block(top + up, "ups.0.refine"), v["head.weight"], v["head.bias"])
+    with torch.no_grad():
+        torch.testing.assert_close(net.double()(x), z)
 
 
 @pytest.mark.parametrize("supervision", [0, 1])
@@ -206,6 +275,10 @@ def test_a_net_that_does_not_fit_the_label_space() -> None:
         ("unet", {**SMALL, "strides": [2, 2, 2]}, "1 into the first level"),
         ("unet", {**SMALL, "strides": [1, 4, 2]}, "exceed"),
         ("unet", {**SMALL, "kernels": [2, 3, 3]}, "odd numbers"),
+        ("unet", {**SMALL, "supervised": 1}, "supervised is 1, deep_supervision False; allowed: 1 to 1"),
+        ("unet", {**SMALL, "deep_supervision": True, "supervised": 2}, "allowed: 1 to 1 for 3 levels"),
+        ("kim_unet", {"filters": [8, 12]}, r"filters are \[8, 12\]; allowed: multiples of 8"),
+        ("kim_unet", {"filters": [8]}, "filters: got"),
         ("mednext", {"size": "XL"}, "size: got 'XL'"),
     ],
 )

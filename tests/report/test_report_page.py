@@ -551,3 +551,55 @@ def test_tables_sort_on_a_click(finished: Path, tmp_path: Path) -> None:
     values = [float(value) for value in found[1].split()]
     assert len(values) == 3
     assert values == sorted(values, reverse=True)
+
+
+def scored(values: dict[tuple[str, str], float], reason: str = "") -> list[dict]:
+    """Rows of one class at two sites, of (site, model) -> Dice."""
+    plain = {"split": "test", "grid": "original", "round": 3, "case": "a", "class": "liver", "metric": "dice"}
+    return [
+        {**plain, "site": site, "model": model, "value": value, "known": site == "alpha", "reason": reason}
+        for (site, model), value in values.items()
+    ]
+
+
+def test_boxes_stand_apart_by_site(tmp_path: Path) -> None:
+    run = tables.read(write_run(tmp_path / "run", **SMALL))
+    both = {(site, model): 0.5 for site in ("alpha", "beta") for model in ("best", "local/beta")}
+    text = figures.site_boxes(run, scored(both), "test")
+    assert ">liver<" in text and ">alpha<" in text and ">beta *<" in text and "spleen" not in text
+    assert "local, beta" in text and "local, alpha" not in text
+    assert "Every class at every site" in sections(page.render(run))["boxes"]
+
+
+def test_a_case_without_the_class_is_in_no_box(tmp_path: Path) -> None:
+    run = tables.read(write_run(tmp_path / "run", **SMALL))
+    there = scored({("alpha", "best"): 0.4, ("beta", "best"): 0.5})
+    absent = scored({("alpha", "best"): 1.0, ("beta", "best"): 1.0}, "truth empty")
+    for draw in (figures.site_boxes, figures.box_plots):
+        assert draw(run, [*there, *absent], "test") == draw(run, there, "test")
+    assert "never scored" in figures.box_plots(run, absent, "test")
+
+
+def test_several_arms_are_drawn_beside_each_other() -> None:
+    rng = np.random.default_rng(0)
+    boxes = [
+        figures.Box(arm, model, rng.random(5).tolist(), trained)
+        for arm in ("fedavg", "kim <1>")
+        for model, trained in (("global", True), ("local/a", False))
+    ]
+    text = figures.distributions([figures.Panel("liver, a", boxes)], ["a", "b"], "dice", "boxes")
+    assert "fedavg" in text and "kim &lt;1&gt;" in text and "local, a" in text
+    assert text == figures.distributions([figures.Panel("liver, a", boxes)], ["a", "b"], "dice", "boxes")
+    Outline(text)
+    far = figures.distributions([figures.Panel("liver, a", boxes)], ["a", "b"], "hd95", "boxes")
+    assert "HD95, mm" in far and far != text
+
+
+def test_a_slice_shows_every_class_in_its_colour() -> None:
+    image, masks = np.zeros((20, 30)), {"liver": np.zeros((20, 30), bool), "none": np.zeros((20, 30), bool)}
+    masks["liver"][5:9, 5:9] = True
+    text = figures.labelled(
+        image, masks, {"liver": "var(--c0)", "none": "#fff"}, (2.0, 1.0), masks["liver"], "a <b>"
+    )
+    Outline(text)
+    assert text.count("<path") == 1 and 'fill="var(--c0)"' in text and "a &lt;b&gt;" in text

@@ -1,6 +1,6 @@
 """What every loss and every method sees of the data.
 
-Shapes: B batch, C classes, I input channels, *S spatial.
+Shapes: B batch, C classes, F findings, I input channels, *S spatial.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +14,18 @@ from torch import Tensor
 @dataclass
 class Batch:
     """image [B, I, *S] float; target [B, *S] class index if exclusive, else [B, C] or [B, C, *S] in {0, 1};
-    known [B, C] bool: is class c annotated in this sample; case: where each sample came from (never sent)."""
+    known [B, C] bool: is class c annotated in this sample; case: where each sample came from (never sent).
+    finding [B, F] float in {0, 1} and finding_known [B, F] bool: findings of the whole image beside segmentation;
+    None where the label space has none. along [B, C, *S] float: what a model said of each image before it was varied, as
+    probabilities that were cropped and moved with it (see `method.Site.with_predictions`); None: nothing was asked."""
 
     image: Tensor
     target: Tensor
     known: Tensor
     case: list[str]
+    finding: Tensor | None = None
+    finding_known: Tensor | None = None
+    along: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""
@@ -28,6 +34,11 @@ class Batch:
             image=self.image.to(device, non_blocking=True),
             target=self.target.to(device, non_blocking=True),
             known=self.known.to(device, non_blocking=True),
+            finding=None if self.finding is None else self.finding.to(device, non_blocking=True),
+            finding_known=None
+            if self.finding_known is None
+            else self.finding_known.to(device, non_blocking=True),
+            along=None if self.along is None else self.along.to(device, non_blocking=True),
         )
 
 
@@ -62,6 +73,14 @@ class Volume(Protocol):
     """[C] bool: which classes the site annotates in this case (what training sees)."""
     scored: Tensor
     """[C] bool: for which classes there is a truth to score against: `known`, or what the reference holds."""
+    whole: bool
+    """Does the truth hold organs with their lesions, so that a prediction's lesions count as their organ?"""
+    finding: Tensor
+    """[F] float32 in {0, 1}: the truth of the findings; nothing meant where `finding_scored` is False."""
+    finding_known: Tensor
+    """[F] bool: as `known`."""
+    finding_scored: Tensor
+    """[F] bool: as `scored`."""
 
     def truth(self, grid: str) -> np.ndarray:
         """The truth on the grid "federation" or "original": class index [*S] if exclusive, else masks [C, *S].

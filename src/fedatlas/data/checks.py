@@ -1,13 +1,17 @@
 """What can be wrong with a site, and with several together. Nothing is trained, nothing is changed."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import nibabel as nib
+import numpy as np
+from scipy import ndimage
 
-from fedatlas.data.datasets.listing import Problem
+from fedatlas.data.datasets.listing import Case, Problem
+from fedatlas.data.flat import Note
 from fedatlas.data.index import SiteIndex, naming_of
-from fedatlas.data.reading import digest, read_case
+from fedatlas.data.reading import Raw, digest, gathered, read_case
 from fedatlas.errors import FederationError
 from fedatlas.labels import BACKGROUND, LabelSpace
 
@@ -48,10 +52,11 @@ def layout_problems(index: SiteIndex) -> list[Problem]:
 
 
 def empty_site(index: SiteIndex) -> list[Problem]:
-    """A site that has nothing to train on."""
-    if any(case.split == "train" for case in index.cases):
+    """A site that has nothing to train on, or nothing to test on if that is its role."""
+    if any(case.split == ("train" if index.trains else "test") for case in index.cases):
         return []
-    what = f"empty: {index.root} holds no training case that can be used"
+    kind = "training case that can be used" if index.trains else "labelled case, and its role is test"
+    what = f"empty: {index.root} holds no {kind}"
     return [
         Problem(index.name, "", what, "correct `path`, `format`, `table` or `labels`, or take the site out")
     ]
@@ -131,19 +136,20 @@ def check_site(
     drawn: dict[int, int] = {}
     annotated: dict[int, int] = {}
     digests = []
+    notes: list[Note] = []
     for number, case in enumerate(index.cases, start=1):
         if progress:
             progress(f"case {case.name} ({number} of {len(index.cases)})")
         raw = read_case(index, case, space, naming, reference=True)
         found += raw.problems
+        notes += raw.notes
         file = index.file(case.images[0])
         if raw.image is not None:
             mark = digest(raw.image)
             digests.append((case.name, case.split, file, mark))
             if scans is not None:
                 scans.append(Scan(index.name, case.name, case.split, file, mark))
-            header: Any = nib.load(case.images[0]).header  # type: ignore[attr-defined]
-            if int(header["qform_code"]) == 0 and int(header["sform_code"]) == 0:
+            if case.images[0].name.endswith((".nii", ".nii.gz")) and _placeless(case.images[0]):
                 what = "neither qform nor sform is set: left and right are a guess"
                 found.append(
                     Problem(
@@ -152,13 +158,13 @@ def check_site(
                 )
         if raw.label is None:
             continue
+        found += _outside(index, case, raw, space)
         if raw.label.strayed:
             what = f"holds {', '.join(raw.label.strayed)}, which does not count as annotated in this case"
             wanted = index.annotated is None
             if wanted:
                 remedy = 'its voxels count as not annotated; list it in "annotated" if it is complete'
-                assert case.label is not None
-                found.append(Problem(index.name, index.file(case.label), what, remedy, False))
+                found.append(Problem(index.name, _label_file(index, case), what, remedy, False))
         if case.split != "test":
             for c, n in raw.label.counts.items():
                 drawn[c] = drawn.get(c, 0) + n
@@ -171,7 +177,54 @@ def check_site(
             )
             found.append(Problem(index.name, index.root.name, what, remedy, False))
     found += twin_problems(index.name, digests)
+    found += gathered(index, notes)
     return sorted(found, key=lambda problem: not problem.fatal)
+
+
+def _placeless(path: Path) -> bool:
+    """Does a NIfTI file say nothing of its orientation?"""
+    header: Any = nib.load(path).header  # type: ignore[attr-defined]
+    return int(header["qform_code"]) == 0 and int(header["sform_code"]) == 0
+
+
+def _label_file(index: SiteIndex, case: Case) -> str:
+    return index.file(next(iter((*case.label_files, *case.images))))
+
+
+def _outside(index: SiteIndex, case: Case, raw: Raw, space: LabelSpace) -> list[Problem]:
+    """A note for every group of which a lesion's piece touches none of the organ, by corner at the least."""
+    label = raw.reference or raw.label
+    found: list[Problem] = []
+    for organ, *lesions in space.groups:
+        if label is None or index.whole or not {organ, *lesions} <= label.known:
+            continue
+        of, *parts = (
+            label.voxels == c if space.exclusive else label.voxels[c] > 0 for c in (organ, *lesions)
+        )
+        lesion = np.logical_or.reduce(parts)
+        found_in = ndimage.find_objects(lesion.astype(np.uint8), 1)[0] if lesion.any() else None
+        if found_in is None:
+            continue
+        box = tuple(slice(max(s.start - 1, 0), s.stop + 1) for s in found_in)
+        corners = np.ones((3,) * lesion.ndim)
+        pieced: Any = ndimage.label(lesion[box], corners)
+        pieces, n = pieced
+        touching = np.unique(pieces[ndimage.binary_dilation(of[box], corners)])
+        apart = np.setdiff1d(np.arange(1, n + 1), touching)
+        if not len(apart):
+            continue
+        sizes = np.bincount(pieces.ravel(), minlength=n + 1)
+        largest = int(apart[sizes[apart].argmax()])
+        place = [int(p[0] + s.start) for p, s in zip(np.nonzero(pieces == largest), box, strict=True)]
+        millimetres = abs(np.linalg.det(raw.affine[:3, :3])) * int(sizes[apart].sum())
+        names = " or ".join(repr(space.names[c]) for c in lesions)
+        what = (
+            f"case {case.name!r}: {names} in {len(apart)} of {n} pieces ({int(sizes[apart].sum())} voxels, "
+            f"{millimetres:.0f} mm³) that touch no {space.names[organ]!r}; the largest at voxel {place}"
+        )
+        remedy = "look at it; if it is meant, all is well"
+        found.append(Problem(index.name, _label_file(index, case), what, remedy, False))
+    return found
 
 
 def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Problem]:
@@ -197,7 +250,8 @@ def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Pr
                 annotated |= strict.known(case.annotated)
         for name, c in strict.classes.items():
             other = meaning.setdefault(name, (index.name, space.names[c]))
-            if other[1] != space.names[c]:
+            # where every site that has the name gives it an alias, the meanings were chosen: two cancers
+            if other[1] != space.names[c] and name in (other[1], space.names[c]):
                 what = f"label {name!r} means {space.names[c]!r} here and {other[1]!r} at site {other[0]}"
                 found.append(Problem(index.name, "", what, "one name, one meaning: correct `aliases`"))
         shared = sorted({case.patient for case in index.cases} & set(patients))
@@ -210,6 +264,8 @@ def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Pr
         if index.channels != indexes[0].channels:
             what = f"{index.channels} image channels, but site {indexes[0].name} has {indexes[0].channels}"
             found.append(Problem(index.name, "", what, "all sites of a federation have the same channels"))
+    if not any(index.trains for index in indexes):
+        found.append(Problem("(all)", "", "no site trains: every role is test", "give one the role train"))
     for c in space.foreground:
         if c not in annotated and space.names[c] != BACKGROUND:
             what = f"no site annotates {space.names[c]!r}"

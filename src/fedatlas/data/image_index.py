@@ -39,6 +39,8 @@ FOR_LABEL_MAPS: Mapping[str, Any] = {
     "table": "dataset.json",
     "labels": "labelsTr",
     "test_labels": "labelsTs",
+    "split": None,
+    "whole": False,
 }
 """Keys of a site that say nothing here, with their defaults."""
 

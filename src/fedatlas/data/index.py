@@ -4,7 +4,7 @@ Shapes: C classes.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -34,7 +34,35 @@ class Reference:
     test_labels: str = option("labelsTs_all", "Folder of its label files for test cases.")
 
 
-VOLUME_FORMATS = ("auto", "nnunet", "msd", "monai")
+@options
+class Portions:
+    """How many of a site's labelled cases are kept from training: whole numbers are cases, numbers below 1 shares of
+    its patients. Whole patients are taken, so that a few cases more may come along."""
+
+    validation: int | float = option(0, "Cases, or share of the patients, for validation.", ge=0)
+    test: int | float = option(0, "Cases, or share of the patients, for the test.", ge=0)
+
+    def __post_init__(self) -> None:
+        for name, value in (("validation", self.validation), ("test", self.test)):
+            if isinstance(value, float) and value >= 1:
+                raise FederationError(
+                    f"split: {name}: got {value}; a whole number counts cases, a share is below 1"
+                )
+
+
+VOLUME_FORMATS = (
+    "auto",
+    "nnunet",
+    "msd",
+    "monai",
+    "masks",
+    "kits19",
+    "amos22",
+    "montgomery",
+    "shenzhen",
+    "jsrt",
+    "siim",
+)
 IMAGE_FORMATS = ("csv", "chestxray14", "tbx", "covid")
 """Layouts of scans with label maps, and of images with findings."""
 
@@ -51,18 +79,40 @@ class SiteConfig:
         "Its folder; relative to the federation file. Left out where the site takes part from elsewhere.",
         min_length=1,
     )
-    format: Literal["auto", "nnunet", "msd", "monai", "csv", "chestxray14", "tbx", "covid"] = option(
+    format: Literal[
         "auto",
-        "The layout of the folder; auto: one of those with label maps. For findings of whole images: csv, "
-        "chestxray14, tbx (Tuberculosis Chest X-ray), covid (COVID-19 Radiography).",
+        "nnunet",
+        "msd",
+        "monai",
+        "masks",
+        "kits19",
+        "amos22",
+        "montgomery",
+        "shenzhen",
+        "jsrt",
+        "siim",
+        "csv",
+        "chestxray14",
+        "tbx",
+        "covid",
+    ] = option(
+        "auto",
+        "The layout of the folder; auto: nnunet, msd or monai, whichever it is. Pictures with masks: masks, "
+        "montgomery, shenzhen, jsrt, siim. For findings of whole images: csv, chestxray14, tbx (Tuberculosis Chest "
+        "X-ray), covid (COVID-19 Radiography).",
     )
-    reading: dict[str, Any] = option({}, "The options of a layout for whole images, as the columns of a csv.")
+    reading: dict[str, Any] = option({}, "The options of a layout, as the columns of a csv.")
     role: Literal["train", "test"] = option(
-        "train", "test: the site trains nothing, and all of its cases are test cases (whole images)."
+        "train", "test: the site trains nothing, and all of its labelled cases are test cases."
+    )
+    split: Portions | None = option(
+        None,
+        "How many of its labelled cases validate and test, drawn by patient; fewer are among more. Null: the lists of "
+        "its layout, and `evaluation.validation` where it lists no validation cases.",
     )
     cases: int | None = option(
         None,
-        "Training images to use, drawn by patient; fewer are among more. Null: all (whole images).",
+        "Training cases to use, drawn by patient; fewer are among more. Null: all.",
         ge=1,
     )
     balanced: int | None = option(
@@ -72,7 +122,14 @@ class SiteConfig:
         ge=1,
     )
     score_all: bool = option(
-        False, "Whether classes of its table that `annotated` leaves out are scored, too (whole images)."
+        False,
+        "Whether labels of its table that `annotated` leaves out are scored in test cases, too; training never sees "
+        "them.",
+    )
+    whole: bool = option(
+        False,
+        "Whether its labels hold organs with their lesions: a prediction's lesion classes then count as their organ, "
+        "the first class of the group, and only organs are scored (role test).",
     )
     annotated: tuple[str, ...] | None = option(
         None, "Which labels of its table count as annotated; null: all. Its own names, or ours."
@@ -98,11 +155,21 @@ class SiteConfig:
                 raise FederationError(
                     f"site {self.name}: patient: {self.patient!r} has {groups} groups; it needs exactly one"
                 )
+        if self.whole and self.role != "test":
+            raise FederationError(
+                f"site {self.name}: whole: its labels hold organs with their lesions, which training would take for "
+                "organs alone; it goes with `role: test`"
+            )
 
 
 @dataclass(frozen=True)
 class SiteIndex:
-    """The layout of a site. table, reference_table: its label names, background included, to integers."""
+    """The layout of a site. table, reference_table: its label names, background included, to integers.
+
+    trains: False for a site that is tested on and trains nothing. whole: see `SiteConfig.whole`. divided: do its cases
+    have their splits for good, see `SiteConfig.split`; most, seed: at most so many training cases, in the order that
+    follows from the seed. findings: its own names of findings of the whole image.
+    """
 
     name: str
     root: Path
@@ -113,6 +180,12 @@ class SiteIndex:
     annotated: tuple[str, ...] | None
     reference_table: dict[str, int] | None
     problems: tuple[Problem, ...]
+    trains: bool = True
+    whole: bool = False
+    divided: bool = False
+    most: int | None = None
+    seed: int = 0
+    findings: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -129,7 +202,9 @@ class SiteIndex:
 
     @property
     def brings(self) -> tuple[str, ...]:
-        """What it annotates, by the names of the label space."""
+        """What it annotates for training, by the names of the label space."""
+        if not self.trains:
+            return ()
         return tuple(dict.fromkeys(self.aliases.get(name, name) for name in self.used))
 
     def file(self, path: Path) -> str:
@@ -155,35 +230,39 @@ class Naming:
         return frozenset(index for index in self.classes.values() if index not in missing)
 
 
-def read_site(config: SiteConfig, base: Path) -> SiteIndex:
+def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
     """The layout of a site's folder; no voxel is read. A relative path is taken from `base`.
 
-    What is wrong with single files is kept in `problems`. Raises DataError where the site cannot be
-    understood at all: no folder, no table, regions instead of integers, a name that does not exist.
+    seed: of `split` and `cases`. What is wrong with single files is kept in `problems`. Raises DataError where the
+    site cannot be understood at all: no folder, no table, regions instead of integers, a name that does not exist,
+    more cases asked for than there are; FederationError for options that do not go together.
     """
     root = (base / Path(config.path or "").expanduser()).resolve()
     if not root.is_dir():
         raise DataError(f"site {config.name}: {root}: no such folder; correct the site's `path`")
-    if config.format not in VOLUME_FORMATS:
-        raise FederationError(
-            f"site {config.name}: format is {config.format!r}, which has no label maps; for it set "
-            f"`task: classification`, or choose from: {', '.join(VOLUME_FORMATS)}"
-        )
-    of_images = {"role": "train", "cases": None, "balanced": None, "score_all": False, "reading": {}}
-    for key, default in of_images.items():
-        if getattr(config, key) != default:
-            raise FederationError(
-                f"site {config.name}: {key}: is for labels of whole images (`task: classification`); leave it out"
+    _refuse_combinations(config)
+    if config.format in ("auto", "nnunet", "msd", "monai", "amos22") and not (root / config.table).exists():
+        inner = next(iter(sorted(root.glob(f"*/{config.table}"))), None)
+        if inner:
+            raise DataError(
+                f"site {config.name}: {root}: holds no {config.table}, and {inner.parent.name} in it does; give that "
+                "folder as `path`"
             )
-    layout = Layout(config.name, root, config.table, config.labels, config.test_labels)
+    layout = Layout(config.name, root, config.table, config.labels, config.test_labels, dict(config.reading))
     form = datasets.detect(layout) if config.format == "auto" else config.format
+    if config.reading and form not in datasets.OPTIONS:
+        raise FederationError(
+            f"site {config.name}: reading: the layout {form} has no options; leave it out. Layouts with options: "
+            f"{', '.join(datasets.OPTIONS) or 'none'}"
+        )
     listing = datasets.REGISTRY[form](layout)
-    known = [*listing.table, *(config.aliases.get(name, name) for name in listing.table)]
+    own = (*listing.table, *listing.findings)
+    known = [*own, *(config.aliases.get(name, name) for name in own)]
     for name in config.annotated or ():
         if name not in known:
             raise DataError(
-                f"site {config.name}: `annotated` names {name!r}, which is not in {root / config.table}; "
-                f"known: {', '.join(dict.fromkeys(known))}"
+                f"site {config.name}: `annotated` names {name!r}, which its label table does not hold; known: "
+                f"{', '.join(dict.fromkeys(known))}"
             )
     channels = listing.channels or max((len(case.images) for case in listing.cases), default=1)
     cases = _with_patients(config, listing.cases, root)
@@ -197,12 +276,110 @@ def read_site(config: SiteConfig, base: Path) -> SiteIndex:
         config.annotated,
         None,
         listing.problems,
+        trains=config.role == "train",
+        whole=config.whole,
+        divided=config.split is not None or config.role == "test",
+        most=config.cases,
+        seed=seed,
+        findings=listing.findings,
     )
-    return _with_reference(config.reference, index) if config.reference else index
+    if config.reference:
+        index = _with_reference(config.reference, index)
+    if config.split is not None:
+        index = replace(index, cases=_divided(index.cases, config.split, config.name, seed))
+    if config.role == "test":
+        tests = (replace(c, split="test") for c in index.cases if c.labelled or c.fuller)
+        index = replace(index, cases=tuple(tests))
+    if not config.reference and (config.role == "test" or config.score_all):
+        index = replace(index, cases=tuple(map(_scored_in_full, index.cases)), reference_table=listing.table)
+    return index
+
+
+def _refuse_combinations(config: SiteConfig) -> None:
+    """Raises FederationError for keys that say nothing here, or contradict each other."""
+    where = f"site {config.name}:"
+    if config.format not in VOLUME_FORMATS:
+        raise FederationError(
+            f"{where} format is {config.format!r}, which has no label maps; for it set "
+            f"`task: classification`, or choose from: {', '.join(VOLUME_FORMATS)}"
+        )
+    if config.balanced is not None:
+        raise FederationError(
+            f"{where} balanced: is for labels of whole images (`task: classification`); leave it out"
+        )
+    if config.role == "test" and (config.split is not None or config.cases is not None):
+        key = "split" if config.split is not None else "cases"
+        raise FederationError(
+            f"{where} {key}: says which cases train, and with `role: test` none does; leave one of the two out"
+        )
+    if config.score_all and config.reference is not None:
+        raise FederationError(
+            f"{where} score_all and reference: both say what is scored beside what is annotated; leave one out"
+        )
+    if config.score_all and config.annotated is None:
+        raise FederationError(
+            f"{where} score_all: without `annotated` all of its labels are scored already; name in `annotated` those "
+            "that it trains on, or leave score_all out"
+        )
+
+
+def _scored_in_full(case: Case) -> Case:
+    """A test case whose own label is the truth, also for names that do not count as annotated."""
+    if case.split != "test" or not case.labelled:
+        return case
+    return replace(case, reference=case.label, reference_annotated=case.annotated)
+
+
+def _divided(cases: Sequence[Case], portions: Portions, site: str, seed: int) -> tuple[Case, ...]:
+    """The cases with their splits: whole patients in the order of a hash of (seed, site, patient), of which the first
+    are test cases and the last validation cases, so that each choice is nested in a larger one and leaves the other
+    alone. Shares are taken of the patients with the same findings, so that every split has its part of each.
+    Unlabelled cases train where their layout says so, and are left out where it does not.
+    """
+    groups: dict[str, list[Case]] = {}
+    for case in cases:
+        if case.labelled or case.reference is not None:
+            groups.setdefault(case.patient, []).append(case)
+    order = sorted(groups, key=lambda patient: (seed_of(seed, "split", site, patient), patient))
+    test = _taken(order, groups, portions.test)
+    validation = _taken(order[::-1], groups, portions.validation)
+    both = sorted(test & validation)
+    if both or len(test) + len(validation) >= len(order):
+        count = sum(map(len, groups.values()))
+        raise DataError(
+            f"site {site}: split: {portions.validation:g} for validation and {portions.test:g} for the test leave "
+            f"nothing to train on: the site has {count} labelled cases of {len(order)} patients; ask for fewer"
+        )
+    found = []
+    for case in cases:
+        if case.patient in groups and (case.labelled or case.reference is not None):
+            place: Split = "test" if case.patient in test else "validation"
+            found.append(replace(case, split=place if case.patient in test | validation else "train"))
+        elif case.split == "train" and case.patient not in test | validation:
+            found.append(case)
+    return tuple(found)
+
+
+def _taken(order: Sequence[str], groups: Mapping[str, Sequence[Case]], portion: int | float) -> set[str]:
+    """The first patients: until they have so many cases, or the share of every set of patients with equal findings."""
+    if isinstance(portion, int):
+        taken, count = set[str](), 0
+        for patient in order:
+            if count >= portion:
+                break
+            taken.add(patient)
+            count += len(groups[patient])
+        return taken if count >= portion else set(order)
+    alike: dict[tuple[tuple[str, bool], ...], list[str]] = {}
+    for patient in order:
+        findings = {finding for case in groups[patient] for finding in case.findings}
+        alike.setdefault(tuple(sorted(findings)), []).append(patient)
+    return {patient for same in alike.values() for patient in same[: round(portion * len(same))]}
 
 
 def _with_patients(config: SiteConfig, cases: Sequence[Case], root: Path) -> tuple[Case, ...]:
-    listed = read_json(root / config.table, config.name).get("patients") or {}
+    table = root / config.table
+    listed = read_json(table, config.name).get("patients") or {} if table.is_file() else {}
     if not isinstance(listed, dict):
         raise DataError(f'site {config.name}: {root / config.table}: "patients" must be {{case: patient}}')
     found = []
@@ -247,18 +424,25 @@ def _with_reference(reference: Reference, index: SiteIndex) -> SiteIndex:
 def naming_of(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
     """How a site's table, and that of its reference, meet the label space.
 
-    A name of the reference that the space does not hold is not scored. Raises FederationError for a name of
-    the site that is neither in the space nor an alias of one, and for an alias that matches nothing.
+    A name of the reference that the space does not hold is not scored, nor one of a site that trains nothing; such a
+    site annotates nothing. Raises FederationError for a name of a site that trains that is neither in the space nor an
+    alias of one, for an alias that matches nothing, and for a site that is tested on with no class of the space.
     """
     other = index.reference_table or {}
     for alias in index.aliases:
-        if alias not in index.table and alias not in other:
+        if alias not in index.table and alias not in other and alias not in index.findings:
             raise FederationError(
                 f"site {index.name}: alias {alias!r} matches none of the site's labels; it has: "
-                f"{', '.join(index.table)}"
+                f"{', '.join((*index.table, *index.findings))}"
             )
-    own = {alias: name for alias, name in index.aliases.items() if alias in index.used}
-    resolved = resolve_names(index.used, own, space, site=index.name)
+    if index.whole and not space.groups:
+        raise FederationError(
+            f"site {index.name}: whole: the label space has no groups, so that no class is a lesion of an organ; give "
+            "`labels.groups`, or leave it out"
+        )
+    used = index.used if index.trains else ()
+    own = {alias: name for alias, name in index.aliases.items() if alias in used}
+    resolved = resolve_names(used, own, space, site=index.name)
     strict = Naming(
         {number: resolved.get(name, BACKGROUND) for name, number in index.table.items()},
         {name: space.index(target) for name, target in resolved.items() if target != BACKGROUND},
@@ -269,7 +453,24 @@ def naming_of(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
         {number: fuller[name] for name, number in other.items()},
         {name: space.index(target) for name, target in fuller.items() if target != BACKGROUND},
     )
+    if not index.trains:
+        _refuse_foreign(index, space, scoring)
     return strict, scoring
+
+
+def _refuse_foreign(index: SiteIndex, space: LabelSpace, scoring: Naming) -> None:
+    """Raises FederationError for a tested site that has nothing to score, or an alias of a class that is not there."""
+    for alias, target in index.aliases.items():
+        if target not in space.names and target not in space.findings:
+            raise FederationError(
+                f"site {index.name}: alias {alias!r} points to {target!r}, which is not in the label space; "
+                f"known: {', '.join(space.names)}"
+            )
+    if not scoring.classes and not index.findings:
+        raise FederationError(
+            f"site {index.name}: none of its labels ({', '.join(index.reference_table or index.table)}) is in the label "
+            f"space ({', '.join(space.names)}); give them aliases"
+        )
 
 
 def label_space_of(
@@ -297,12 +498,13 @@ def split_validation(index: SiteIndex, *, seed: int, fraction: float) -> dict[Sp
 
     Patients are ranked by a hash of (seed, site, patient) and the first ones taken, so that the choice depends
     neither on the order of files nor on other sites, and is nested over fractions. With two patients or more,
-    and a fraction above 0, both splits have at least one. A site that lists validation cases itself keeps them.
+    and a fraction above 0, both splits have at least one. A site that lists validation cases itself keeps them, and
+    one with `split` or `role: test` its splits. Of the training cases that are left, `index.most` are used.
     """
     train = [case for case in index.cases if case.split == "train"]
     given = [case for case in index.cases if case.split == "validation"]
     test = [case for case in index.cases if case.split == "test"]
-    if not given and fraction > 0:
+    if not given and fraction > 0 and not index.divided:
         patients = sorted(
             {case.patient for case in train},
             key=lambda patient: (seed_of(seed, "validation", index.name, patient), patient),
@@ -311,4 +513,15 @@ def split_validation(index: SiteIndex, *, seed: int, fraction: float) -> dict[Sp
         chosen = set(patients[:count])
         given = [case for case in train if case.patient in chosen]
         train = [case for case in train if case.patient not in chosen]
+    if index.most is not None:
+        ranked = sorted(
+            train,
+            key=lambda case: (
+                seed_of(index.seed, "cases", index.name, case.patient),
+                case.patient,
+                case.name,
+            ),
+        )
+        kept = {case.name for case in ranked[: index.most]}
+        train = [case for case in train if case.name in kept]
     return {"train": tuple(train), "validation": tuple(given), "test": tuple(test)}

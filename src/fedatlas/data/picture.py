@@ -52,12 +52,18 @@ class Picture:
     notes: tuple[str, ...] = ()
 
 
-def read_picture(path: Path, *, site: str, channels: Literal[1, 3] | None = None) -> Picture:
+def read_picture(
+    path: Path,
+    *,
+    site: str,
+    channels: Literal[1, 3] | None = None,
+    formats: tuple[str, ...] = ("PNG", "JPEG"),
+) -> Picture:
     """A picture from its file.
 
     channels: 1 turns colour into grey by its luma, 3 repeats grey; None keeps what the file has. 8 and 16 bit PNG and
     JPEG are divided by the largest value of their bits, and turned as their EXIF orientation says. DICOM: see
-    `grey_of`.
+    `grey_of`. formats: beside DICOM, of those that Pillow knows, as TIFF, BMP, GIF.
 
     Raises PictureError, a DataError that names site, file and remedy, for a file that is missing, empty, truncated, of
     another kind, or DICOM with several frames or without pydicom installed.
@@ -72,7 +78,7 @@ def read_picture(path: Path, *, site: str, channels: Literal[1, 3] | None = None
         elif path.suffix.lower() in (".dcm", ".dicom"):
             raise FileError(path, "not a DICOM file: no mark DICM after its first 128 bytes", _AGAIN)
         else:
-            picture = _read_raster(path, head)
+            picture = _read_raster(path, head, formats)
         return with_channels(picture, channels)
     except FileNotFoundError:
         raise PictureError(site, path, "no such file", "add it, or take its row out") from None
@@ -100,10 +106,12 @@ def with_channels(picture: Picture, channels: Literal[1, 3] | None) -> Picture:
 # ------------------------------------------------------------------------------------------- PNG and JPEG
 
 
-def _read_raster(path: Path, head: bytes) -> Picture:
+def _read_raster(path: Path, head: bytes, formats: tuple[str, ...]) -> Picture:
     notes: list[str] = []
     try:
-        with Image.open(path, formats=("PNG", "JPEG")) as image:
+        with Image.open(path, formats=formats) as image:
+            if image.format in ("GIF", "TIFF") and getattr(image, "n_frames", 1) != 1:
+                raise FileError(path, f"{getattr(image, 'n_frames', 0)} frames", "give one file per picture")
             if image.width * image.height > PIXELS:
                 raise Image.DecompressionBombError
             image.load()
@@ -111,7 +119,8 @@ def _read_raster(path: Path, head: bytes) -> Picture:
             orientation = _exif_orientation(image, notes)
             values, scale = _values(path, image, notes)
     except UnidentifiedImageError:
-        raise FileError(path, "neither PNG, JPEG nor DICOM, or its beginning is damaged", _CONVERT) from None
+        what = f"neither {', '.join(formats)} nor DICOM, or its beginning is damaged"
+        raise FileError(path, what, _CONVERT) from None
     except Image.DecompressionBombError:
         what = f"too large: its header promises more than {PIXELS:,} pixels"
         raise FileError(path, what, "see that it is the right file, and scale it down") from None

@@ -1,16 +1,21 @@
 """Reading one case of a site, with everything that can be wrong with it. Checking and training share this code.
 
-Shapes: C classes, I input channels, X, Y, Z the axes of the scan's file.
+A picture is a scan of one slice whose front is its upper edge and whose right is its left edge, so that what shows axial
+slices as viewers do shows a picture as it is seen: voxel (x, y, 0) is the pixel in column W-1-x of row H-1-y.
+
+Shapes: C classes, I input channels, X, Y, Z the axes of the scan's file; H rows of a picture, from top to bottom, W
+columns, from left to right.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from fedatlas.data import flat
 from fedatlas.data.datasets.listing import Case, Problem
 from fedatlas.data.index import Naming, SiteIndex
 from fedatlas.data.transforms import FileError, read_channels, read_image, require_same_grid
@@ -31,13 +36,15 @@ class Label:
 
 @dataclass
 class Raw:
-    """A case as it was read. What could not be read is None, and `problems` says why."""
+    """A case as it was read. What could not be read is None, and `problems` says why; notes: what was assumed or
+    changed, and is no reason to stop."""
 
     image: np.ndarray | None = None
     affine: np.ndarray = field(default_factory=lambda: np.eye(4))
     label: Label | None = None
     reference: Label | None = None
     problems: list[Problem] = field(default_factory=list)
+    notes: list[flat.Note] = field(default_factory=list)
 
 
 def read_case(
@@ -53,8 +60,17 @@ def read_case(
     Voxels of a class that the case does not annotate are background in what is returned.
     """
     raw = Raw()
+    picture = flat.is_picture(case.images[0])
+    towards: tuple[str, str] | None = None
     with _noting(index, raw):
-        image, affine = read_channels(case.images)
+        if picture:
+            found = flat.read_flat(
+                case.images, channels=index.channels, pixel=case.pixel, raw=case.raw, site=index.name
+            )
+            image, affine, towards = found.image, found.affine, found.towards
+            raw.notes += found.notes
+        else:
+            image, affine = read_channels(case.images)
         if len(image) != index.channels:
             what = f"{len(image)} channels, but site {index.name} has {index.channels}"
             raise FileError(case.images[0], what, "every case of a federation has the same channels")
@@ -62,10 +78,16 @@ def read_case(
     if case.label is not None:
         with _noting(index, raw):
             raw.label = _label(raw, case, case.label, naming[0], case.annotated, space, index)
-    if reference and case.reference is not None:
+    elif case.annotated:
+        with _noting(index, raw):
+            raw.label = _masks(raw, case, naming[0], case.annotated, space, towards)
+    if reference and case.fuller:
         with _noting(index, raw):
             names = case.reference_annotated
-            raw.reference = _label(raw, case, case.reference, naming[1], names, space, index)
+            if case.reference is not None:
+                raw.reference = _label(raw, case, case.reference, naming[1], names, space, index)
+            else:
+                raw.reference = _masks(raw, case, naming[1], names, space, towards)
     return raw
 
 
@@ -95,6 +117,36 @@ def _label(
     strayed = {naming.integers[value] for value, n in counts.items() if n} - {BACKGROUND}
     strayed -= {space.names[c] for c in known}
     return Label(mapped, known, kept, tuple(sorted(strayed)))
+
+
+def _masks(
+    raw: Raw,
+    case: Case,
+    naming: Naming,
+    annotated: Sequence[str],
+    space: LabelSpace,
+    towards: tuple[str, str] | None,
+) -> Label | None:
+    """The masks of a picture as a label; None where the picture itself could not be read."""
+    if not flat.is_picture(case.images[0]):
+        raise FileError(
+            case.images[0], "a scan with a mask per class", "masks are read for pictures; give it a label map"
+        )
+    known = naming.known(annotated)
+    shape = None if raw.image is None else (raw.image.shape[2], raw.image.shape[1])
+    wanted = [(name, mask) for name, mask in case.masks if naming.classes.get(name) in known]
+    found, notes = flat.read_masks(wanted, shape, towards)
+    raw.notes += [note for note in notes if note not in raw.notes]
+    if shape is None:
+        return None
+    planes = {c: np.zeros(shape, dtype=bool) for c in sorted(known)}
+    for name, mask in found.items():
+        planes[naming.classes[name]] |= mask
+    voxels, counts, notes = flat.join(planes, space, shape, case.images[0])
+    raw.notes += [note for note in notes if note not in raw.notes]
+    drawn = {naming.classes[name] for name, _ in case.masks if name in naming.classes}
+    strayed = tuple(sorted(space.names[c] for c in drawn - known))
+    return Label(voxels, known, counts, strayed)
 
 
 def _class(naming: Naming, value: int, space: LabelSpace) -> int | None:
@@ -149,6 +201,20 @@ def map_integers(
         place = flat.astype(np.int64) - low if dense else np.searchsorted(values, flat)
         found[..., z] = table_of[..., place]
     return found, counted
+
+
+def gathered(index: SiteIndex, notes: Sequence[flat.Note]) -> list[Problem]:
+    """Notes of a site as problems that are not fatal: one for all that say the same, with the first file."""
+    groups: dict[tuple[str, str], list[flat.Note]] = {}
+    for note in notes:
+        groups.setdefault((note.what, note.remedy), []).append(note)
+    found = []
+    for (what, remedy), equal in groups.items():
+        share = max((note.share for note in equal if note.share is not None), default=None)
+        what += "" if share is None else f" (up to {100 * share:.2g} %)"
+        what += f"; {len(equal)} such files" if len(equal) > 1 else ""
+        found.append(Problem(index.name, index.file(equal[0].file), what, remedy, False))
+    return found
 
 
 def refuse(problems: list[Problem]) -> None:

@@ -3,6 +3,8 @@
 Shapes: B batch, C classes, I input channels, X, Y, Z the axes of a scan's file, *S the federation's grid.
 """
 
+import copy
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedatlas.augment import Augmentation, augment
+from fedatlas.augment import Augmentation, augment, augment_along
 from fedatlas.data import cache as store
 from fedatlas.data.batch import Batch, Volume
 from fedatlas.data.checks import (
@@ -46,7 +48,8 @@ from fedatlas.data.transforms import (
     labels_to_grid,
     restore,
 )
-from fedatlas.errors import DataError
+from fedatlas.errors import DataError, FederationError
+from fedatlas.inference import Inference, probabilities
 from fedatlas.labels import LabelSpace, SiteLabels, known_row
 from fedatlas.seeds import generator, seed_of
 
@@ -89,8 +92,7 @@ class Item:
     @property
     def scored(self) -> frozenset[int]:
         """The classes for which there is a truth."""
-        fuller = self.case.reference_annotated if self.case.reference else ()
-        return self.known | self.naming[1].known(fuller)
+        return self.known | self.naming[1].known(self.case.reference_annotated)
 
 
 class SiteData:
@@ -182,7 +184,7 @@ class SiteData:
         for number, item in enumerate(everything, start=1):
             text = f"case {item.case.name} ({number} of {len(everything)})"
             self._entry(item, (lambda text=text: progress(text)) if progress else None)
-            if item.split != "train" and item.case.reference is not None:
+            if item.split != "train" and item.case.fuller:
                 self._reference(item)
         scans = self._scans()
         for index in self.indexes:
@@ -212,7 +214,7 @@ class SiteData:
         """The cached image and target of a case."""
         place = (item.index.name, item.case.name + "/" + item.split)
         if place not in self._entries:
-            files = [*item.case.images, *([item.case.label] if item.case.label else [])]
+            files = [*item.case.images, *item.case.label_files]
             key = self._key(item, files, self._content(item) | {"annotated": sorted(item.known)})
 
             def make() -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
@@ -231,7 +233,7 @@ class SiteData:
             "names": self.space.names,
             "exclusive": self.space.exclusive,
             "channels": item.index.channels,
-        }
+        } | item.case.content
 
     def _key(self, item: Item, files: Sequence[Path], content: Mapping[str, Any]) -> str:
         try:
@@ -278,12 +280,8 @@ class SiteData:
         """The cached truth on the federation's grid, where a reference says more than the label."""
         place = (item.index.name, item.case.name + "/" + item.split + "/reference")
         if place not in self._entries:
-            assert item.case.reference is not None
-            files = [
-                item.case.images[0],
-                item.case.reference,
-                *([item.case.label] if item.case.label else []),
-            ]
+            reference = item.case.reference
+            files = [item.case.images[0], *([reference] if reference else []), *item.case.label_files]
             content = self._content(item) | {
                 "annotated": sorted(item.known),
                 "reference": sorted(item.naming[1].integers.items()),
@@ -325,16 +323,73 @@ class SiteData:
         steps: int | None = None,
         epochs: float | None = None,
         device: torch.device | str = "cpu",
+        along: "CaseMaps | None" = None,
     ) -> "PatchBatches":
         """Augmented training patches, prefetched by one thread; everything random follows from `rng_parts`.
 
         An epoch is as many patches as there are training cases. Patches that are not class-balanced visit every
         case once before any comes again.
+
+        along: what `predict_cases` kept, to be given beside the patches; it changes nothing else of them.
         """
         steps = count_steps(steps, epochs, self.n_train, batch)
         if not self._ready:
             self.prepare()
-        return PatchBatches(self, rng_parts, batch, steps, torch.device(device))
+        return PatchBatches(self, rng_parts, batch, steps, torch.device(device), along)
+
+    def predict_cases(
+        self,
+        net: nn.Module,
+        folder: Path,
+        *,
+        overlap: float,
+        windows: int,
+        keep: int | None,
+        partly: bool,
+        gigabytes: float,
+    ) -> "CaseMaps":
+        """What a net says of every training case, unvaried, in files in `folder`: see `method.Site.with_predictions`."""
+        if not self._ready:
+            self.prepare()
+        train = self.items["train"]
+        needed = [
+            n
+            for n, item in enumerate(train)
+            if not (partly and len(item.known) == len(self.space.foreground))
+        ]
+        images = {n: self._entry(train[n]).arrays["image"] for n in needed}
+        maps = CaseMaps(folder, self.space, keep)
+        size = sum(int(np.prod(image.shape[1:])) for image in images.values()) * maps.bytes_per_voxel
+        if size > gigabytes * 1e9:
+            raise FederationError(
+                f"site {self.name}: predictions of {len(needed)} training cases take {size / 1e9:.1f} GB, "
+                f"{gigabytes:g} are allowed; allow more, keep fewer classes per voxel, or predict each patch"
+            )
+        free = shutil.disk_usage(folder).free
+        if size > free:
+            raise DataError(
+                f"site {self.name}: predictions of {len(needed)} training cases take {size / 1e9:.1f} GB, "
+                f"{folder.parent} has {free / 1e9:.1f} left; free space, keep fewer classes per voxel, or predict "
+                "each patch"
+            )
+        how = Inference(overlap=overlap, batch=windows)  # type: ignore[call-arg]
+        patch, context = self.preprocessing.patch, self.preprocessing.context
+
+        def count(module: nn.Module, given: tuple[Tensor, ...]) -> None:
+            maps.windows += len(given[0])
+
+        counting = net.register_forward_pre_hook(count)
+        try:
+            for n, image in images.items():
+                voxels = torch.from_numpy(np.ascontiguousarray(image.open(), dtype=np.float32))
+                maps.put(n, probabilities(net, voxels, patch, context, how, exclusive=self.space.exclusive))
+        except OSError as error:
+            raise DataError(
+                f"site {self.name}: predictions cannot be written to {folder.parent} ({error.strerror or error})"
+            ) from None
+        finally:
+            counting.remove()
+        return maps
 
     # ------------------------------------------------------------------------------------- evaluation
 
@@ -345,11 +400,44 @@ class SiteData:
         for index in self.indexes:
             refuse(layout_problems(index))
         for item in self.items[split]:
-            if item.scored:
+            if item.scored or any(self._scored_findings(item)):
                 yield self._volume(item)
+
+    def _told(self, item: Item) -> dict[int, bool]:
+        """The findings that the data set itself tells of a case, and whether each is present."""
+        index, found = item.index, {}
+        for name, present in item.case.findings:
+            ours = index.aliases.get(name, name)
+            counts = index.annotated is None or name in index.annotated or ours in index.annotated
+            if ours in self.space.findings and counts:
+                found[self.space.findings.index(ours)] = present
+        return found
+
+    def _findings(self, item: Item) -> tuple[list[bool], list[bool]]:
+        """[F] the findings of a case, and [F] which of them training may see: those that the data set tells, and those
+        about an annotated class, which are present where a voxel of it is."""
+        told, about = self._told(item), self.space.finding_of
+        voxels = self._entry(item).meta["voxels"] if about else {}
+        present = [told[f] if f in told else voxels.get(str(c), 0) > 0 for f, c in enumerate(about)]
+        known = [(f in told and item.index.trains) or c in item.known for f, c in enumerate(about)]
+        return present, known
+
+    def _scored_findings(self, item: Item) -> list[bool]:
+        """[F] the findings for which there is a truth."""
+        told = self._told(item)
+        return [f in told or c in item.scored for f, c in enumerate(self.space.finding_of)]
 
     def _volume(self, item: Item) -> "CaseVolume":
         entry = self._entry(item)
+        lesions = frozenset(self.space.organ_of) if item.index.whole else frozenset()
+        (present, known), scored = self._findings(item), self._scored_findings(item)
+        told = self._told(item)
+        unread = [f for f, here in enumerate(scored) if here and f not in told and not known[f]]
+        truth = self._raw_truth(item)[0] if unread else None
+        for f in unread:
+            c = self.space.finding_of[f]
+            assert truth is not None and c is not None
+            present[f] = bool((truth == c if self.space.exclusive else truth[c]).any())
         image = torch.from_numpy(np.ascontiguousarray(entry.arrays["image"].open(), dtype=np.float32))
         geometry = geometry_of(entry.meta["shape"], np.asarray(entry.meta["affine"]), self.preprocessing)
         return CaseVolume(
@@ -358,7 +446,11 @@ class SiteData:
             spacing=geometry.grid_spacing,
             raw_spacing=geometry.spacing,
             known=torch.tensor(known_row(self.space, item.known)),
-            scored=torch.tensor(known_row(self.space, item.scored)),
+            scored=torch.tensor(known_row(self.space, item.scored - lesions)),
+            whole=item.index.whole,
+            finding=torch.tensor(present, dtype=torch.float32),
+            finding_known=torch.tensor(known, dtype=torch.bool),
+            finding_scored=torch.tensor(scored, dtype=torch.bool),
             geometry=geometry,
             source=self,
             item=item,
@@ -378,12 +470,25 @@ class SiteData:
         metas = [self._entry(item).meta for items in self.items.values() for item in items]
         return {
             "annotated": list(voxels),
+            "role": "train" if any(index.trains for index in self.indexes) else "test",
             "cases": {split: len(items) for split, items in self.items.items()},
             "labelled": {self.space.names[c]: int(self.n_labelled[c]) for c in self.space.foreground},
+            "findings": self._finding_counts(),
             "voxels": voxels,
             "spacing": _unique([round(mm, 3) for mm in meta["spacing"]] for meta in metas),
             "orientation": _unique(meta["axes"] for meta in metas),
             "shape": _unique(meta["shape"] for meta in metas),
+        }
+
+    def _finding_counts(self) -> dict[str, dict[str, int]]:
+        """Finding -> in how many training cases it is annotated, and present."""
+        rows = [self._findings(item) for item in self.items["train"]]
+        return {
+            name: {
+                "labelled": sum(known[f] for _, known in rows),
+                "present": sum(known[f] and present[f] for present, known in rows),
+            }
+            for f, name in enumerate(self.space.findings)
         }
 
 
@@ -411,6 +516,10 @@ class CaseVolume:
     raw_spacing: tuple[float, ...]
     known: Tensor
     scored: Tensor
+    whole: bool
+    finding: Tensor
+    finding_known: Tensor
+    finding_scored: Tensor
     geometry: Geometry
     source: SiteData
     item: Item
@@ -421,7 +530,7 @@ class CaseVolume:
             return self.source._raw_truth(self.item)[0]
         if grid != "federation":
             raise ValueError(f"grid {grid!r}; allowed: federation, original")
-        fuller = self.item.case.reference is not None
+        fuller = self.item.case.fuller
         entry = self.source._reference(self.item) if fuller else self.source._entry(self.item)
         return np.ascontiguousarray(entry.arrays["target"].open())
 
@@ -430,12 +539,94 @@ class CaseVolume:
         return restore(probabilities, self.geometry, self.source.space.exclusive)
 
 
+class CaseMaps:
+    """Probabilities of training cases, each by its number, in files that are read a patch at a time.
+
+    A probability p is kept in bfloat16 as p or, above 1/2, as -(1 - p): so the 8 bits count from the nearer end.
+    keep: the largest probabilities of a voxel that are kept; of an exclusive space, what they leave is shared evenly by
+    the other classes. windows: how many the net was given.
+    """
+
+    def __init__(self, folder: Path, space: LabelSpace, keep: int | None) -> None:
+        self.folder, self.space, self.windows = folder, space, 0
+        self.keep = keep if keep is not None and keep < len(space) else None
+        self.number = np.dtype(np.uint8 if len(space) <= 256 else np.int16)
+        self.bytes_per_voxel = 2 * len(space) if self.keep is None else (2 + self.number.itemsize) * self.keep
+        self._files: dict[int, list[store.Stored]] = {}
+
+    def put(self, number: int, p: Tensor) -> None:
+        """Keeps p [C, *S] float32. Raises OSError where it cannot be written."""
+        arrays = {}
+        if self.keep is not None:
+            p, which = p.topk(self.keep, 0)
+            arrays["classes"] = which.numpy().astype(self.number)
+        folded = torch.where(p > 0.5, -(1 - p), p).to(torch.bfloat16)
+        arrays["values"] = folded.view(torch.int16).numpy()
+        self._files[number] = []
+        for name in sorted(arrays, reverse=True):
+            path, array = self.folder / f"{number}-{name}", np.asfortranarray(arrays[name])
+            array.T.tofile(path)
+            form = str(path), array.dtype.str, array.shape, "F", 0
+            self._files[number].append(store.Stored(*form))
+
+    def empty(self, patch: Sequence[int]) -> list[np.ndarray]:
+        """What `cut` fills: values, and with `keep` their classes, each [C or keep, *P]."""
+        if self.keep is None:
+            return [np.zeros((len(self.space), *patch), np.int16)]
+        return [np.zeros((self.keep, *patch), dtype) for dtype in (np.int16, self.number)]
+
+    def cut(
+        self,
+        number: int,
+        target: np.ndarray,
+        patch: Sequence[int],
+        centre: np.ndarray | None,
+        rng: np.random.Generator,
+        out: list[np.ndarray],
+    ) -> None:
+        """The patch that `cut_case` cuts from the case with an equal `rng`, which is not moved. Nothing for a case
+        that was not predicted."""
+        for stored, place in zip(self._files.get(number, []), out, strict=False):
+            nowhere = np.empty((*target.shape[: target.ndim - len(stored.shape) + 1], *patch), target.dtype)
+            cut_case(stored.open(), target, patch, 0, centre, copy.deepcopy(rng), place, nowhere)
+
+    def open(self, cut: Sequence[Sequence[np.ndarray]], device: torch.device) -> Tensor:
+        """Probabilities [B, C, *P] float32 of B patches as they were cut; beyond a case's end they are 0."""
+        parts = [torch.from_numpy(np.stack(part)).to(device) for part in zip(*cut, strict=True)]
+        folded = parts[0].view(torch.bfloat16).float()
+        p = folded + folded.signbit()
+        if self.keep is None:
+            return p
+        rest = torch.zeros_like(p[:, :1])
+        if self.space.exclusive:
+            kept = p.sum(1, keepdim=True)
+            rest = torch.where(kept > 0, 1 - kept, 0).clamp(min=0) / (len(self.space) - self.keep)
+        return rest.expand(-1, len(self.space), *p.shape[2:]).scatter(1, parts[1].long(), p)
+
+    def settled(self, p: Tensor) -> Tensor:
+        """Probabilities [B, C, *P] after they were moved: of an exclusive space their sum is 1 again, and where there
+        is nothing, beyond a case's end, they are those of background."""
+        if not self.space.exclusive:
+            return p
+        total = p.sum(1, keepdim=True)
+        p = p / total.clamp(min=1e-30)
+        p[:, :1] += total == 0
+        return p
+
+
 class PatchBatches:
     """Batches of training patches, to be read in order; every reading gives the same ones."""
 
     def __init__(
-        self, data: SiteData, rng_parts: tuple[str | int, ...], batch: int, steps: int, device: torch.device
+        self,
+        data: SiteData,
+        rng_parts: tuple[str | int, ...],
+        batch: int,
+        steps: int,
+        device: torch.device,
+        along: CaseMaps | None = None,
     ) -> None:
+        self.along = along
         self.data, self.parts, self.batch, self.steps, self.device = data, rng_parts, batch, steps, device
         self.train = data.items["train"]
         self.entries = [data._entry(item) for item in self.train]
@@ -447,6 +638,12 @@ class PatchBatches:
         }
         self.holders = {c: cases for c, cases in self.holders.items() if cases}
         self._orders: dict[int, np.ndarray] = {}
+        self.finding: Tensor | None = None
+        self.finding_known: Tensor | None = None
+        if data.space.findings:
+            rows = [data._findings(item) for item in self.train]
+            self.finding = torch.tensor([present for present, _ in rows], dtype=torch.float32)
+            self.finding_known = torch.tensor([known for _, known in rows])
 
     def __len__(self) -> int:
         return self.steps
@@ -464,9 +661,12 @@ class PatchBatches:
             (self.batch, *masks, *patch), dtype=np.int64 if data.space.exclusive else np.float32
         )
         chosen = []
+        maps = [self.along.empty(patch) for _ in range(self.batch)] if self.along else []
         for place in range(self.batch):
             number, centre = self._choose(step * self.batch + place, rng)
             entry = self.entries[number]
+            if self.along:
+                self.along.cut(number, entry.arrays["target"].open(), patch, centre, rng, maps[place])
             cut_case(
                 entry.arrays["image"].open(),
                 entry.arrays["target"].open(),
@@ -478,16 +678,24 @@ class PatchBatches:
                 target[place],
             )
             chosen.append(number)
-        moved, labels = augment(
-            torch.from_numpy(image).to(self.device),
-            torch.from_numpy(target).to(self.device),
-            data.augmentation,
-            generator(*self.parts, "augment", step),
-            spacing=self.spacing[chosen][:, : len(patch)],
-            images=data.channels,
-        )
+        given = torch.from_numpy(image).to(self.device), torch.from_numpy(target).to(self.device)
+        varied = data.augmentation, generator(*self.parts, "augment", step)
+        how: dict[str, Any] = {
+            "spacing": self.spacing[chosen][:, : len(patch)],
+            "images": data.channels,
+        }
+        said = None
+        if self.along:
+            moved, labels, said = augment_along(*given, self.along.open(maps, self.device), *varied, **how)
+            said = self.along.settled(said)
+        else:
+            moved, labels = augment(*given, *varied, **how)
         titles = [self.train[number].title for number in chosen]
-        return Batch(moved, labels, self.known[chosen].to(self.device), titles)
+        batch = Batch(moved, labels, self.known[chosen].to(self.device), titles, along=said)
+        if self.finding is not None and self.finding_known is not None:
+            batch.finding = self.finding[chosen].to(self.device)
+            batch.finding_known = self.finding_known[chosen].to(self.device)
+        return batch
 
     def _choose(self, count: int, rng: np.random.Generator) -> tuple[int, np.ndarray | None]:
         """The case of patch `count`, and the voxel on which it is centred (None: anywhere)."""

@@ -10,7 +10,7 @@ Shapes: C classes, I input channels, X, Y, Z the axes of a scan, *S those of the
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +37,9 @@ class Preprocessing:
     orientation: str = option("RAS", "Where the axes point: one letter of L/R, one of P/A, one of I/S.")
     spacing: tuple[float | None, float | None, float | None] = option(
         (None, None, None), "Millimetres per voxel along these axes; null keeps the scan's own."
+    )
+    size: tuple[int, int] | None = option(
+        None, "Rows and columns to which a picture is resized, whatever its shape; null: by `spacing`."
     )
     order: Literal[1, 3] = option(1, "Resampling of images: 1 linear, 3 cubic.")
     window: tuple[float, float] | None = option(
@@ -69,6 +72,12 @@ class Preprocessing:
             )
         if any(mm is not None and not mm > 0 for mm in self.spacing):
             raise FederationError(f"preprocessing: spacing is {list(self.spacing)}; millimetres are above 0")
+        if self.size is not None and any(n < 1 for n in self.size):
+            raise FederationError(f"preprocessing: size is {list(self.size)}; rows and columns are 1 or more")
+        if self.size is not None and any(mm is not None for mm in self.spacing):
+            raise FederationError(
+                f"preprocessing: size is {list(self.size)} and spacing {list(self.spacing)}; give one of them"
+            )
         if any(size < 1 for size in self.patch):
             raise FederationError(f"preprocessing: patch is {list(self.patch)}; sizes are 1 or more")
         if self.window is not None and not self.window[0] < self.window[1]:
@@ -231,7 +240,7 @@ class Geometry:
 
 
 def geometry_of(shape: Sequence[int], affine: np.ndarray, preprocessing: Preprocessing) -> Geometry:
-    """The geometry of a scan of this shape and affine."""
+    """The geometry of a scan of this shape and affine. `size` counts along A/P (rows) and L/R (columns)."""
     spacing = tuple(float(mm) for mm in np.sqrt((affine[:3, :3] ** 2).sum(0)))
     own = orientations.io_orientation(affine)
     turn = orientations.ornt_transform(own, orientations.axcodes2ornt(preprocessing.orientation))
@@ -247,6 +256,12 @@ def geometry_of(shape: Sequence[int], affine: np.ndarray, preprocessing: Preproc
         max(1, round(n * old / new))
         for n, old, new in zip(turned_shape, turned_spacing, grid_spacing, strict=True)
     )
+    if preprocessing.size is not None:
+        wanted = dict(zip("APLR", (preprocessing.size[0],) * 2 + (preprocessing.size[1],) * 2, strict=True))
+        letters = preprocessing.orientation
+        grid_shape = tuple(wanted.get(a, n) for a, n in zip(letters, turned_shape, strict=True))
+        extent = [n * mm for n, mm in zip(turned_shape, turned_spacing, strict=True)]
+        grid_spacing = tuple(mm / n for mm, n in zip(extent, grid_shape, strict=True))
     return Geometry(
         affine,
         tuple(int(n) for n in shape),
@@ -532,9 +547,16 @@ def require_same_grid(
         )
 
 
-def load_scan(paths: Sequence[Path], preprocessing: Preprocessing, space: LabelSpace) -> Scan:
-    """A lone scan, one file per channel, ready for prediction. Raises DataError naming the file."""
-    image, affine = read_channels(paths)
+def load_scan(
+    paths: Sequence[Path],
+    preprocessing: Preprocessing,
+    space: LabelSpace,
+    *,
+    read: Callable[[Sequence[Path]], tuple[np.ndarray, np.ndarray]] = read_channels,
+) -> Scan:
+    """A lone scan, one file per channel, ready for prediction. read: as `read_channels`, for other files than NIfTI.
+    Raises DataError naming the file."""
+    image, affine = read(paths)
     geometry = geometry_of(image.shape[1:], affine, preprocessing)
     return Scan(
         case=paths[0].name.removesuffix(".gz").removesuffix(".nii"),

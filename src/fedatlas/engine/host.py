@@ -5,11 +5,14 @@ Nothing of one call is left for the next but the site's memory, so any process m
 
 import contextlib
 import hashlib
+import itertools
 import resource
+import shutil
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,7 +70,8 @@ class HostedSite:
     folder: Path
     seed_parts: tuple[str | int, ...]
     logged: dict[str, float] = field(default_factory=dict)
-    _batch_calls: int = 0
+    along: Any = None
+    _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
     def labels(self) -> SiteLabels:
@@ -92,9 +96,33 @@ class HostedSite:
         return net.to(self.device).train()
 
     def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> Batches:
-        self._batch_calls += 1
-        parts = (*self.seed_parts, "batches", self._batch_calls)
-        return self.source.batches(parts, batch=batch, steps=steps, epochs=epochs, device=self.device)
+        parts = (*self.seed_parts, "batches", next(self._calls))
+        given: dict[str, Any] = {} if self.along is None else {"along": self.along}
+        return self.source.batches(
+            parts, batch=batch, steps=steps, epochs=epochs, device=self.device, **given
+        )
+
+    @contextlib.contextmanager
+    def with_predictions(
+        self, net: nn.Module, *, within: contextlib.AbstractContextManager[Any], **how: Any
+    ) -> Iterator["HostedSite"]:
+        predict = getattr(self.source, "predict_cases", None)
+        if predict is None:
+            raise FedAtlasError(f"site {self.name}: only cases whose voxels are labelled can be predicted ahead")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # a site serves one call at a time: what is there was left by a process that was killed
+        for left in self.folder.glob(".predictions-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=".predictions-", dir=self.folder))
+        try:
+            began = time.perf_counter()
+            with within:
+                along = predict(net, folder, **how)
+            del net  # its memory is free for training, if the caller lets it go too
+            self.log(predicted_windows=along.windows, predicting_seconds=time.perf_counter() - began)
+            yield replace(self, along=along)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def volumes(self, split: str) -> "Any":
         return self.source.volumes(split)

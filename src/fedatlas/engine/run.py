@@ -215,6 +215,11 @@ class RunFolder:
         data = (self.rounds / f"{number:04d}" / "state.fa").read_bytes()
         write_atomic(self.path / "models" / f"{name}.fa", data)
 
+    def keep_local(self, site: str, number: int) -> None:
+        """Copies a site's local model of round `number`, one of the last two, to models/local/<site>.fa."""
+        data = (self.rounds / f"{number:04d}" / "local" / f"{site}.fa").read_bytes()
+        write_atomic(self.path / "models" / "local" / f"{site}.fa", data)
+
     def local_models(self) -> dict[str, Path]:
         """site -> the file of its local model of the last round."""
         numbers = self.complete()

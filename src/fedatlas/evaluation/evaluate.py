@@ -18,7 +18,8 @@ from fedatlas import inference
 from fedatlas.data.batch import Volume
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
-from fedatlas.evaluation.metrics import METRICS, EmptyPolicy, score
+from fedatlas.evaluation.findings import Findings
+from fedatlas.evaluation.metrics import METRICS, EmptyPolicy, score, whole_organs
 from fedatlas.evaluation.statistics import client_wise_index, macro_over_classes, select
 from fedatlas.inference import Inference
 from fedatlas.labels import LabelSpace
@@ -52,7 +53,8 @@ class Evaluation:
     )
     split_seed: int = option(
         0,
-        "Whole images: decides which patients are in which split, and `cases`; the file's seed does not.",
+        "Decides which patients are in which split (of label maps: by a site's `split`), and `cases`; the file's "
+        "seed does not.",
         ge=0,
     )
     threshold: Literal["f1", "youden"] = option(
@@ -73,8 +75,10 @@ class Evaluation:
     )
     batch: int = option(32, "Whole images: images predicted at a time.", ge=1)
     tolerance: float = option(2.0, "Of nsd, in mm.", gt=0)
-    empty: EmptyPolicy = option(
-        "nan", "Empty masks: nan leaves what is not defined out, zero is Fed-MENU's code."
+    empty: EmptyPolicy | dict[str, EmptyPolicy] = option(
+        "nan",
+        "Empty masks: nan leaves what is not defined out, zero is Fed-MENU's code, siim scores an empty truth 1 if the "
+        "prediction is empty and 0 if not; or {class: rule, default: rule}.",
     )
     select_weights: Literal["classes", "sites"] = option(
         "classes",
@@ -83,6 +87,11 @@ class Evaluation:
     models: tuple[Literal["best", "last", "local"], ...] = option(
         ("best", "last", "local"),
         "Of the final evaluation: the best round, the last, every site's local model.",
+    )
+    local: Literal["last", "best"] = option(
+        "last",
+        "Which local model of a site: of the last round, or of the round in which it was best on the site's own "
+        "validation cases; best sends every site its model once more in validated rounds.",
     )
     overlays: bool = option(True, "Whether sites keep overlays of their worst, median and best cases.")
     inference: Inference = option(Inference(), "How a volume is predicted.")
@@ -100,7 +109,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Row:
-    """One value. known: could training see this class in this case; reason: why a value is not defined."""
+    """One value. known: could training see this class in this case; reason: why a value is not defined, or that it is
+    one for an empty truth."""
 
     split: str
     grid: str
@@ -138,6 +148,12 @@ class Evaluator:
     context: int
     space: LabelSpace
 
+    def __post_init__(self) -> None:
+        """Raises FederationError for a rule of a class that the space does not hold."""
+        for name in self.options.empty if isinstance(self.options.empty, dict) else ():
+            if name != "default" and name not in self.space.names:
+                raise not_known("evaluation: empty: the class", name, [*self.space.names, "default"])
+
     @at_site
     def evaluate(
         self,
@@ -160,13 +176,18 @@ class Evaluator:
         folder = site.folder / "overlays" / split / model.replace("/", "_")
         pictures = _Pictures(self.space, folder) if overlays else None
         rows: list[dict[str, Any]] = []
+        findings = Findings(self.space)
         for volume in site.volumes(split):
-            found = self._predict(nets, members, volume.image)
+            told = self._predict(nets, members, volume.image)
+            found = told.voxels
+            findings.see(volume, told.findings)
             if grid == "original":
                 prediction, spacing = volume.restore(found), volume.raw_spacing
             else:
                 prediction, spacing = _decide(found, self.space.exclusive), volume.spacing
             truth = volume.truth(grid)
+            if volume.whole:
+                prediction, truth = whole_organs(prediction, self.space), whole_organs(truth, self.space)
             scores = score(
                 prediction,
                 truth,
@@ -195,23 +216,24 @@ class Evaluator:
                 rows.append(row.to_dict())
             if pictures:
                 dice = {s.class_index: s.value for s in scores if s.metric == "dice" and s.value is not None}
-                pictures.see(volume, _decide(found, self.space.exclusive), dice)
+                shown = _decide(found, self.space.exclusive)
+                pictures.see(volume, whole_organs(shown, self.space) if volume.whole else shown, dice)
         if pictures:
             pictures.close()
+        for cell, known in findings.cells(self.options.inference.gate):
+            rows.append(Row(split, grid, model, round, site.name, "", known=known, **cell).to_dict())
         return {"rows": rows}
 
     def _predict(
         self, nets: Sequence[nn.Module], members: Sequence[Mapping[str, Any]], image: Tensor
-    ) -> Tensor:
-        maps = []
-        for net, member in zip(nets, members, strict=True):
-            found = inference.probabilities(
-                net, image, self.patch, self.context, self.options.inference, exclusive=self.space.exclusive
-            )
-            if member["classes"] is not None:
-                found = inference.restrict(found, member["classes"], self.space.exclusive)
-            maps.append(found)
-        return inference.merge(maps, self.space.exclusive)
+    ) -> inference.Prediction:
+        chosen, exclusive = self.options.inference, self.space.exclusive
+        found = [
+            inference.predict(net, image, self.patch, self.context, chosen, exclusive=exclusive)
+            for net in nets
+        ]
+        speak = [member["classes"] for member in members]
+        return inference.together(list(zip(found, speak, strict=True)), self.space, chosen.gate)
 
 
 def _decide(probabilities: Tensor, exclusive: bool) -> np.ndarray:
@@ -235,6 +257,7 @@ class _Pictures:
     def see(self, volume: Volume, prediction: np.ndarray, dice: Mapping[int, float]) -> None:
         """prediction: on the federation's grid. dice: class -> its value in this case, where it is defined."""
         truth = volume.truth("federation") if dice else prediction
+        truth = whole_organs(truth, self.space) if volume.whole else truth
         for c, value in dice.items():
             masks = [m == c if self.space.exclusive else m[c] > 0 for m in (truth, prediction)]
             path = self.scratch / f"{c}-{len(self.seen.setdefault(c, []))}.npz"

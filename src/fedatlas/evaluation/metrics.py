@@ -8,7 +8,7 @@ where it touches the outside with an edge or a corner; its surfaces are thicker 
 Shapes: C classes, *S spatial.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,12 +27,14 @@ METRICS = {
 }
 """name -> what it is."""
 
-EmptyPolicy = Literal["nan", "zero"]
+EmptyPolicy = Literal["nan", "zero", "siim"]
+EmptyPolicies = EmptyPolicy | Mapping[str, EmptyPolicy]
+"""One rule, or one per class by name, with "default" for the others ("nan" without it)."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One value, or None and the reason why there is none."""
+    """One value, or None and the reason why there is none. A value given for an empty truth has its reason, too."""
 
     class_index: int
     metric: str
@@ -49,18 +51,19 @@ def score(
     metrics: Sequence[str],
     *,
     tolerance: float = 2.0,
-    empty: EmptyPolicy = "nan",
+    empty: EmptyPolicies = "nan",
 ) -> list[Score]:
     """Every metric of every foreground class for which there is a truth.
 
     prediction, truth: class index [*S] if exclusive, else masks [C, *S]. scored [C]: which classes have a
-    truth. spacing: mm per voxel and axis. tolerance: of nsd, in mm.
+    truth. spacing: mm per voxel and axis. tolerance: of nsd, in mm. empty: see `score_pair`.
     """
     found = []
     for c in space.foreground:
         if scored[c]:
+            rule = empty if isinstance(empty, str) else empty.get(space.names[c], empty.get("default", "nan"))
             pair = (prediction == c, truth == c) if space.exclusive else (prediction[c] > 0, truth[c] > 0)
-            values = score_pair(*pair, spacing, metrics, tolerance=tolerance, empty=empty)
+            values = score_pair(*pair, spacing, metrics, tolerance=tolerance, empty=rule)
             found += [Score(c, metric, *values[metric]) for metric in metrics]
     return found
 
@@ -78,7 +81,9 @@ def score_pair(
 
     Empty masks: without a truth nothing is defined. With a truth and an empty prediction dice and nsd are 0
     and distances are not defined. `empty="zero"` gives distances of an empty mask as 0 and the overlap of two
-    empty masks as 1, as the public Fed-MENU code does; it flatters a model that predicts nothing.
+    empty masks as 1, as the public Fed-MENU code does; it flatters a model that predicts nothing. `empty="siim"`
+    is the rule of the SIIM-ACR challenge: without a truth the overlap is 1 for an empty prediction and 0 for any
+    other, with the reason "truth empty", so that cases with a truth can be told from those without.
 
     Raises ValueError for masks of different shape, a spacing that does not fit them, or an unknown metric.
     """
@@ -107,19 +112,23 @@ def score_pair(
         both = 0.0 if size_p or size_g else 1.0
         return {metric: (both if metric in overlaps else 0.0, "") for metric in metrics}
     if not size_g:
-        return dict.fromkeys(metrics, (None, "truth empty"))
+        overlap = (0.0 if size_p else 1.0) if empty == "siim" else None
+        return {metric: (overlap if metric in overlaps else None, "truth empty") for metric in metrics}
     return {metric: (0.0, "") if metric in overlaps else (None, "prediction empty") for metric in metrics}
 
 
-def siim_dice(prediction: np.ndarray, truth: np.ndarray) -> float:
-    """The rule of the SIIM-ACR challenge: Dice, with 1 if both masks are empty and 0 if only the truth is."""
-    if not truth.any():
-        return 0.0 if prediction.any() else 1.0
-    return (
-        2.0
-        * int(np.count_nonzero(prediction & truth))
-        / int(np.count_nonzero(prediction) + np.count_nonzero(truth))
-    )
+def whole_organs(labels: np.ndarray, space: LabelSpace) -> np.ndarray:
+    """Labels, class index [*S] if exclusive, else masks [C, *S], in which an organ's voxels are its own and those of
+    its lesions; where classes overlap, a lesion's mask stays beside it."""
+    if space.exclusive:
+        table = np.arange(len(space), dtype=labels.dtype)
+        for lesion, organ in space.organ_of.items():
+            table[lesion] = organ
+        return table[labels]
+    merged = labels.copy()
+    for lesion, organ in space.organ_of.items():
+        merged[organ] |= labels[lesion]
+    return merged
 
 
 def surface_distances(

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from fedatlas.data.batch import Batch
 from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.losses.heads import full_precision
 from fedatlas.losses.marginal import MarginalDiceCE, MarginalDiceCEExclusion
-from fedatlas.losses.masked import MaskedBCE, MaskedDiceBCE
+from fedatlas.losses.masked import MaskedBCE, MaskedDiceBCE, masked_bce
 from fedatlas.options import from_dict, not_known, option, options
+from fedatlas.outputs import Mixed, Outputs, heads
 
 
 class LossFunction(Protocol):
@@ -43,6 +45,9 @@ class LossChoice:
         "labels of whole images, else masked_dice_bce.",
     )
     options: dict[str, Any] = option({}, "The options of that loss.")
+    findings: float = option(
+        1.0, "Weight of the cross-entropy of findings of the whole image, beside segmentation.", ge=0
+    )
 
 
 class Counts(Protocol):
@@ -97,6 +102,20 @@ def make(choice: LossChoice, space: LabelSpace) -> LossFunction:
     return loss
 
 
-def supervised(loss: LossFunction) -> Callable[[nn.Module, Batch], Tensor]:
-    """The plain local objective: the loss of a net's outputs on the labels of a batch."""
-    return lambda net, batch: loss(net(batch.image), batch.target, batch.known)
+def supervised(choice: LossChoice, site: Counts) -> Callable[[nn.Module, Batch], Tensor]:
+    """The plain local objective: the loss, as `for_site` makes it, of a net's outputs on the labels of a batch."""
+    loss = for_site(choice, site)
+    return lambda net, batch: on_batch(loss, net(batch.image), batch, choice.findings)
+
+
+def on_batch(loss: LossFunction, outputs: Outputs, batch: Batch, findings: float = 1.0) -> Tensor:
+    """The loss of outputs on the labels of a batch, a scalar; of `Mixed` outputs, with the masked binary cross-entropy
+    of the findings times `findings`. Where no sample of the batch has an annotated finding, their head gets no
+    gradient at all, so that no optimizer moves it."""
+    value = loss(heads(outputs), batch.target, batch.known)
+    if not isinstance(outputs, Mixed) or batch.finding is None or batch.finding_known is None:
+        return value
+    if not bool(batch.finding_known.any()):
+        return value
+    z = full_precision(outputs.findings)
+    return value + findings * masked_bce(z, batch.finding, batch.finding_known)

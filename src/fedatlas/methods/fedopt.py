@@ -118,6 +118,6 @@ class FedOpt:
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         net = site.network(model)
-        loss = losses.supervised(losses.for_site(self.loss, site))
+        loss = losses.supervised(self.loss, site)
         train(site, net, loss, self.local, round=round, rounds=rounds)
         return answer(site, net, per_class=not self.aggregate_unlabelled_rows)

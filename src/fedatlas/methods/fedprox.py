@@ -67,7 +67,7 @@ class FedProx:
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         net = site.network(model)
         w_t = [parameter.detach().clone() for parameter in net.parameters()]
-        F_k = losses.supervised(losses.for_site(self.loss, site))
+        F_k = losses.supervised(self.loss, site)
 
         def h_k(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
             return {

@@ -127,7 +127,7 @@ class FedPSL:
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         net = site.network(model)  # Alg. 2, line 3
-        L = losses.supervised(losses.for_site(self.loss, site))
+        L = losses.supervised(self.loss, site)
         if self.tadl:
             phi = head_of(net)
             optimizer = self._plain(net, phi) if self.outer == "plain" else None

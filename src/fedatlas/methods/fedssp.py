@@ -91,7 +91,7 @@ class FedSSP:
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         simsiam.forget(site)
         net = site.network(model)
-        loss = losses.supervised(losses.for_site(self.loss, site))
+        loss = losses.supervised(self.loss, site)
         if self.freeze_encoder:
             loss = frozen(cast(Any, net).parts()["encoder"], loss)
         train(site, net, loss, self.local, round=round, rounds=rounds)

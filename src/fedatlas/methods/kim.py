@@ -18,7 +18,9 @@ Differences from the paper
     labels or distilled, and a local model speaks for the channels that its site annotates. A class without a lesion
     has one channel. The paper's own setting is recovered where every site annotates one whole head. Sites, not
     organs, are drawn: `local_teachers`; how many is not known to us. How long the local models are trained is not
-    stated, `pretrain_rounds`. Reconstruction: the merge of the heads, which the paper leaves open.
+    stated, `pretrain_rounds`. Reconstruction: the merge of the heads, which the paper leaves open. Findings of the
+    whole image, which the paper has not, are learnt from labels alone. Kim's own net is `organ_heads` on the backbone
+    `kim_unet`, a reconstruction too.
     The optimizer is that of the federation; the paper's is sgd with lr 0.01, momentum 0.9, schedule poly, batch 2,
     for 1000 rounds of 80 steps.
 
@@ -48,6 +50,8 @@ from fedatlas.method import Clients, Site, State, at_site
 from fedatlas.methods.weighting import SENDS, Weighting, site_weights
 from fedatlas.options import option, options
 from fedatlas.organs import complete, read_heads
+from fedatlas.outputs import heads as voxel_heads
+from fedatlas.outputs import voxel_logits
 from fedatlas.tensors import Tensors, Tree, average, tensors_of
 from fedatlas.training import Local, Loss, train
 
@@ -188,14 +192,19 @@ class Kim:
 
         def of(net: nn.Module, batch: Batch, known: Tensor) -> dict[str, Tensor]:
             drawn = self.draw(F_local, known, rng)
-            with torch.no_grad():
+            with torch.inference_mode():
                 z_local = [(one.speaks, heads_of(one.net, batch.image, space)) for one in drawn]
                 z_global = None if F_global is None else heads_of(F_global, batch.image, space)
             outputs = net(batch.image)
-            z = heads(outputs, space) if isinstance(outputs, Tensor) else [heads(o, space) for o in outputs]
+            logits = voxel_heads(outputs)
+            z = heads(logits, space) if isinstance(logits, Tensor) else [heads(one, space) for one in logits]
             first = z if isinstance(z, Tensor) else z[0]
-            target = head_target(batch.target, batch.known, space)
-            terms = {"supervised": self.lambda_gt * L_sup(z, target, known)}
+
+            def L_gt(outputs: Tensor | Sequence[Tensor], target: Tensor, known: Tensor) -> Tensor:
+                return L_sup(z, head_target(target, known, space), head_known(known, space))
+
+            supervised = losses.on_batch(L_gt, outputs, batch, self.loss.findings)
+            terms = {"supervised": self.lambda_gt * supervised}
             if z_global is not None:
                 taught = ~known
                 if self.sampled_only:
@@ -249,7 +258,7 @@ def heads(z: Tensor, space: LabelSpace) -> Tensor:
 
 def heads_of(net: nn.Module, image: Tensor, space: LabelSpace) -> Tensor:
     """The heads of a net in evaluation mode."""
-    return heads(net(image), space)
+    return heads(voxel_logits(net(image)), space)
 
 
 def head_known(known: Tensor, space: LabelSpace) -> Tensor:

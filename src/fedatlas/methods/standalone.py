@@ -63,6 +63,6 @@ class Standalone:
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         net = site.network(model)
-        loss = losses.supervised(losses.for_site(self.loss, site))
+        loss = losses.supervised(self.loss, site)
         train(site, net, loss, self.local, round=round, rounds=rounds)
         return {"model": tensors_of(net), "n": site.n_train, "classes": sorted(site.labels.annotated)}

@@ -1,5 +1,6 @@
 """Nets by name, their options, and the checks that a net fits a federation."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,15 +13,18 @@ from fedatlas.errors import FederationError
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
 from fedatlas.nets.deeplab import DeepLabV3Plus
 from fedatlas.nets.heads import SimSiamHeads
+from fedatlas.nets.kim_unet import KimUNet
 from fedatlas.nets.mednext import MedNeXt
 from fedatlas.nets.module import Net
 from fedatlas.nets.organ_heads import OrganHeads, OrganHeadsNet
 from fedatlas.nets.unet import UNet
 from fedatlas.options import from_dict, not_known
+from fedatlas.outputs import Mixed
 
 
 class NetOptions(Protocol):
-    """An `@options` class that can make its net."""
+    """An `@options` class that can make its net. Where `build` takes `findings: int` too, the net can have a head for
+    so many findings of the whole image; with a method `initialise(net)`, its first weights come from a file."""
 
     def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> Net: ...
 
@@ -29,6 +33,7 @@ REGISTRY: dict[str, type] = {
     "unet": UNet,
     "mednext": MedNeXt,
     "deeplabv3plus": DeepLabV3Plus,
+    "kim_unet": KimUNet,
     "organ_heads": OrganHeads,
     "cnn": CNN,
     "densenet121": DenseNet121,
@@ -36,7 +41,7 @@ REGISTRY: dict[str, type] = {
 }
 
 FOR_LEVEL: dict[str, tuple[str, ...]] = {
-    "voxel": ("unet", "mednext", "deeplabv3plus", "organ_heads"),
+    "voxel": ("unet", "mednext", "deeplabv3plus", "kim_unet", "organ_heads"),
     "image": ("cnn", "densenet121"),
 }
 """Which nets fit labels of voxels, and of whole images."""
@@ -57,14 +62,37 @@ def build(
     classes: int,
     spatial_dims: int,
     seed: int,
+    findings: int = 0,
+    initial: bool = True,
 ) -> Net:
     """A registered net, in training mode. Its weights depend on its options and the seed only; torch's global
-    generator is left as it was. Raises FederationError for an unknown name or option."""
-    chosen: NetOptions = from_dict(get(name), options, what=f"net {name}")
+    generator is left as it was.
+
+    findings: of the whole image, beside segmentation; all other weights are those of the net without them. initial:
+    whether a file of weights that the options name is read; not needed where values are loaded anyway.
+
+    Raises FederationError for an unknown name or option, for findings where the net has no head for them, and for a
+    file of weights that cannot be read or is of another net.
+    """
+    chosen: Any = from_dict(get(name), options, what=f"net {name}")
     if spatial_dims not in (2, 3):
         raise FederationError(f"net {name}: spatial_dims is {spatial_dims}; allowed: 2, 3")
+    if findings and not _takes_findings(chosen):
+        able = ", ".join(sorted(other for other, cls in REGISTRY.items() if _takes_findings(cls)))
+        raise FederationError(
+            f"net {name}: has no head for findings of the whole image, and labels.findings names {findings}; "
+            f"allowed: {able}; or leave labels.findings out"
+        )
+    more = {"findings": findings} if findings else {}
     with seeds.isolated(seed, name):
-        return chosen.build(in_channels=in_channels, classes=classes, spatial_dims=spatial_dims)
+        net: Net = chosen.build(in_channels=in_channels, classes=classes, spatial_dims=spatial_dims, **more)
+    if initial and hasattr(chosen, "initialise"):
+        chosen.initialise(net)
+    return net
+
+
+def _takes_findings(options: Any) -> bool:
+    return "findings" in inspect.signature(options.build).parameters
 
 
 def check_patch(net: nn.Module, patch: Sequence[int]) -> None:
@@ -93,13 +121,22 @@ def check_classes(name: str, net: nn.Module, exclusive: bool) -> None:
 
 
 def check_output(
-    net: nn.Module, classes: int, *, in_channels: int | None = None, patch: Sequence[int] | None = None
+    net: nn.Module,
+    classes: int,
+    *,
+    findings: int | None = None,
+    in_channels: int | None = None,
+    patch: Sequence[int] | None = None,
 ) -> None:
     """Raises FederationError unless every head of the net gives one channel per class, the first of them at
-    the resolution of the input (one number per class where the net is for whole images). Runs the net on shapes only: nothing is computed.
+    the resolution of the input (one number per class where the net is for whole images), and one number per finding
+    where there are any. Runs the net on shapes only: nothing is computed.
 
-    in_channels, patch: of the input; needed for a net that is not a `Net`.
+    findings: None: as many as the net says itself. in_channels, patch: of the input; needed for a net that is not a
+    `Net`.
     """
+    if findings is None:
+        findings = net.findings if isinstance(net, Net) else 0
     if isinstance(net, Net):
         in_channels, patch = in_channels or net.in_channels, patch or [2 * by for by in net.divisor]
     if in_channels is None or patch is None:
@@ -119,6 +156,14 @@ def check_output(
                     outputs = functional_call(net, shapes, (image,))
             except (RuntimeError, ValueError) as error:
                 raise FederationError(f"{what} fails: {error}") from error
+            told = tuple(outputs.findings.shape) if isinstance(outputs, Mixed) else None
+            if told != ((2, findings) if findings else None):
+                raise FederationError(
+                    f"{what} gives {'no findings' if told is None else f'findings {told}'}, which does not fit the "
+                    f"label space with {findings} findings of the whole image; expected "
+                    f"{(2, findings) if findings else 'none'}"
+                )
+            outputs = outputs.voxels if isinstance(outputs, Mixed) else outputs
             got = [tuple(h.shape) for h in ([outputs] if isinstance(outputs, Tensor) else outputs)]
             if got[0] != expected or any(shape[1] != classes for shape in got):
                 raise FederationError(

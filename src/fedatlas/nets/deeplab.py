@@ -4,7 +4,7 @@ ECCV 2018) on a ConvNeXt V2 encoder, written from the papers.
 The paper has an Xception or a ResNet as encoder; ConDistFL has a ConvNeXt V2. Its stage 1 gives the low-level
 features at stride 4, its stage 4 the maps for the pyramid.
 
-Shapes: B batch, I input channels, H, W the image, C classes, d features, h, w the encoder's last maps.
+Shapes: B batch, I input channels, H, W the image, C classes, F findings, d features, h, w the encoder's last maps.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from fedatlas.errors import FederationError
 from fedatlas.nets.convnext import SIZES, ConvNeXtV2, Size, load_timm
-from fedatlas.nets.module import Net
+from fedatlas.nets.module import Net, Outputs
 from fedatlas.options import option, options
+from fedatlas.outputs import Mixed
 
 LOW_LEVEL = 48
 """Channels to which the low-level features are reduced."""
@@ -34,7 +35,8 @@ class DeepLabV3Plus:
     dims: tuple[int, ...] | None = option(None, "Channels of the four stages, in place of the size's.")
     weights: str | None = option(
         None,
-        "Local .safetensors or .pth file with the encoder's ImageNet weights in timm's naming; null: random.",
+        "Local .safetensors or .pth file with the encoder's ImageNet weights in timm's naming, from which the server's "
+        "first model starts, no site needs it; null: random.",
     )
     drop_path: float = option(
         0.0, "Probability that an image skips the encoder's last block; it rises to it linearly.", ge=0, lt=1
@@ -58,10 +60,12 @@ class DeepLabV3Plus:
     )
     dropout: float = option(0.0, "Probability of dropout of the pyramid's output.", ge=0, lt=1)
 
-    def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> "DeepLabV3PlusModule":
-        """The net, with weights from torch's global generator; its encoder's from the file if one is given.
+    def build(
+        self, *, in_channels: int, classes: int, spatial_dims: int, findings: int = 0
+    ) -> "DeepLabV3PlusModule":
+        """The net, with weights from torch's global generator. findings: of the whole image; 0: no head for them.
 
-        Raises FederationError for three axes, stages or rates that do not fit, and as `convnext.load_timm`.
+        Raises FederationError for three axes, and for stages or rates that do not fit.
         """
         if spatial_dims != 2:
             raise FederationError(
@@ -83,8 +87,6 @@ class DeepLabV3Plus:
             raise FederationError(
                 f"deeplabv3plus: width {self.width} with group norm; allowed: multiples of 8 from 16 on"
             )
-        if self.weights is not None:
-            load_timm(encoder, self.weights)
         return DeepLabV3PlusModule(
             encoder,
             in_channels,
@@ -95,15 +97,19 @@ class DeepLabV3Plus:
             separable=self.separable,
             norm=self.norm,
             dropout=self.dropout,
+            findings=findings,
         )
+
+    def initialise(self, net: Net) -> None:
+        """Copies the file's weights, if one is given, into the encoder of a net that `build` gave; raises as
+        `convnext.load_timm`."""
+        assert isinstance(net, DeepLabV3PlusModule)
+        if self.weights is not None:
+            load_timm(net.encoder, self.weights)
 
 
 class DeepLabV3PlusModule(Net):
-    """[B, I, H, W] -> logits [B, C, H, W].
-
-    A net with a further head on the images calls `encode` once and uses both `decode` and `pooled`; such a
-    head is not part of this one. n_features: d.
-    """
+    """[B, I, H, W] -> logits [B, C, H, W], or `Mixed` with findings. n_features: d."""
 
     def __init__(
         self,
@@ -117,8 +123,9 @@ class DeepLabV3PlusModule(Net):
         separable: bool,
         norm: Norm,
         dropout: float,
+        findings: int = 0,
     ) -> None:
-        super().__init__(in_channels, classes, [output_stride] * 2)
+        super().__init__(in_channels, classes, [output_stride] * 2, findings)
         low, self.n_features = encoder.dims[0], encoder.dims[-1]
         self.encoder = encoder
         self.pyramid = ASPP(self.n_features, width, rates, separable=separable, norm=norm, dropout=dropout)
@@ -133,6 +140,8 @@ class DeepLabV3PlusModule(Net):
                 if isinstance(module, nn.Conv2d):
                     nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
         nn.init.zeros_(self.head.bias)  # type: ignore[arg-type]
+        # drawn last, so that all other weights are those of the net without it
+        self.image_head = nn.Linear(self.n_features, findings) if findings else None
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The low-level features [B, d_1, H/4, W/4] and the last maps [B, d, h, w].
@@ -168,17 +177,20 @@ class DeepLabV3PlusModule(Net):
         """The pooled features of the encoder, [B, d]; not normalised: timm's head.norm belongs to a head."""
         return self.pooled(self.encode(x)[1])
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits [B, C, H, W]."""
-        return self.decode(*self.encode(x))
+    def forward(self, x: Tensor) -> Outputs:
+        """Logits [B, C, H, W]; with findings `Mixed`, whose logits [B, F] are linear in the pooled features."""
+        low, high = self.encode(x)
+        voxels = self.decode(low, high)
+        return voxels if self.image_head is None else Mixed(voxels, self.image_head(self.pooled(high)))
 
     def parts(self) -> dict[str, nn.Module | list[nn.Module]]:
         """decoder: the pyramid and all after it but the last 1 × 1 convolution, which is the head."""
-        return {
+        named: dict[str, nn.Module | list[nn.Module]] = {
             "encoder": self.encoder,
             "decoder": [self.pyramid, self.low_level, self.fuse],
             "head": self.head,
         }
+        return named | ({} if self.image_head is None else {"image_head": self.image_head})
 
 
 class ASPP(nn.Module):

@@ -4,24 +4,27 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedatlas.errors import FederationError
+from fedatlas.outputs import Outputs
 
 
 class Net(nn.Module):
     """A net of a federation.
 
     forward: [B, in_channels, *S] -> logits [B, classes, *S]; with deep supervision, in training mode, a list
-    of logits, the full resolution first. Where level is "image": logits [B, classes]. divisor: by what each axis of
-    an input must divide.
+    of logits, the full resolution first. Where level is "image": logits [B, classes]. With findings beside
+    segmentation: `Mixed`, the second of them logits [B, findings]. divisor: by what each axis of an input must
+    divide.
     """
 
     level: Literal["voxel", "image"] = "voxel"
 
-    def __init__(self, in_channels: int, classes: int, divisor: Sequence[int]) -> None:
+    def __init__(self, in_channels: int, classes: int, divisor: Sequence[int], findings: int = 0) -> None:
         super().__init__()
         self.in_channels, self.classes, self.divisor = in_channels, classes, tuple(divisor)
+        self.findings = findings
 
     @property
     def spatial_dims(self) -> int:
@@ -29,7 +32,8 @@ class Net(nn.Module):
         return len(self.divisor)
 
     def parts(self) -> dict[str, nn.Module | list[nn.Module]]:
-        """The modules of each part; "encoder", "decoder", "head", and "deep_supervision" where there is any."""
+        """The modules of each part; "encoder", "decoder", "head", and, where there are any,
+        "deep_supervision" and "image_head"."""
         raise TypeError(f"{type(self).__name__} does not name its parts")
 
     def check_patch(self, patch: Sequence[int]) -> None:
@@ -53,5 +57,4 @@ class Net(nn.Module):
             )
 
 
-Outputs = Tensor | list[Tensor]
-"""What a net returns: logits, or in training mode a list of them for deep supervision."""
+__all__ = ["Net", "Outputs"]

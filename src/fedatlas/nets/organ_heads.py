@@ -53,12 +53,7 @@ class OrganHeads:
     def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> OrganHeadsNet:
         """The net, with weights from torch's global generator. Raises FederationError for an unknown backbone, one
         that is not for voxels, or groups that do not fit the classes."""
-        from fedatlas import nets
-
-        name = self.backbone.get("name")
-        if name not in nets.FOR_LEVEL["voxel"] or name == "organ_heads":
-            allowed = ", ".join(n for n in nets.FOR_LEVEL["voxel"] if n != "organ_heads")
-            raise FederationError(f"net organ_heads: backbone.name is {name!r}; allowed: {allowed}")
+        of_backbone = self._options()
         members = [c for group in self.groups for c in group]
         if (
             not all(self.groups)
@@ -69,7 +64,24 @@ class OrganHeads:
                 f"net organ_heads: groups are {[list(group) for group in self.groups]}; each holds one class or more "
                 f"of 1 to {classes - 1}, and no class is in two"
             )
-        chosen = {key: value for key, value in self.backbone.items() if key != "name"}
-        of_backbone: nets.NetOptions = from_dict(nets.get(name), chosen, what=f"net {name}")
-        backbone = of_backbone.build(in_channels=in_channels, classes=classes - 1, spatial_dims=spatial_dims)
+        backbone: Net = of_backbone.build(
+            in_channels=in_channels, classes=classes - 1, spatial_dims=spatial_dims
+        )
         return OrganHeadsNet(backbone, classes, complete(self.groups, classes))
+
+    def initialise(self, net: Net) -> None:
+        """As the backbone's own options, where they have it."""
+        assert isinstance(net, OrganHeadsNet)
+        of_backbone = self._options()
+        if hasattr(of_backbone, "initialise"):
+            of_backbone.initialise(net.backbone)
+
+    def _options(self) -> Any:
+        from fedatlas import nets
+
+        name = self.backbone.get("name")
+        if name not in nets.FOR_LEVEL["voxel"] or name == "organ_heads":
+            allowed = ", ".join(n for n in nets.FOR_LEVEL["voxel"] if n != "organ_heads")
+            raise FederationError(f"net organ_heads: backbone.name is {name!r}; allowed: {allowed}")
+        chosen = {key: value for key, value in self.backbone.items() if key != "name"}
+        return from_dict(nets.get(name), chosen, what=f"net {name}")

@@ -3,6 +3,8 @@
 DynUNet registers every block twice, once by itself and once within the recursion that runs it, and stacks its
 deep supervision heads at full resolution. Here the blocks are held once, under one name, and a head keeps the
 resolution of its level.
+
+Shapes: B batch, I input channels, C classes, F findings, d features, *S spatial.
 """
 
 import math
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from fedatlas.errors import FederationError
 from fedatlas.nets.module import Net, Outputs
 from fedatlas.options import option, options
+from fedatlas.outputs import Mixed
 
 
 @options
@@ -29,11 +32,14 @@ class UNet:
     )
     norm: Literal["instance", "batch", "group"] = option("instance", "Normalisation; group has 8 groups.")
     res_block: bool = option(False, "Whether a block adds its input to its output.")
-    deep_supervision: bool = option(False, "Whether all levels but the two lowest have a head in training.")
+    deep_supervision: bool = option(False, "Whether levels below the first have a head in training.")
+    supervised: int | None = option(
+        None, "How many of them, from the top, with deep supervision; null: all but the two lowest.", ge=1
+    )
     dropout: float = option(0.0, "Probability of dropout after every convolution.", ge=0, lt=1)
 
-    def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> "UNetModule":
-        """The net, with weights from torch's global generator."""
+    def build(self, *, in_channels: int, classes: int, spatial_dims: int, findings: int = 0) -> "UNetModule":
+        """The net, with weights from torch's global generator. findings: of the whole image; 0: no head for them."""
         levels = len(self.filters)
         strides = _per_level(self.strides or [1] + [2] * (levels - 1), levels, spatial_dims, "strides")
         kernels = _per_level(self.kernels or [3] * levels, levels, spatial_dims, "kernels")
@@ -53,6 +59,12 @@ class UNet:
             )
         if self.norm == "group" and any(channels % 8 for channels in self.filters):
             raise FederationError(f"unet: filters {self.filters} with group norm; allowed: multiples of 8")
+        most = levels - 2
+        if self.supervised is not None and (self.supervised > most or not self.deep_supervision):
+            raise FederationError(
+                f"unet: supervised is {self.supervised}, deep_supervision {self.deep_supervision}; allowed: 1 to {most} "
+                f"for {levels} levels, with deep_supervision"
+            )
         net = DynUNet(
             spatial_dims=spatial_dims,
             in_channels=in_channels,
@@ -65,10 +77,10 @@ class UNet:
             norm_name=("group", {"num_groups": 8}) if self.norm == "group" else (self.norm, {"affine": True}),
             res_block=self.res_block,
             deep_supervision=self.deep_supervision,
-            deep_supr_num=levels - 2,
+            deep_supr_num=self.supervised or most,
         )
         divisor = [math.prod(level[axis] for level in strides) for axis in range(spatial_dims)]
-        return UNetModule(net, in_channels, classes, divisor)
+        return UNetModule(net, in_channels, classes, divisor, self.filters[-1], findings)
 
 
 def _per_level(
@@ -84,38 +96,57 @@ def _per_level(
 
 
 class UNetModule(Net):
-    """The blocks of a DynUNet, run from top to bottom and up again."""
+    """The blocks of a DynUNet, run from top to bottom and up again. n_features: d, of the lowest maps."""
 
-    def __init__(self, net: DynUNet, in_channels: int, classes: int, divisor: list[int]) -> None:
-        super().__init__(in_channels, classes, divisor)
+    def __init__(
+        self,
+        net: DynUNet,
+        in_channels: int,
+        classes: int,
+        divisor: list[int],
+        n_features: int,
+        findings: int = 0,
+    ) -> None:
+        super().__init__(in_channels, classes, divisor, findings)
+        self.n_features = n_features
         self.downs = nn.ModuleList([net.input_block, *net.downsamples, net.bottleneck])
         self.ups = net.upsamples
         self.head = net.output_block
         self.heads = net.deep_supervision_heads if net.deep_supervision else nn.ModuleList()
+        # drawn last, so that all other weights are those of the net without it
+        self.image_head = nn.Linear(n_features, findings) if findings else None
 
     def forward(self, x: Tensor) -> Outputs:
-        """Logits, or in training with deep supervision the list of them."""
+        """Logits [B, C, *S], or in training with deep supervision the list of them; with findings `Mixed`, whose
+        logits [B, F] are linear in the means [B, d] of the lowest maps."""
         skips: list[Tensor] = []
         for down in self.downs:
             x = down(x)
             skips.append(x)
         x = skips.pop()
+        bottom = x
         supervised = self.training and len(self.heads) > 0
         lower: list[Tensor] = []
         for up in self.ups:
             lower = [x, *lower] if supervised else lower
             x = up(x, skips.pop())
         logits = self.head(x)
-        if not supervised:
-            return logits
-        return [logits, *(head(lower[place]) for place, head in enumerate(self.heads))]
+        voxels: Tensor | list[Tensor] = logits
+        if supervised:
+            voxels = [logits, *(head(lower[place]) for place, head in enumerate(self.heads))]
+        if self.image_head is None:
+            return voxels
+        return Mixed(voxels, self.image_head(bottom.flatten(2).mean(2)))
 
     def parts(self) -> dict[str, nn.Module | list[nn.Module]]:
         """encoder: all blocks down to the bottom; decoder: the blocks up."""
-        supervision: dict[str, nn.Module | list[nn.Module]] = {"deep_supervision": self.heads}
         named: dict[str, nn.Module | list[nn.Module]] = {
             "encoder": self.downs,
             "decoder": self.ups,
             "head": self.head,
         }
-        return named | (supervision if len(self.heads) else {})
+        if len(self.heads):
+            named["deep_supervision"] = self.heads
+        if self.image_head is not None:
+            named["image_head"] = self.image_head
+        return named

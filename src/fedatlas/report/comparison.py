@@ -3,43 +3,60 @@
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 
-MEAN = "mean"
+MEAN, EXCLUDE, INCLUDE = "mean", "exclude*", "include*"
 LOWER = frozenset({"hd95", "hd", "asd", "ece", "ece_mass", "brier"})
 """Metrics of which the lower value is the better one."""
 MILLIMETRES = frozenset({"hd95", "hd", "asd"})
 NOT_RUN, NOT_DEFINED = "not run", "–"
 
 
-Table = tuple[Sequence[str], Sequence[Sequence[str]]]
-"""Head and rows, as Markdown."""
+class Table(NamedTuple):
+    """Head and rows, as Markdown. groups: what several neighbouring columns share, "" for nothing."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    groups: Sequence[str] = ()
 
 
 def markdown(found: Mapping[str, Any]) -> str:
     """All tables of what `compare.collect` found, and what they rest on."""
-    parts = [part if isinstance(part, str) else _table(*part) for part in _parts(found)]
+    parts = [part if isinstance(part, str) else _table(part) for part in _parts(found)]
     return "\n\n".join(parts) + "\n"
 
 
-def html(found: Mapping[str, Any]) -> str:
-    """The same as a page of its own, with the critical-difference diagram; it needs no network."""
-    parts = [_html(part) if isinstance(part, str) else _html_table(*part) for part in _parts(found)]
+def html(found: Mapping[str, Any], figures: str = "", style: str = "") -> str:
+    """The same as a page of its own, with the critical-difference diagram; it needs no network. figures: further
+    ones, as HTML, and what they need of CSS."""
+    parts = [_html(part) if isinstance(part, str) else _html_table(part) for part in _parts(found)]
     name = escape(found["name"] + (f", {found['profile']}" if found["profile"] else ""))
     return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
-        f"<main><h1>{name}</h1>\n{chr(10).join(parts)}\n{critical_difference(found['ranks'])}</main></html>\n"
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{name}</title><style>{style}{STYLE}</style>"
+        f"<main><h1>{name}</h1>\n{chr(10).join(parts)}\n{critical_difference(found['ranks'])}\n{figures}</main></html>\n"
     )
 
 
 def _parts(found: Mapping[str, Any]) -> list[str | Table]:
-    parts: list[str | Table] = [_title(found), _values(found), *_printed(found), *_differences(found)]
-    parts += _ranks(found)
+    parts: list[str | Table] = [*_means(found), *_differences(found), *_ranks(found), *_forgetting(found)]
     for other in found["tables"]:
-        parts += [_title(other), _values(other)]
-    return [part for part in [*parts, _footer(found)] if part]
+        parts += _means(other)
+    return [part for part in [*parts, *_costs(found), _footer(found)] if part]
+
+
+def _means(found: Mapping[str, Any]) -> list[str | Table]:
+    parts: list[str | Table] = [_title(found), _values(found)]
+    if any(column["starred"] for column in found["columns"]):
+        parts.append(
+            "\\*: not annotated at that site, whose cases test it only. *exclude\\**: the mean over the columns without "
+            "a star; *include\\**: over all."
+        )
+    return [*parts, *_printed(found)]
 
 
 def _title(found: Mapping[str, Any]) -> str:
@@ -49,30 +66,55 @@ def _title(found: Mapping[str, Any]) -> str:
         False: ", classes that it does not",
     }
     sites = f", sites {', '.join(found['sites'])}" if found["sites"] else ""
-    return (
-        f"**{found['metric']}, {found['split']} cases, model {found['model']}{which[found['known']]}{sites}**"
-    )
+    title = f"{found['title']}: " if found["title"] else ""
+    return f"**{title}{found['metric']}, {found['split']} cases, model {found['model']}{which[found['known']]}{sites}**"
+
+
+def _averages(found: Mapping[str, Any]) -> list[str]:
+    return [EXCLUDE, INCLUDE] if any(column["starred"] for column in found["columns"]) else [MEAN]
 
 
 def _values(found: Mapping[str, Any]) -> Table:
-    """Rows: arms; columns: classes and their mean."""
-    columns = [*found["classes"], MEAN]
-    rows = {arm: {name: of_column(of_arm, name) for name in columns} for arm, of_arm in found["arms"].items()}
-    best = {name: _best(found, {arm: row[name] for arm, row in rows.items()}) for name in columns}
+    """Rows: arms; columns: those of the table, and their mean."""
+    columns = [*(column["key"] for column in found["columns"]), *_averages(found)]
+    rows = {arm: {key: of_column(of_arm, key) for key in columns} for arm, of_arm in found["arms"].items()}
+    best = {key: _best(found, {arm: row[key] for arm, row in rows.items()}) for key in columns}
     lines = []
     for arm, row in rows.items():
         done, wanted = len(found["arms"][arm]["seeds"]), len(found["seeds"])
         cells = []
-        for name in columns:
-            text = _spread(row[name], found["metric"]) if done else NOT_RUN
-            cells.append(f"**{text}**" if text in best[name] and done == wanted else text)
+        for key in columns:
+            text = _spread(row[key], found["metric"]) if done else NOT_RUN
+            cells.append(f"**{text}**" if text in best[key] and done == wanted else text)
         lines.append([arm, str(done) if done == wanted else f"{done} of {wanted}", *cells])
-    return ["arm", "seeds", *columns], lines
+    titles, groups = _heads(found, columns)
+    return Table(["arm", "seeds", *titles], lines, ["", "", *groups] if any(groups) else ())
 
 
-def of_column(arm: Mapping[str, Any], name: str) -> list[float]:
-    """The defined values of a class, or of the mean, one per finished seed."""
-    values = arm["mean"] if name == MEAN else arm["per_class"].get(name, [])
+def _heads(found: Mapping[str, Any], keys: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Titles and groups of columns by their keys; those of published numbers only are their own title."""
+    known = {column["key"]: column for column in found["columns"]}
+    titles, groups = [], []
+    for key in keys:
+        column = known.get(key, {"title": key, "group": "", "starred": False})
+        titles.append(_starred(column["title"]) + ("\\*" if column["starred"] else ""))
+        groups.append(_starred(column["group"]))
+    return titles, groups
+
+
+def _starred(text: str) -> str:
+    """Text in which a star is one."""
+    return text.replace("*", "\\*")
+
+
+def of_column(arm: Mapping[str, Any], key: str) -> list[float]:
+    """The defined values of a column or average, one per finished seed."""
+    if key in (MEAN, INCLUDE):
+        values = arm["mean"]
+    elif key == EXCLUDE:
+        values = arm["exclude"]
+    else:
+        values = arm["per_class"].get(key) or arm["per_cell"].get(key, [])
     return [value for value in values if value is not None]
 
 
@@ -108,35 +150,71 @@ def _printed(found: Mapping[str, Any]) -> list[str | Table]:
     if not found["printed"]:
         return []
     listed = dict.fromkeys(name for values in found["printed"].values() for name in values)
-    columns = [name for name in [*found["classes"], MEAN] if name in listed]
+    columns = [
+        name
+        for name in [*(column["key"] for column in found["columns"]), *_averages(found)]
+        if name in listed
+    ]
     columns += [name for name in listed if name not in columns]
     digits, lines = _digits(found["metric"]), []
     for arm in found["arms"]:
         cells = []
         for name in columns:
             value = found["printed"].get(arm, {}).get(name)
-            ours = of_column(found["arms"][arm], name)
-            mine = f"{np.mean(ours):.{digits}f}" if ours else NOT_RUN
-            cells.append(NOT_DEFINED if value is None else f"{value:.{digits}f} ({mine})")
+            ours = of_column(found["arms"][arm], name) if found["arms"][arm]["seeds"] else []
+            mine = (
+                f"{np.mean(ours):.{digits}f}"
+                if ours
+                else NOT_RUN
+                if not found["arms"][arm]["seeds"]
+                else NOT_DEFINED
+            )
+            cells.append(NOT_DEFINED if value is None else f"{_as_printed(value, digits)} ({mine})")
         if arm in found["printed"]:
             lines.append([arm, *cells])
-    return ["Printed numbers, ours in brackets:", (["arm", *columns], lines)]
+    titles, groups = _heads(found, columns)
+    return [
+        "Printed numbers, ours in brackets:",
+        Table(["arm", *titles], lines, ["", *groups] if any(groups) else ()),
+    ]
+
+
+def _as_printed(value: float, digits: int) -> str:
+    """With as many decimals as it was given, and no fewer than ours."""
+    given = len(repr(value).partition(".")[2])
+    return f"{value:.{max(digits, given)}f}"
 
 
 def _differences(found: Mapping[str, Any]) -> list[str | Table]:
     """Each arm against the first."""
     if not found["differences"]:
         return []
-    of_images, digits = bool(found["bootstrap"]), _digits(found["metric"])
+    by_case, of_images = found.get("pairs") == "case", bool(found["bootstrap"])
+    digits = _digits(found["metric"])
     first = next(iter(found["arms"]))
     lines = []
     for arm, apart in found["differences"].items():
+        interval = found["bootstrap"].get(arm)
         if not apart["n"]:
-            lines.append([arm, "0", *[NOT_RUN] * (5 if of_images else 3)])
+            lines.append([arm, "0", *[NOT_RUN] * (4 if by_case else 5 if of_images else 3)])
             continue
         tests = [_p(apart[test]) for test in ("wilcoxon", "t")]
+        if by_case:
+            assert interval is not None
+            lines.append(
+                [arm, str(apart["n"]), f"{interval['value']:+.{digits}f}", _range(interval, digits), *tests]
+            )
+            continue
         line = [arm, str(apart["n"]), f"{apart['mean']:+.{digits}f}", *tests]
-        lines.append(line + (_interval_cells(found["bootstrap"].get(arm)) if of_images else []))
+        lines.append(line + (_interval_cells(interval) if of_images else []))
+    if by_case:
+        head = ["arm", "cases", f"difference to {first}", "95 % interval by case", "p Wilcoxon", "p t"]
+        told = [
+            f"Differences to {first}: of the means above over what both arms have, with an interval over resamples of the "
+            "cases of every site, the trained models held fixed. The tests pair by case, each the mean of its differences "
+            "over its classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 cases have neither."
+        ]
+        return [" ".join(told), Table(head, lines)]
     head = ["arm", "cells", f"difference to {first}", "p Wilcoxon", "p t"]
     head += ["difference, 95 % interval by patient", "over"] if of_images else []
     told = [
@@ -155,7 +233,91 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
         for arm, interval in found["bootstrap"].items()
         if interval["reason"]
     ]
-    return [" ".join(told), (head, lines), "\n".join(reasons)]
+    return [" ".join(told), Table(head, lines), "\n".join(reasons)]
+
+
+def _range(interval: Mapping[str, Any], digits: int) -> str:
+    if interval["low"] is None:
+        return NOT_DEFINED
+    return f"{interval['low']:+.{digits}f} to {interval['high']:+.{digits}f}"
+
+
+def _forgetting(found: Mapping[str, Any]) -> list[str | Table]:
+    """Local models on the classes that their sites do not annotate."""
+    of_arms, metric = found["forgetting"], found["metric"]
+    if not of_arms:
+        return []
+    digits = _digits(metric)
+    owners = list(dict.fromkeys(owner for of_arm in of_arms.values() for owner in of_arm["sites"]))
+
+    def signed(value: float | None) -> str:
+        return NOT_DEFINED if value is None else f"{value:+.{digits}f}"
+
+    lines = []
+    for arm in found["arms"]:
+        of_arm = of_arms.get(arm)
+        if of_arm is None:
+            done = bool(found["arms"][arm]["seeds"])
+            lines.append([arm, *[NOT_DEFINED if done else NOT_RUN] * (4 + len(owners))])
+            continue
+        both = [f"{of_arm[which]:.{digits}f}" for which in ("global", "local")]
+        apart = [signed(of_arm["value"]), _range(of_arm, digits)]
+        lines.append([arm, *both, *apart, *(signed(of_arm["sites"].get(owner)) for owner in owners)])
+    told = (
+        f"Forgetting: {metric} of each site's local model after the last round on the classes that the site does not "
+        "annotate, and of the global model on the same: the mean over seeds, local models, classes and the sites of the "
+        "test cases, where the class is there; the interval resamples cases. On the right the difference of every local "
+        "model alone."
+    )
+    head = ["arm", "global", "local", "local - global", "95 % interval by case"]
+    return [told, Table([*head, *(f"of {owner}" for owner in owners)], lines)]
+
+
+def _costs(found: Mapping[str, Any]) -> list[str | Table]:
+    """Rounds, traffic and time of every arm."""
+    of_arms = found["costs"]
+    if not of_arms:
+        return []
+    lines = []
+    started = any(cost["start_hours"] * 3600 >= 1 or cost["start"] for cost in of_arms.values())
+    for arm in found["arms"]:
+        cost = of_arms.get(arm)
+        if cost is None:
+            lines.append([arm, *[NOT_RUN] * (10 if started else 9)])
+            continue
+        line = [arm, f"{cost['rounds']:.0f}", f"{cost['sites']:.0f}", f"{cost['megabytes']:.2f}"]
+        line += [
+            NOT_DEFINED if cost[key] is None else _short(cost[key])
+            for key in ("formula", "wire", "evaluation")
+        ]
+        line += [_hours(cost, "step"), _hours(cost, "site")]
+        line += [_short(cost["start_hours"])] if started else []
+        server = cost["server_seconds"]
+        lines.append([*line, NOT_DEFINED if server is None else f"{server:.1f}"])
+    head = ["arm", "rounds", "sites", "model, MB", "2 R K size, GB", "on the wire, GB", "evaluation, GB"]
+    head += ["steps, h", "at the sites, h", *(["before round 1, h"] if started else []), "server, s"]
+    told = (
+        f"Cost of a run, the mean over seeds; in brackets the time over that of {next(iter(found['arms']))}. MB and GB are "
+        "2^20 and 2^30 bytes. *on the wire*: all messages of training as they were sent, those before the first round "
+        "among them. *steps*: optimizer steps of all sites; *at the sites*: with loading and all else between two "
+        "exchanges; the final evaluation is in none of these."
+    )
+    return [told, Table(head, lines)]
+
+
+def _short(value: float) -> str:
+    """Three significant digits or more, without an exponent."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - int(np.floor(np.log10(abs(value)))))
+    return f"{value:.{min(digits, 9)}f}"
+
+
+def _hours(cost: Mapping[str, Any], what: str) -> str:
+    hours, relative = cost[f"{what}_hours"], cost[f"{what}_relative"]
+    if hours is None:
+        return NOT_DEFINED
+    return _short(hours) + ("" if relative is None else f" (× {relative:.2f})")
 
 
 def _ranks(found: Mapping[str, Any]) -> list[str | Table]:
@@ -208,12 +370,19 @@ def _footer(found: Mapping[str, Any]) -> str:
     lines = [
         f"`{found['command']}`",
         "",
-        "Mean ± SD over seeds of the mean over sites; *mean*: over classes. Bold: the best among arms of which "
-        "every seed is finished.",
+        "Mean ± SD over seeds of the mean over cases, and over sites where a column is of several; *mean*: over the "
+        "columns. Bold: the best among arms of which every seed is finished.",
         f"Seeds {', '.join(map(str, found['seeds']))}; {told}"
         + (f"; profile {found['profile']}" if found["profile"] else "")
         + f". {hours:.2f} hours of rounds; made by {made or 'no known commit'}.",
     ]
+    totals: dict[int, list[str]] = {}
+    for arm, budget in found["budget"].items():
+        if budget["total"] is not None:
+            totals.setdefault(budget["total"], []).append(arm)
+    if len(totals) > 1:
+        told = "; ".join(f"{', '.join(arms)} {total:,}" for total, arms in totals.items())
+        lines.append(f"The budgets differ. Optimizer steps of all sites together: {told}.")
     for arm, of_arm in found["arms"].items():
         if of_arm["undefined"]:
             lines.append(
@@ -223,8 +392,13 @@ def _footer(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(head), ["---"] * len(head), *rows]
+def _table(table: Table) -> str:
+    groups = table.groups or [""] * len(table.head)
+    head = [
+        f"{group}: {cell}" if group and not cell.startswith(group) else cell
+        for group, cell in zip(groups, table.head, strict=True)
+    ]
+    lines = [head, ["---"] * len(head), *table.rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
@@ -234,11 +408,21 @@ STYLE = """
 body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem }
 main { max-width: 75rem; margin: auto }
 .scroll { overflow-x: auto }
+figure { margin: 0 }
+.grid { display: grid; gap: .4rem; align-items: end; width: max-content }
+.grid p { margin: 0 }
+.grid .overlay { display: block; width: 10.5rem; height: 10.5rem; background: #000; border-radius: 4px }
+.grid .none { width: 10.5rem; height: 10.5rem; border: 1px solid var(--line); border-radius: 4px;
+  display: grid; place-content: center }
+.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; margin: .4rem 0 .8rem }
+.legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem; border-radius: 2px }
+svg.plot { width: 100%; min-width: 760px; height: auto; font-family: system-ui, sans-serif }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap }
-svg text { fill: var(--ink); font: 13px system-ui, sans-serif }
-svg line { stroke: var(--ink) }
-svg .group { stroke: var(--accent); stroke-width: 4 }
+tr.groups th { text-align: center; border-bottom-width: 2px }
+svg.ranks text { fill: var(--ink); font: 13px system-ui, sans-serif }
+svg.ranks line { stroke: var(--ink) }
+svg.ranks .group { stroke: var(--accent); stroke-width: 4 }
 """
 
 
@@ -248,19 +432,31 @@ def _html(text: str) -> str:
 
 def _inline(text: str) -> str:
     """Bold, emphasis, code and line breaks of our own Markdown."""
-    text = escape(text, quote=False)
+    text = escape(text, quote=False).replace("\\*", "&#42;")
     for mark, tag in ((r"\*\*", "b"), (r"\*", "em"), ("`", "code")):
         text = re.sub(f"{mark}(.+?){mark}", rf"<{tag}>\1</{tag}>", text)
     return text.replace("\n", "<br>\n")
 
 
-def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    first = "".join(f'<th scope="col">{_inline(cell)}</th>' for cell in head)
+def _html_table(table: Table) -> str:
+    head = "".join(f'<th scope="col">{_inline(cell)}</th>' for cell in table.head)
+    above = ""
+    if table.groups:
+        spans = [(name, len(list(members))) for name, members in groupby(table.groups)]
+        cells = "".join(
+            f'<th scope="colgroup" colspan="{count}">{_inline(name)}</th>'
+            if name
+            else f'<td colspan="{count}"></td>'
+            for name, count in spans
+        )
+        above = f'<tr class="groups">{cells}</tr>'
     body = "".join(
         f'<tr><th scope="row">{_inline(row[0])}</th>{"".join(f"<td>{_inline(c)}</td>" for c in row[1:])}</tr>'
-        for row in rows
+        for row in table.rows
     )
-    return f'<div class="scroll"><table><thead><tr>{first}</tr></thead><tbody>{body}</tbody></table></div>'
+    return (
+        f'<div class="scroll"><table><thead>{above}<tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def critical_difference(ranks: Mapping[str, Any]) -> str:
@@ -299,7 +495,7 @@ def critical_difference(ranks: Mapping[str, Any]) -> str:
     wide = max(left + width + 200, left + width * ((ranks["critical"] or 0) / (high - low)) + 20)
     told = "Critical-difference diagram of mean ranks"
     return (
-        f'<div class="scroll"><svg role="img" aria-label="{told}" width="{wide:.0f}" height="{under + row * half + 10}">'
+        f'<div class="scroll"><svg class="ranks" role="img" aria-label="{told}" width="{wide:.0f}" height="{under + row * half + 10}">'
         f"<title>{told}</title>{''.join(parts)}</svg></div>"
     )
 

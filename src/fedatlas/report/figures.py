@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -280,8 +280,9 @@ def _round_means(run: Run) -> dict[tuple[int, bool, str, str], float | None]:
 
 
 def box_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
-    """Dice per class over all scored cases: one box for the global model, one per local model."""
-    dice = grouped((r for r in select(rows, metric="dice") if r["value"] is not None), "class", "model")
+    """Dice per class over all scored cases in which it is there: a box for the global model, one per local model."""
+    scored = (r for r in select(rows, metric="dice") if r["value"] is not None and tables.has_truth(r))
+    dice = grouped(scored, "class", "model")
     names = tables.compared(rows)
     columns = _columns(len(run.classes), *((2, 3) if len(run.classes) <= 6 else (3, 4)))
 
@@ -334,6 +335,128 @@ def _box(axis: Axes, values: list[float], place: int, colour: str, *, filled: bo
     if len(values) <= 30:
         jitter = 0.22 * np.sin(2.4 * np.arange(len(values)))
         axis.plot(values, place + jitter, ".", color=colour, markersize=3, markeredgewidth=0)
+
+
+def site_boxes(run: Run, rows: Sequence[RowDict], split: str) -> str:
+    """As `box_plots`, apart by site; a star where the site does not annotate the class."""
+    chosen = (r for r in select(rows, metric="dice") if r["value"] is not None and tables.has_truth(r))
+    found = grouped(chosen, "class", "site", "model")
+    panels = []
+    for class_ in run.classes:
+        boxes = [
+            Box(
+                site if class_ in run.sites[site].annotated else f"{site} *",
+                model,
+                [row["value"] for row in found[class_, site, model]],
+                run.annotates(model, class_),
+            )
+            for site in run.sites
+            for model in tables.compared(rows)
+            if (class_, site, model) in found
+        ]
+        if boxes:
+            panels.append(Panel(class_, boxes))
+    return distributions(panels, list(run.sites), "dice", f"site-boxes-{split}")
+
+
+class Box(NamedTuple):
+    """Values of one model in one panel. group: what it stands with, as an arm; trained: did its training see
+    annotations of the class?"""
+
+    group: str
+    model: str
+    values: Sequence[float]
+    trained: bool
+
+
+class Panel(NamedTuple):
+    """Boxes of one class."""
+
+    title: str
+    boxes: Sequence[Box]
+
+
+def distributions(panels: Sequence[Panel], sites: Sequence[str], metric: str, name: str) -> str:
+    """In every panel groups side by side, as arms or sites, each with a box for the global model and one per local model.
+
+    sites: all of the federation, in their order, which gives local models their colours. metric: a key of METRICS.
+    """
+    order = {f"local/{site}": place for place, site in enumerate(sites)}
+    models = sorted({box.model for panel in panels for box in panel.boxes}, key=lambda m: order.get(m, -1))
+    most, step = max(len({box.group for box in panel.boxes}) for panel in panels), 0.84 / len(models)
+    columns = max(1, min(3, 48 // (most * len(models)), len(panels)))
+    pointed = sum(len(box.values) for panel in panels for box in panel.boxes) <= 4000
+    described = tables.METRICS.get(metric, tables.Metric(metric, "", 3, True))
+
+    def colour(model: str) -> str:
+        return SITE_COLOURS[order[model] % len(SITE_COLOURS)][0] if model in order else _INK
+
+    def panel_of(axis: Axes, panel: Panel) -> None:
+        groups = list(dict.fromkeys(box.group for box in panel.boxes))
+
+        def place(box: Box) -> float:
+            return groups.index(box.group) + (models.index(box.model) - (len(models) - 1) / 2) * step
+
+        styles: dict[tuple[str, bool], list[Box]] = {}
+        for box in panel.boxes:
+            styles.setdefault((box.model, box.trained), []).append(box)
+        for (model, trained), boxes in styles.items():
+            line = {"color": colour(model)}
+            axis.boxplot(
+                [list(box.values) for box in boxes],
+                positions=[place(box) for box in boxes],
+                widths=0.8 * step,
+                patch_artist=True,
+                manage_ticks=False,
+                showfliers=not pointed,
+                boxprops={
+                    "facecolor": to_rgba(colour(model), 0.4) if trained else "none",
+                    "edgecolor": colour(model),
+                },
+                medianprops={"color": colour(model), "linewidth": 1.8},
+                whiskerprops=line,
+                capprops=line,
+                flierprops={"marker": ".", "markersize": 2, "markeredgecolor": colour(model)},
+            )
+            for box in boxes if pointed else ():
+                jitter = 0.22 * step * np.sin(2.4 * np.arange(len(box.values)))
+                axis.plot(
+                    place(box) + jitter,
+                    box.values,
+                    ".",
+                    color=colour(model),
+                    markersize=2.4,
+                    markeredgewidth=0,
+                )
+        axis.set_title(_short(panel.title, 44))
+        axis.set_xlim(-0.55, len(groups) - 0.45)
+        axis.grid(axis="x", visible=False)
+        for border in range(len(groups) - 1):
+            axis.axvline(border + 0.5, color=_GRID, linewidth=0.7)
+        if described.higher_is_better:
+            axis.set_ylim(-0.03, 1.03)
+        axis.set_xticks(range(len(groups)), [_short(group, 16) for group in groups])
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(panels), columns=columns, height=1.9)
+        for index, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
+            panel_of(axis, panel)
+            if index % columns == 0:
+                axis.set_ylabel(described.title + (f", {described.unit}" if described.unit else ""))
+        handles = [
+            Patch(
+                facecolor=to_rgba(colour(model), 0.4),
+                edgecolor=colour(model),
+                label=f"local, {_short(model.removeprefix('local/'), 24)}" if model in order else "global",
+            )
+            for model in models
+        ]
+        handles.append(Patch(facecolor="none", edgecolor=_MUTED, label="empty: trained without the class"))
+        _legend(figure, handles)
+        return figure
+
+    groups = dict.fromkeys(box.group for panel in panels for box in panel.boxes)
+    return _svg(draw, name, f"Box plots of {described.title} by class and model: {', '.join(groups)}")
 
 
 def dot_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
@@ -755,6 +878,35 @@ def overlay(entry: Overlay, colour: str) -> str:
         f'<path d="M{left:.2f} {base:.2f}h{bar:.2f}" {line} stroke="#fff" stroke-width="3"/>'
         f'<text x="{left:.2f}" y="{base - 0.025 * height:.2f}" font-size="{0.055 * height:.2f}" '
         f'fill="#fff">{bar:g} mm</text></svg>'
+    )
+
+
+def labelled(
+    image: np.ndarray,
+    masks: Mapping[str, np.ndarray],
+    colours: Mapping[str, str],
+    spacing: tuple[float, float],
+    around: np.ndarray,
+    description: str,
+) -> str:
+    """One slice as SVG, in millimetres: the image in gray, every class filled and outlined in its colour.
+
+    image [H, W] in 0..1; masks: class -> [H, W]; colours: class -> CSS colour; around [H, W]: what the window is
+    cropped to, so that the same window serves several pictures of a slice.
+    """
+    rows, columns = _window(around, spacing)
+    image = image[rows, columns]
+    height, width = image.shape[0] * spacing[0], image.shape[1] * spacing[1]
+    drawn = "".join(
+        f'<path d="{_contours(mask[rows, columns], spacing)}" fill="{colours[name]}" fill-opacity=".38" '
+        f'fill-rule="evenodd" stroke="{colours[name]}" stroke-width="1.4" vector-effect="non-scaling-stroke"/>'
+        for name, mask in masks.items()
+        if mask[rows, columns].any()
+    )
+    return (
+        f'<svg class="overlay" viewBox="0 0 {width:.2f} {height:.2f}" role="img" aria-label="{escape(description)}">'
+        f'<title>{escape(description)}</title><image width="{width:.2f}" height="{height:.2f}" '
+        f'preserveAspectRatio="none" href="{_grey(image)}"/>{drawn}</svg>'
     )
 
 

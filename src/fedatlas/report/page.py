@@ -398,8 +398,8 @@ def _secure(run: Run) -> str:
 
 def _boxes(run: Run) -> str:
     aid = markup.aid(
-        "One box per model over all scored cases of all sites: quartiles, median, whiskers to 1.5 quartile "
-        "ranges; a filled box was trained with annotations of the class, an empty one without."
+        "One box per model over all scored cases of all sites in which the class is there: quartiles, median, "
+        "whiskers to 1.5 quartile ranges; a filled box was trained with annotations of the class, an empty one without."
     )
     if not run.rows:
         return aid + markup.no_rows()
@@ -418,6 +418,12 @@ def _boxes(run: Run) -> str:
         if not any(r["value"] is not None for r in select(chosen, metric="dice")):
             continue
         figure = markup.figure(figures.box_plots(run, chosen, split), f"Dice on {markup.text(split)} cases")
+        if position == 0 and len({row["site"] for row in chosen}) > 1:
+            apart = markup.figure(
+                figures.site_boxes(run, chosen, split),
+                f"Dice on {markup.text(split)} cases, by class and site",
+            )
+            figure += markup.details("Every class at every site", apart)
         parts.append(
             figure if position == 0 else markup.details(f"The same on {markup.text(split)} cases", figure)
         )

@@ -579,6 +579,11 @@ def cells(rows: Iterable[RowDict], *columns: str) -> dict[tuple[Any, ...], Cell]
     }
 
 
+def has_truth(row: RowDict) -> bool:
+    """Is the class there in the case? A rule for empty masks may score a case in which it is not."""
+    return row["reason"] != "truth empty"
+
+
 def models(rows: Iterable[RowDict]) -> tuple[str, ...]:
     """The models of some rows: best, last, then the local ones by site."""
     return tuple(sorted({row["model"] for row in rows}, key=lambda m: (m != GLOBAL, m != "last", m)))

@@ -1,15 +1,45 @@
 """The layouts in which a site may keep its data. A reader turns a folder into a `Listing`; it reads no voxels."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
-from fedatlas.data.datasets import monai_datalist, msd, nnunet
+from fedatlas.data.datasets import (
+    amos22,
+    jsrt,
+    kits19,
+    masks,
+    monai_datalist,
+    montgomery,
+    msd,
+    nnunet,
+    shenzhen,
+    siim,
+)
 from fedatlas.data.datasets.listing import Layout, Listing, read_json
 
 REGISTRY: Mapping[str, Callable[[Layout], Listing]] = {
     "nnunet": nnunet.read,
     "msd": msd.read,
     "monai": monai_datalist.read,
+    "kits19": kits19.read,
+    "amos22": amos22.read,
+    "masks": masks.read,
+    "montgomery": montgomery.read,
+    "shenzhen": shenzhen.read,
+    "jsrt": jsrt.read,
+    "siim": siim.read,
 }
+"""format -> its reader."""
+
+OPTIONS: Mapping[str, type[Any]] = {
+    "amos22": amos22.Amos22,
+    "masks": masks.Masks,
+    "montgomery": montgomery.Montgomery,
+    "shenzhen": shenzhen.Shenzhen,
+    "jsrt": jsrt.Jsrt,
+    "siim": siim.Siim,
+}
+"""format -> the class of the site's key `reading`, for those that have options."""
 
 
 def detect(layout: Layout) -> str:

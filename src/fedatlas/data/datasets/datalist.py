@@ -11,7 +11,8 @@ from fedatlas.errors import DataError
 def listing(layout: Layout, found: Mapping[str, Any], table: dict[str, int], channels: int | None) -> Listing:
     """The cases of the lists "training", "validation" and "test"; paths are relative to the site's folder.
 
-    A file that is listed but not there is a problem; an entry of another form raises DataError.
+    A file that is listed but not there is a problem, and several of one list are one; unlabelled test cases are no
+    loss to training, and theirs is a note. An entry of another form raises DataError.
     """
     where = f"site {layout.site}: {layout.root / layout.table}"
     cases: list[Case] = []
@@ -25,6 +26,7 @@ def listing(layout: Layout, found: Mapping[str, Any], table: dict[str, int], cha
         entries = found.get(key) or []
         if not isinstance(entries, list):
             raise DataError(f'{where}: "{key}" must be a list of entries, got {type(entries).__name__}')
+        lost: list[tuple[str, str, bool]] = []
         for number, entry in enumerate(entries):
             case = _case(layout, entry, split, table, found.get("annotated"), f'{where}: "{key}"[{number}]')
             gone = [
@@ -35,7 +37,7 @@ def listing(layout: Layout, found: Mapping[str, Any], table: dict[str, int], cha
                     str(gone[0].relative_to(layout.root)) if layout.root in gone[0].parents else str(gone[0])
                 )
                 what = f'missing: listed in {layout.table}, "{key}"[{number}]'
-                problems.append(Problem(layout.site, file, what, "add the file, or take the entry out"))
+                lost.append((file, what, case.label is not None or split != "test"))
                 continue
             unlabelled_on_purpose = isinstance(entry, Mapping) and entry.get("annotated") == []
             if case.label is None and split != "test" and not unlabelled_on_purpose:
@@ -44,6 +46,12 @@ def listing(layout: Layout, found: Mapping[str, Any], table: dict[str, int], cha
                 problems.append(Problem(layout.site, layout.table, what, remedy))
                 continue
             cases.append(case)
+        if lost:
+            file, what, _ = min(lost, key=lambda one: not one[2])
+            more = f", and {len(lost) - 1} more of its {len(entries)} entries" if len(lost) > 1 else ""
+            remedy = "see that all of it was unpacked, or take the entry out"
+            fatal = any(matters for _, _, matters in lost)
+            problems.append(Problem(layout.site, file, what + more, remedy, fatal))
     return Listing(table, tuple(cases), channels, tuple(problems))
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,11 +36,42 @@ class Layout:
     table: str
     labels: str
     test_labels: str
+    reading: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Runs:
+    """A mask as run lengths, see `data.rle`. text: one or more, their union is the mask; shape: rows and columns
+    of the picture they were drawn on; source: the table and line they stand in, for messages."""
+
+    text: tuple[str, ...]
+    shape: tuple[int, int]
+    source: str
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two organs that are drawn in one mask, as the lungs: the connected parts that lie on the patient's left
+    or right, which is the right or left of a frontal picture."""
+
+    path: Path
+    side: Literal["left", "right"]
+
+
+Mask = Path | Runs | Side
 
 
 @dataclass(frozen=True)
 class Case:
-    """One scan: its files, and what was annotated in it, in the site's own names."""
+    """One scan or picture: its files, and what was annotated in it, in the site's own names.
+
+    masks: own class name -> its mask, for sites with a mask per class in place of a label map; a name given twice
+    means the union, and a name of `annotated` without a mask is annotated and absent. reference_annotated: what
+    the file `reference` annotates, or, where that is None, which of `masks` may be scored beside `annotated`.
+    findings: own name of a finding of the whole image -> is it present; one that is missing is not annotated.
+    pixel: millimetres between rows and between columns of a picture whose file does not say it. raw: rows and
+    columns of a picture without a header, see `data.reading`.
+    """
 
     name: str
     images: tuple[Path, ...]
@@ -50,17 +81,52 @@ class Case:
     annotated: tuple[str, ...]
     reference: Path | None = None
     reference_annotated: tuple[str, ...] = ()
+    masks: tuple[tuple[str, Mask], ...] = ()
+    findings: tuple[tuple[str, bool], ...] = ()
+    pixel: tuple[float, float] | None = None
+    raw: int | None = None
+
+    @property
+    def labelled(self) -> bool:
+        """Is there a truth to train on: a label map, or masks of annotated classes."""
+        return self.label is not None or bool(self.annotated)
+
+    @property
+    def fuller(self) -> bool:
+        """Is there a truth for scoring only."""
+        return self.reference is not None or bool(self.reference_annotated)
+
+    @property
+    def label_files(self) -> tuple[Path, ...]:
+        """The files of its label: the label map, or those of the masks."""
+        files = [mask.path if isinstance(mask, Side) else mask for _, mask in self.masks]
+        masks = dict.fromkeys(file for file in files if isinstance(file, Path))
+        return (*((self.label,) if self.label else ()), *masks)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What decides its voxels beside the content of its files, as plain values."""
+        masks = [[name, _plain(mask)] for name, mask in self.masks]
+        given = {"masks": masks, "pixel": self.pixel, "raw": self.raw}
+        return {name: value for name, value in given.items() if value not in (None, [])}
+
+
+def _plain(mask: Mask) -> list[Any]:
+    if isinstance(mask, Runs):
+        return [list(mask.text), list(mask.shape)]
+    return [mask.path.name, mask.side] if isinstance(mask, Side) else [mask.name]
 
 
 @dataclass(frozen=True)
 class Listing:
     """A site as its layout describes it. table: the site's label names, background included, to integers.
-    channels: images per case, where the layout says so."""
+    channels: images per case, where the layout says so. findings: own names of findings of the whole image."""
 
     table: dict[str, int]
     cases: tuple[Case, ...]
     channels: int | None
     problems: tuple[Problem, ...] = ()
+    findings: tuple[str, ...] = ()
 
 
 def read_json(path: Path, site: str) -> dict[str, Any]:

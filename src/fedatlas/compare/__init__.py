@@ -1,0 +1,37 @@
+"""Comparisons: several arms that differ in what they say they differ in, each with several seeds, under one budget."""
+
+from fedatlas.compare.intervals import Predictor
+from fedatlas.compare.pages import check_page, write_page, write_table
+from fedatlas.compare.plan import (
+    Comparison,
+    ComparisonFile,
+    Layout,
+    Measure,
+    Profile,
+    Table,
+    change,
+    load_comparison,
+)
+from fedatlas.compare.results import collect
+from fedatlas.compare.running import rows_of, run_comparison, state_of
+from fedatlas.report.comparison import markdown
+
+__all__ = [
+    "Comparison",
+    "ComparisonFile",
+    "Layout",
+    "Measure",
+    "Predictor",
+    "Profile",
+    "Table",
+    "change",
+    "check_page",
+    "collect",
+    "load_comparison",
+    "markdown",
+    "rows_of",
+    "run_comparison",
+    "state_of",
+    "write_page",
+    "write_table",
+]

@@ -1,0 +1,498 @@
+"""What is compared: the comparison file, and the federations that it stands for.
+
+A comparison file names a federation file and what every arm changes in it. Each (arm, seed) is an ordinary run in a
+folder of its own, so that a comparison that was stopped goes on where it was, run by run and round by round.
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fedatlas.errors import FederationError
+from fedatlas.evaluation.findings import METRICS as OF_FINDINGS
+from fedatlas.experiment import (
+    METRICS_OF,
+    Federation,
+    load_federation,
+    make_method,
+    parse_federation,
+    read_yaml,
+    selects,
+)
+from fedatlas.labels import BACKGROUND
+from fedatlas.method import declared
+from fedatlas.options import from_dict, not_known, option, options
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@options
+class Measure:
+    """What the tables of a comparison average."""
+
+    metric: str | None = option(
+        None, "Of the final evaluation; null: dice, or auroc for labels of whole images."
+    )
+    split: Literal["test", "validation"] = option("test", "The cases that are scored.")
+    model: str = option("best", "best, last or local/<site>.", pattern=r"^(best|last|local/.+)$")
+    sites: tuple[str, ...] | None = option(None, "Sites that are averaged over; null: all.")
+    known: bool | None = option(
+        None,
+        "true: only classes that the case's own site annotates for the first arm; false: only the others; null: all.",
+    )
+
+
+AVERAGES = ("mean", "exclude*", "include*")
+"""Columns that average others. The last two, with columns of site and class: without and with starred cells."""
+
+
+@options
+class Layout:
+    """The columns of a table of means."""
+
+    columns: Literal["class", "site-class"] = option(
+        "class",
+        "class: every class over all sites. site-class: every class at every site; a star marks what the site does not "
+        "annotate.",
+    )
+    group: Literal["site", "organ"] | None = option(
+        None,
+        "What stands together: the columns of a site, or those of an organ and its lesions. Null: site for site-class.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.columns == "class" and self.group == "site":
+            raise FederationError(
+                "layout: group is 'site', and columns are 'class', over all sites; allowed with it: organ or null. For "
+                "columns by site set columns to site-class"
+            )
+
+
+@options
+class Table(Measure):
+    """A further table of means."""
+
+    title: str | None = option(None, "What stands above it, as the table of a paper that it repeats.")
+    layout: Layout = option(Layout(), "Its columns.")  # type: ignore[call-arg]
+    printed: dict[str, dict[str, float]] = option({}, "Published numbers of it, as `printed`.")
+
+
+@options
+class Profile:
+    """A budget of a comparison. Every further key of it changes the federation file of all arms."""
+
+    seeds: int | None = option(None, "How many of the file's seeds; null: all.", ge=1)
+    rounds: int | None = option(None, "Rounds of every arm; null: as the base says.", ge=1)
+    steps: int | None = option(
+        None,
+        "Optimizer steps per site and round; a method that pools the sites gets those of all sites. Null: as the base "
+        "says.",
+        ge=1,
+    )
+    arms: dict[str, dict[str, Any]] = option({}, "Arm -> what it changes in this profile, beside its own.")
+
+
+@options
+class ComparisonFile:
+    """A comparison file."""
+
+    name: str = option(
+        ..., "Names the folder of its runs and its place on a page.", pattern=f"^{NAME.pattern}$"
+    )
+    base: str = option(..., "The federation file, relative to this one.")
+    runs: str | None = option(
+        None,
+        "The name of the folder of its runs, where several files show the same arms; null: its own name.",
+        pattern=f"^{NAME.pattern}$",
+    )
+    arms: dict[str, dict[str, Any] | None] = option(
+        ..., "Arm -> what it changes in the base; the first is the reference.", min_length=1
+    )
+    seeds: tuple[int, ...] = option((0,), "Seeds of every arm.", min_length=1)
+    profiles: dict[str, dict[str, Any]] = option({}, "Name -> budget, and what it changes for all arms.")
+    measure: Measure = option(Measure(), "What the tables average.")  # type: ignore[call-arg]
+    layout: Layout = option(Layout(), "The columns of the table of `measure`.")  # type: ignore[call-arg]
+    tables: tuple[Table, ...] = option((), "Further tables of means, beside that of `measure`.")
+    printed: dict[str, dict[str, float]] = option(
+        {},
+        "Published numbers, which stand beside ours: arm -> column -> value. A column is a class, site/class, mean, "
+        "exclude* or include*.",
+    )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is to be run and compared. federations: arm -> seed -> federation, in order; the first arm is the reference.
+    folder: holds a run folder per arm and seed. command: what makes the table, for a reader."""
+
+    name: str
+    profile: str | None
+    federations: Mapping[str, Mapping[int, Federation]]
+    measure: Measure
+    printed: Mapping[str, Mapping[str, float]]
+    folder: Path = Path()
+    command: str = ""
+    tables: Sequence[Table] = ()
+    layout: Layout = field(default_factory=Layout)
+    title: str | None = None
+    shared: str | None = None
+    """The name of the folder of its runs where that is not its own."""
+
+    @property
+    def arms(self) -> list[str]:
+        return list(self.federations)
+
+    @property
+    def seeds(self) -> list[int]:
+        return list(next(iter(self.federations.values())))
+
+    @property
+    def metric(self) -> str:
+        return self.measure.metric or selects(self.first)
+
+    @property
+    def first(self) -> Federation:
+        """Of the reference arm."""
+        return next(iter(next(iter(self.federations.values())).values()))
+
+    def path(self, arm: str, seed: int) -> Path:
+        """The run folder."""
+        return self.folder / f"{arm}-s{seed}"
+
+    def table(self, table: Table) -> "Comparison":
+        """The same runs, seen as a further table says."""
+        return replace(
+            self, measure=table, layout=table.layout, printed=table.printed, title=table.title, tables=()
+        )
+
+
+def load_comparison(
+    files: Sequence[Path],
+    *,
+    profile: str | None = None,
+    data: Path | None = None,
+    runs: Path = Path("runs"),
+    seeds: int | None = None,
+    workers: int | None = None,
+) -> Comparison:
+    """One comparison file, or federation files of which each is an arm.
+
+    data: the folder from which relative site paths of the base are taken. seeds: how many; of federation files the
+    seeds 0, 1, … in place of their own. workers: in place of `engine.workers`.
+
+    Raises FederationError naming the file, the key, what was got and what is allowed.
+    """
+    raw = read_yaml(files[0])
+    if len(files) == 1 and ("arms" in raw or "base" in raw):
+        given = _from_file(files[0], raw, profile, data, seeds)
+    else:
+        given = _from_federations(files, profile, data, seeds)
+    shared = given.shared or given.name
+    folder = runs / (f"{shared}-{given.profile}" if given.profile else shared)
+
+    def placed(federation: Federation) -> Federation:
+        engine = federation.engine
+        cache = engine.cache or str((runs / ".cache").resolve())
+        workers_ = engine.workers if workers is None else workers
+        return replace(federation, engine=replace(engine, cache=cache, workers=workers_))
+
+    federations = {
+        arm: {seed: placed(federation) for seed, federation in of_arm.items()}
+        for arm, of_arm in given.federations.items()
+    }
+    words = ["fedatlas compare", *map(_shown, files)]
+    words += [f"--profile {profile}"] if profile else []
+    words += ["--data DIR"] if data else []
+    words += [f"--seeds {seeds}"] if seeds else []
+    found = replace(given, federations=federations, folder=folder, command=" ".join(words))
+    for table in (found, *map(found.table, found.tables)):
+        _check_measure(table, files[0])
+        _check_printed(table, files[0])
+    return found
+
+
+def _shown(path: Path) -> str:
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return path.name if path.is_absolute() else str(path)
+
+
+def _from_file(
+    file: Path, raw: dict[str, Any], profile: str | None, data: Path | None, seeds: int | None
+) -> Comparison:
+    given = from_dict(ComparisonFile, raw, what=str(file))
+    for what, names in (("arm", given.arms), ("profile", given.profiles)):
+        for name in names:
+            if not NAME.fullmatch(name):
+                raise FederationError(
+                    f"{file}: the {what} {name!r}: a name of letters, digits, '.', '_' and '-' is expected"
+                )
+    if profile is None and given.profiles:
+        raise FederationError(
+            f"{file}: say which profile, with --profile; there are: {', '.join(given.profiles)}"
+        )
+    if profile is not None and profile not in given.profiles:
+        raise not_known(f"{file}: the profile", profile, given.profiles)
+    budget, common = _budget(file, given, profile)
+    chosen = _seeds(file, given.seeds, budget.seeds, seeds)
+    for arm in budget.arms:
+        if arm not in given.arms:
+            raise not_known(f"{file}: profiles: {profile}: the arm", arm, given.arms)
+    base_path = file.parent / given.base
+    base = read_yaml(base_path)
+    if data is not None:
+        base["sites"] = _from_data(base_path, base, data)
+    federations: dict[str, dict[int, Federation]] = {}
+    for arm, changes in given.arms.items():
+        what = f"{file}: arm {arm}"
+        own = [changes or {}, budget.arms.get(arm, {})]
+        federation = _arm(base, base_path, what, budget, common, own)
+        named = "-".join(part for part in (given.runs or given.name, profile, arm) if part)
+        federations[arm] = {seed: replace(federation, name=f"{named}-s{seed}", seed=seed) for seed in chosen}
+    return Comparison(
+        given.name,
+        profile,
+        federations,
+        given.measure,
+        given.printed,
+        tables=given.tables,
+        layout=given.layout,
+        shared=given.runs,
+    )
+
+
+def _budget(file: Path, given: ComparisonFile, profile: str | None) -> tuple[Profile, dict[str, Any]]:
+    """A profile, and what it changes in the federation of all arms."""
+    if profile is None:
+        return Profile(), {}  # type: ignore[call-arg]
+    raw = given.profiles[profile] or {}
+    keys = [*Profile.__pydantic_fields__]  # type: ignore[attr-defined]
+    allowed = [*Federation.__pydantic_fields__]  # type: ignore[attr-defined]
+    for key in raw:
+        if key not in keys and key.partition(".")[0] not in allowed:
+            raise not_known(f"{file}: profiles: {profile}: the key", key, [*keys, *allowed])
+    own = from_dict(Profile, {k: v for k, v in raw.items() if k in keys}, what=f"{file}: profiles: {profile}")
+    return own, {k: v for k, v in raw.items() if k not in keys}
+
+
+def _seeds(file: Path, listed: Sequence[int], wanted: int | None, asked: int | None) -> list[int]:
+    if len(set(listed)) < len(listed):
+        raise FederationError(f"{file}: seeds: {list(listed)} holds one twice")
+    count = asked or wanted or len(listed)
+    if count > len(listed):
+        raise FederationError(f"{file}: {count} seeds were asked for, and the file lists {list(listed)}")
+    return list(listed[:count])
+
+
+def _arm(
+    base: Mapping[str, Any],
+    base_path: Path,
+    what: str,
+    budget: Profile,
+    common: Mapping[str, Any],
+    own: Sequence[Mapping[str, Any]],
+) -> Federation:
+    """The federation of an arm: base, what the profile changes, its budget, what the arm changes."""
+    raw = copy.deepcopy(dict(base))
+    change(raw, common, what)
+    if budget.rounds:
+        raw["rounds"] = budget.rounds
+    if budget.steps:
+        change(raw, {"local": {"steps": budget.steps, "epochs": None}}, what)
+    for changes in own:
+        change(raw, changes, what)
+    named = {key for changes in own for key in _keys(changes)}
+    if "local.epochs" in named and "local.steps" not in named:
+        raw["local"]["steps"] = None
+    if "local.steps" in named and "local.epochs" not in named:
+        raw["local"]["epochs"] = None
+    federation = parse_federation(raw, base=base_path.parent, source=what)
+    own_steps = named & {"local.steps", "local.epochs"}
+    if budget.steps and not own_steps and declared(make_method(federation), "pooled"):
+        training = sum(site.role == "train" for site in federation.sites)
+        federation = replace(federation, local=replace(federation.local, steps=budget.steps * training))
+    return federation
+
+
+def _keys(changes: Any, prefix: str = "") -> Iterable[str]:
+    for key, value in changes.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{key}.")
+
+
+def change(raw: dict[str, Any], changes: Mapping[str, Any], what: str) -> None:
+    """Changes a raw federation in place. A key is a key of the file, with a mapping that is merged, or a key.path;
+    under `sites` names stand for entries, and * for all of them. Another method or net by name replaces the whole
+    block.
+
+    Raises FederationError for a path that leads nowhere.
+    """
+    for key, value in changes.items():
+        _change(raw, str(key).split("."), copy.deepcopy(value), f"{what}: {key}", ())
+
+
+def _change(place: Any, path: list[str], value: Any, what: str, above: tuple[str, ...]) -> None:
+    part, rest = path[0], path[1:]
+    if isinstance(place, list):
+        names = [item.get("name") if isinstance(item, dict) else None for item in place]
+        if part != "*" and part not in names:
+            raise not_known(f"{what}: the entry of {'.'.join(above)}", part, [str(name) for name in names])
+        for entry, name in zip(place, names, strict=True):
+            if part in ("*", name):
+                _into(entry, rest, value, what, (*above, str(name)))
+        return
+    if not isinstance(place, dict):
+        raise FederationError(f"{what}: {'.'.join(above)} is {place!r} and has no keys")
+    old = place.get(part)
+    if not rest and not isinstance(value, Mapping):
+        # options of one method or net do not fit another
+        if part == "name" and above in (("method",), ("net",)) and old != value:
+            place.clear()
+        place[part] = value
+    elif not rest and above == () and part in ("method", "net"):
+        if not isinstance(old, dict) or value.get("name", old.get("name")) != old.get("name"):
+            place[part] = value
+        else:
+            _into(old, [], value, what, (part,))
+    elif not rest and not isinstance(old, dict | list):
+        place[part] = value
+    else:
+        _into(place.setdefault(part, {}), rest, value, what, (*above, part))
+
+
+def _into(place: Any, rest: list[str], value: Any, what: str, above: tuple[str, ...]) -> None:
+    if rest:
+        _change(place, rest, value, what, above)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _change(place, [str(key)], item, what, above)
+    else:
+        raise FederationError(
+            f"{what}: {value!r} given for the whole of {'.'.join(above)}; expected its keys"
+        )
+
+
+def _from_data(path: Path, base: Mapping[str, Any], data: Path) -> Any:
+    """The sites of a federation file, with those of their paths that the file gives as relative ones under `data`."""
+    sites = base.get("sites")
+    if not isinstance(sites, list):
+        return sites
+    written = _as_written(path)
+    found = []
+    for site, own in zip(sites, written, strict=True):
+        given = own.get("path") if isinstance(own, dict) else None
+        if (
+            isinstance(given, str)
+            and not given.startswith(("bundled:", "~"))
+            and not Path(given).is_absolute()
+        ):
+            site = {**site, "path": str((data.expanduser() / given).resolve())}
+        found.append(site)
+    return found
+
+
+def _as_written(path: Path) -> list[Any]:
+    """The list `sites` where the file, or the nearest one that it extends, gives it."""
+    raw = yaml.safe_load(path.read_text())
+    return raw["sites"] if "sites" in raw else _as_written(path.parent / str(raw["extends"]))
+
+
+def _from_federations(
+    files: Sequence[Path], profile: str | None, data: Path | None, seeds: int | None
+) -> Comparison:
+    if profile is not None:
+        raise FederationError(
+            f"--profile {profile}: federation files have no profiles; give a comparison file"
+        )
+    federations: dict[str, dict[int, Federation]] = {}
+    for file in files:
+        raw = read_yaml(file)
+        if "arms" in raw:
+            raise FederationError(f"{file}: is a comparison file; give one alone, or federation files only")
+        if data is not None:
+            raw["sites"] = _from_data(file, raw, data)
+            federation = parse_federation(raw, base=file.parent, source=str(file))
+        else:
+            federation = load_federation(file)
+        if federation.name in federations:
+            raise FederationError(
+                f"{file}: is called {federation.name!r}, as another of the files; every arm needs a name of its own"
+            )
+        chosen = range(seeds) if seeds else [federation.seed]
+        federations[federation.name] = {seed: replace(federation, seed=seed) for seed in chosen}
+    first, *others = federations
+    kinds = {name: next(iter(of_arm.values())).task for name, of_arm in federations.items()}
+    for name in others:
+        if kinds[name] != kinds[first]:
+            raise FederationError(
+                f"{first} is for {kinds[first]}, {name} for {kinds[name]}; they do not compare"
+            )
+        (one, *_), (another, *_) = federations[first], federations[name]
+        if one != another:
+            raise FederationError(
+                f"{first} has the seed {one}, {name} {another}; give --seeds, so that all have the same"
+            )
+    title = "-vs-".join(federations) if len(federations) < 3 else f"{first}-and-{len(others)}-others"
+    return Comparison(title, None, federations, Measure(), {})  # type: ignore[call-arg]
+
+
+def _check_measure(comparison: Comparison, file: Path) -> None:
+    """FederationError where the runs will not hold what the tables average."""
+    measure = comparison.measure
+    for arm, of_arm in comparison.federations.items():
+        federation = next(iter(of_arm.values()))
+        known = METRICS_OF[federation.task][0]
+        if federation.labels.findings and comparison.metric in OF_FINDINGS:
+            continue
+        if comparison.metric not in known:
+            raise not_known(
+                f"{file}: measure: metric: for {federation.task} the metric", comparison.metric, known
+            )
+        evaluation = federation.evaluation
+        if comparison.metric not in evaluation.metrics:
+            raise FederationError(
+                f"{file}: measure.metric is {comparison.metric}, and the arm {arm} evaluates only "
+                f"{', '.join(evaluation.metrics)}; add it to evaluation.metrics"
+            )
+        model = measure.model.partition("/")[0]
+        if model not in evaluation.models:
+            raise FederationError(
+                f"{file}: measure.model is {measure.model}, and the arm {arm} evaluates only "
+                f"{', '.join(evaluation.models)}; add it to evaluation.models"
+            )
+        names = [site.name for site in federation.sites]
+        for site in measure.sites or ():
+            if site not in names:
+                raise not_known(f"{file}: measure: sites: the site", site, names)
+
+
+def _check_printed(comparison: Comparison, file: Path) -> None:
+    """FederationError for a published number of an arm or column that the table does not have."""
+    federation = comparison.first
+    sites = [site.name for site in federation.sites]
+    classes = [name for name in federation.labels.names or () if name != BACKGROUND]
+    by_site = comparison.layout.columns == "site-class"
+    averages = AVERAGES if by_site else AVERAGES[:1]
+    for arm, values in comparison.printed.items():
+        if arm not in comparison.federations:
+            raise not_known(f"{file}: printed: the arm", arm, comparison.federations)
+        for column in values:
+            if column in averages:
+                continue
+            site, slash, name = column.rpartition("/")
+            if bool(slash) != by_site:
+                expected = "site/class, " if by_site else "a class or "
+                raise FederationError(
+                    f"{file}: printed: {arm}: the column {column!r}; with layout.columns {comparison.layout.columns} "
+                    f"expected {expected}{', '.join(averages)}"
+                )
+            if slash and site not in sites:
+                raise not_known(f"{file}: printed: {arm}: {column}: the site", site, sites)
+            if classes and name not in (*classes, *federation.labels.findings):
+                raise not_known(f"{file}: printed: {arm}: the class", name, classes)

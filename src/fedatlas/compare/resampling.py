@@ -1,0 +1,54 @@
+"""Intervals of means over cells of site and class, by resampling cases."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedatlas.evaluation.statistics import LEAST_PAIRS
+
+DRAWS = 1000
+"""Resamples of cases."""
+
+
+class Cell(NamedTuple):
+    """One term of a weighted mean: the mean of `values`, case -> value, of a site's cases."""
+
+    site: str
+    weight: float
+    values: Mapping[str, float]
+
+
+def interval_by_case(
+    cells: Sequence[Cell], rng: np.random.Generator, *, draws: int = DRAWS
+) -> dict[str, Any]:
+    """The weighted mean of the cells' means, and its 95 % percentile interval over resamples of cases.
+
+    A resample draws as many cases of every site as there are, with replacement, the same ones in all cells; a cell that
+    is left without a case is left out of that resample. value, low, high, cases, and reason where there is none of the
+    first, or no interval: with fewer than LEAST_PAIRS cases.
+    """
+    used = [cell for cell in cells if cell.values]
+    cases = {site: sorted({case for cell in used if cell.site == site for case in cell.values}) for site in
+             dict.fromkeys(cell.site for cell in used)}  # fmt: skip
+    count = sum(len(names) for names in cases.values())
+    if not used:
+        return {"value": None, "low": None, "high": None, "cases": 0, "reason": "no case has a value"}
+    weights = np.array([cell.weight for cell in used])
+    value = float(np.average([np.mean(list(cell.values.values())) for cell in used], weights=weights))
+    if count < LEAST_PAIRS:
+        reason = f"{count} cases, fewer than {LEAST_PAIRS}"
+        return {"value": value, "low": None, "high": None, "cases": count, "reason": reason}
+    total, weight = np.zeros(draws), np.zeros(draws)
+    for site, names in cases.items():
+        drawn = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), draws).astype(float)
+        for cell in (cell for cell in used if cell.site == site):
+            values = np.array([cell.values.get(name, np.nan) for name in names])
+            there = ~np.isnan(values)
+            n = drawn @ there.astype(float)
+            mean = np.divide(drawn @ np.where(there, values, 0.0), n, out=np.zeros(draws), where=n > 0)
+            total += cell.weight * mean
+            weight += cell.weight * (n > 0)
+    found = total[weight > 0] / weight[weight > 0]
+    low, high = np.percentile(found, [2.5, 97.5])
+    return {"value": value, "low": float(low), "high": float(high), "cases": count, "reason": ""}

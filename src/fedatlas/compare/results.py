@@ -1,0 +1,329 @@
+"""What the finished runs of a comparison came to, as plain values."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedatlas.compare.costs import costs
+from fedatlas.compare.forgetting import forgetting
+from fedatlas.compare.intervals import bootstrap
+from fedatlas.compare.plan import Comparison
+from fedatlas.compare.resampling import Cell, interval_by_case
+from fedatlas.compare.running import Cells, Tell, average, rows_of, state_of
+from fedatlas.engine.run import read_json
+from fedatlas.errors import FedAtlasError
+from fedatlas.evaluation.statistics import (
+    LEAST_PAIRS,
+    cell_means,
+    class_means,
+    differences,
+    mean_of_defined,
+    mean_ranks,
+)
+from fedatlas.experiment import Federation, make_method
+from fedatlas.labels import LabelSpace
+from fedatlas.method import declared
+from fedatlas.report.comparison import LOWER
+from fedatlas.seeds import seed_of
+from fedatlas.session import git_revision
+
+
+class Finished(NamedTuple):
+    """The finished runs. seeds: arm -> those that are; problems: arm -> why others do not count."""
+
+    seeds: dict[str, list[int]]
+    problems: dict[str, list[str]]
+
+
+def finished(comparison: Comparison) -> Finished:
+    """Which runs are finished."""
+    found = Finished({}, {})
+    for arm in comparison.arms:
+        found.seeds[arm], found.problems[arm] = [], []
+        for seed in comparison.seeds:
+            try:
+                if state_of(comparison, arm, seed) == "finished":
+                    found.seeds[arm].append(seed)
+            except FedAtlasError as error:
+                found.problems[arm].append(str(error))
+    return found
+
+
+def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[str, Any]:
+    """What the finished runs came to, as plain values; runs that are not finished have none.
+
+    As `means` gives it, and budget: arm -> rounds, steps, epochs, total steps. differences: arm -> against the first, over `pairs`:
+    "case", each the mean over its classes and the seeds, or, where labels are of whole images, "cell" of site, class
+    and seed. bootstrap: arm -> an interval of the difference of the table's means, by case, or by patient where labels
+    are of whole images. ranks: of the arms of which every seed is finished, over cells of site and class, each the
+    mean over seeds; with fewer than LEAST_PAIRS cases no test. tables: `means` of the further tables. costs,
+    forgetting: as the functions of these names give them.
+    """
+    done = finished(comparison)
+    found, values = means(comparison, done)
+    cells = {arm: {seed: _cells(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
+    found["budget"] = {arm: _budget_of(of_arm) for arm, of_arm in comparison.federations.items()}
+    by_case = any(case for of_arm in values.values() for of_seed in of_arm.values() for _, case, _ in of_seed)
+    found["pairs"] = "case" if by_case else "cell"
+    if by_case:
+        found |= _by_case(comparison, values)
+        cases = {(site, case) for arm in values.values() for of in arm.values() for site, case, _ in of}
+        found["ranks"] = _ranks(comparison, cells, tested=len(cases) >= LEAST_PAIRS)
+    else:
+        found["differences"] = _by_cell(comparison, cells)
+        found["ranks"] = _ranks(comparison, cells)
+        found["bootstrap"] = bootstrap(comparison, cells, tell)
+    found["tables"] = [means(comparison.table(table), done)[0] for table in comparison.tables]
+    found["costs"] = costs(comparison, done.seeds)
+    found["forgetting"] = forgetting(comparison, done.seeds)
+    return found
+
+
+Values = dict[tuple[str, str, str], float | None]
+"""(site, case, class) -> the value of the metric; labels of whole images have the case "", which is all of them."""
+
+
+def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[str, dict[int, Values]]]:
+    """The table of `measure`, and arm -> seed -> the values behind it.
+
+    columns: those of the table, see `_columns`. arms: name -> seeds (finished), per_class (class -> a value or None
+    per seed, the mean over sites of the mean over cases), per_cell ("site/class" -> a value or None per seed, the mean
+    over cases), mean (per seed, over the columns) and, with columns of site and class, exclude (the same without those
+    with a star), undefined (cells without a value that another arm has), hours (of the rounds), commits, problems.
+
+    A cell that the first finished arm does not have is not counted for any: an arm that was given more labels is
+    scored on what all are.
+    """
+    counted: dict[tuple[str, str, str], bool] = {}
+    values: dict[str, dict[int, Values]] = {}
+    arms: dict[str, dict[str, Any]] = {}
+    for arm in comparison.arms:
+        rows = {seed: rows_of(comparison, arm, seed) for seed in done.seeds[arm]}
+        if not counted:
+            counted = {_place(row): row["known"] for of_seed in rows.values() for row in of_seed}
+        wanted = {key for key, known in counted.items() if comparison.measure.known in (None, known)}
+        values[arm] = {
+            seed: {_place(row): row["value"] for row in of_seed if _place(row) in wanted}
+            for seed, of_seed in rows.items()
+        }
+    cells = {arm: {seed: _cells(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
+    starred = {(site, name) for site, _, name in counted} - {
+        (s, c) for (s, _, c), known in counted.items() if known
+    }
+    by_site = comparison.layout.columns == "site-class"
+    for arm, of_arm in cells.items():
+        found = {seed: class_means(of_seed) for seed, of_seed in of_arm.items()}
+        paths = [comparison.path(arm, seed) for seed in of_arm]
+        arms[arm] = {
+            "seeds": list(of_arm),
+            "per_class": _per_seed(found.values()),
+            "per_cell": {f"{site}/{name}": v for (site, name), v in _per_seed(of_arm.values()).items()},
+            "mean": [average(comparison, of_seed) for of_seed in of_arm.values()],
+            "hours": sum(_hours(path) for path in paths),
+            "commits": list(dict.fromkeys(read_json(path / "run.json")["git"] for path in paths)),
+            "problems": done.problems[arm],
+        }
+        if by_site:
+            arms[arm]["exclude"] = [
+                mean_of_defined(value for key, value in of_seed.items() if key not in starred)
+                for of_seed in of_arm.values()
+            ]
+    there = {
+        (seed, key)
+        for of_arm in cells.values()
+        for seed, of_seed in of_arm.items()
+        for key, value in of_seed.items()
+        if value is not None
+    }
+    for arm, of_arm in cells.items():
+        arms[arm]["undefined"] = sum(of_arm[seed].get(key) is None for seed, key in there if seed in of_arm)
+    measure = comparison.measure
+    table = {
+        "name": comparison.name,
+        "profile": comparison.profile,
+        "command": comparison.command,
+        "commit": git_revision(),
+        "task": comparison.first.task,
+        "title": comparison.title,
+        "seeds": comparison.seeds,
+        "metric": comparison.metric,
+        "split": measure.split,
+        "model": measure.model,
+        "sites": None if measure.sites is None else list(measure.sites),
+        "known": measure.known,
+        "classes": _classes(comparison, arms),
+        "arms": arms,
+        "printed": {arm: dict(values) for arm, values in comparison.printed.items()},
+    }
+    there_at = dict.fromkeys(
+        key for of_arm in cells.values() for of_seed in of_arm.values() for key in of_seed
+    )
+    table["columns"] = _columns(comparison, table["classes"], list(there_at), starred)
+    return table, values
+
+
+def _cells(values: Values) -> Cells:
+    """The means over cases."""
+    return cell_means({"site": s, "class": c, "value": value} for (s, _, c), value in values.items())
+
+
+def _per_seed(found: Iterable[Mapping[Any, float | None]]) -> dict[Any, list[float | None]]:
+    """key -> a value or None per seed."""
+    found = list(found)
+    return {
+        key: [of_seed.get(key) for of_seed in found] for key in dict.fromkeys(k for f in found for k in f)
+    }
+
+
+def _columns(
+    comparison: Comparison,
+    classes: Sequence[str],
+    cells: Sequence[tuple[str, str]],
+    starred: set[tuple[str, str]],
+) -> list[dict[str, Any]]:
+    """The columns that hold means, in order: key (in per_class or per_cell), title, group (the site or organ that
+    several columns share, or ""), starred (with columns of site and class: does the site not annotate it)."""
+    layout = comparison.layout
+    organ_of = _organs(comparison)
+    order = {name: place for place, name in enumerate(classes)}
+    # an organ stands where its first class does
+    first = {organ_of.get(name, name): place for name, place in reversed(order.items())}
+
+    def organ(name: str) -> str:
+        return organ_of.get(name, name)
+
+    if layout.columns == "class":
+        names = classes
+        if layout.group == "organ":
+            names = sorted(classes, key=lambda name: (first[organ(name)], order[name]))
+        grouped = layout.group == "organ"
+        return [
+            {"key": name, "title": name, "group": organ(name) if grouped else "", "starred": False}
+            for name in names
+        ]
+    listed = [site.name for site in comparison.first.sites]
+    sites = {site: place for place, site in enumerate(dict.fromkeys([*listed, *(site for site, _ in cells)]))}
+    by_organ = layout.group == "organ"
+
+    def place(cell: tuple[str, str]) -> tuple[int, ...]:
+        site, name = cell
+        at = (sites[site], order[name])
+        return (first[organ(name)], *reversed(at)) if by_organ else at
+
+    return [
+        {
+            "key": f"{site}/{name}",
+            "title": f"{name}, {site}" if by_organ else name,
+            "group": organ(name) if by_organ else site,
+            "starred": (site, name) in starred,
+        }
+        for site, name in sorted(cells, key=place)
+    ]
+
+
+def _organs(comparison: Comparison) -> dict[str, str]:
+    """class -> the organ that it belongs to, which is the first class of its group."""
+    for arm in comparison.arms:
+        for seed in comparison.seeds:
+            file = comparison.path(arm, seed) / "run.json"
+            if file.exists():
+                space = LabelSpace.from_plain(read_json(file)["labels"])
+                return {space.names[c]: space.names[group[0]] for group in space.organs for c in group}
+    return {name: group[0] for group in comparison.first.labels.groups for name in group}
+
+
+def _by_cell(comparison: Comparison, cells: Mapping[str, Mapping[int, Cells]]) -> dict[str, dict[str, Any]]:
+    """Differences to the first arm, paired by site, class and seed."""
+    first, *others = comparison.arms
+    flat = {
+        arm: {(seed, *key): value for seed, found in of_arm.items() for key, value in found.items()}
+        for arm, of_arm in cells.items()
+    }
+    compared = differences(flat[first], {arm: flat[arm] for arm in others})
+    return {arm: asdict(found) for arm, found in compared.items()}
+
+
+def _by_case(comparison: Comparison, values: Mapping[str, Mapping[int, Values]]) -> dict[str, dict[str, Any]]:
+    """Differences to the first arm, paired by case, each the mean over its classes and the seeds; and the interval of
+    the difference of the table's means, by case."""
+    first, *others = comparison.arms
+    of_case: dict[str, dict[tuple[str, str], float | None]] = {}
+    intervals: dict[str, dict[str, Any]] = {}
+    for arm in others:
+        apart: dict[tuple[int, str, str], dict[str, float]] = {}
+        for seed, found in values[arm].items():
+            for (site, case, name), value in found.items():
+                reference = values[first].get(seed, {}).get((site, case, name))
+                if value is not None and reference is not None:
+                    apart.setdefault((seed, site, name), {})[case] = value - reference
+        every: dict[tuple[str, str], list[float]] = {}
+        for (_, site, _), cases in apart.items():
+            for case, value in cases.items():
+                every.setdefault((site, case), []).append(value)
+        of_case[arm] = {key: mean_of_defined(found) for key, found in every.items()}
+        rng = np.random.default_rng(seed_of("comparison", comparison.name, arm))
+        if apart:
+            intervals[arm] = interval_by_case(_weighted(comparison, apart), rng)
+    nothing = {key: 0.0 for found in of_case.values() for key in found}
+    compared = differences(nothing, of_case)
+    return {"differences": {arm: asdict(found) for arm, found in compared.items()}, "bootstrap": intervals}
+
+
+def _weighted(
+    comparison: Comparison, apart: Mapping[tuple[int, str, str], Mapping[str, float]]
+) -> list[Cell]:
+    """The cells of (seed, site, class) with the weights that they have in the table's mean."""
+    sites_of = Counter((seed, name) for seed, _, name in apart)
+    columns = Counter(seed for seed, _ in sites_of)
+    if comparison.layout.columns == "site-class":
+        sites_of, columns = Counter(dict.fromkeys(sites_of, 1)), Counter(seed for seed, _, _ in apart)
+    return [
+        Cell(site, 1 / (sites_of[seed, name] * columns[seed]), cases)
+        for (seed, site, name), cases in apart.items()
+    ]
+
+
+def _ranks(
+    comparison: Comparison, cells: Mapping[str, Mapping[int, Cells]], *, tested: bool = True
+) -> dict[str, Any]:
+    """tested: are there enough cases for a test?"""
+    over_seeds = {
+        arm: {key: mean_of_defined(c.get(key) for c in of_arm.values()) for c in of_arm.values() for key in c}
+        for arm, of_arm in cells.items()
+        if len(of_arm) == len(comparison.seeds)
+    }
+    ranks = mean_ranks(over_seeds, higher=comparison.metric not in LOWER)
+    if not tested:
+        ranks = replace(ranks, friedman=None, critical=None, groups=())
+    return asdict(ranks) | {"groups": [list(group) for group in ranks.groups]}
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["site"], row["case"], row["class"]
+
+
+def _classes(comparison: Comparison, found: Mapping[str, Any]) -> list[str]:
+    """In the order of the label space where the file gives one."""
+    there = dict.fromkeys(name for arm in found.values() for name in arm["per_class"])
+    listed = [name for name in comparison.first.labels.names or () if name != "background"]
+    return list(dict.fromkeys([*(name for name in listed if name in there or not there), *there]))
+
+
+def _budget_of(of_arm: Mapping[int, Federation]) -> dict[str, Any]:
+    """rounds; steps or epochs of a round; total: optimizer steps of all sites together, None where epochs are given."""
+    federation = next(iter(of_arm.values()))
+    local = federation.local
+    pooled = declared(make_method(federation), "pooled")
+    training = 1 if pooled else sum(site.role == "train" for site in federation.sites)
+    total = None if local.steps is None else federation.rounds * local.steps * training
+    return {"rounds": federation.rounds, "steps": local.steps, "epochs": local.epochs, "total": total}
+
+
+def _hours(path: Path) -> float:
+    """Of all rounds: training and validation."""
+    logs = sorted((path / "rounds").glob("[0-9]*/log.json"))
+    return sum(sum(read_json(log)["phases"].values()) for log in logs) / 3600

@@ -1,0 +1,172 @@
+"""Training what a comparison still lacks, run by run."""
+
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from fedatlas.compare.plan import Comparison
+from fedatlas.engine.run import read_json
+from fedatlas.errors import FedAtlasError, RunFolderError
+from fedatlas.evaluation.statistics import cell_means, class_means, mean_of_defined, read_rows, select
+from fedatlas.experiment import flat_difference, hash_of, load_federation, read_yaml, resolved
+from fedatlas.options import not_known
+from fedatlas.session import run_federation
+
+Tell = Callable[[str], None]
+
+
+def state_of(comparison: Comparison, arm: str, seed: int) -> Literal["finished", "begun", "absent"]:
+    """How far a run is. Raises RunFolderError if its folder is of another configuration."""
+    path, federation = comparison.path(arm, seed), comparison.federations[arm][seed]
+    info = path / "run.json"
+    if not info.exists():
+        return "begun" if path.exists() else "absent"
+    about = read_json(info)
+    if about["hash"] != hash_of(federation):
+        # an option that did not exist when the run was made has its default in both
+        then = load_federation(path / "federation.yaml")
+        if about["finished"] is None or hash_of(then) != hash_of(federation):
+            raise RunFolderError(
+                f"{path}: belongs to another configuration:\n"
+                f"{flat_difference(read_yaml(path / 'federation.yaml'), resolved(federation))}\n"
+                "Put the values back, give the comparison or the arm another name, or remove the folder"
+            )
+    return "finished" if about["finished"] is not None else "begun"
+
+
+def run_comparison(
+    comparison: Comparison,
+    *,
+    arms: Sequence[str] | None = None,
+    tell: Tell = print,
+    passing: Tell = lambda text: None,
+) -> dict[str, str]:
+    """Trains what is not finished, seed by seed over all arms; returns run -> why it failed.
+
+    arms: those to train; None: all. tell: is given a line per finished run; passing: what is going on.
+    """
+    for arm in arms or ():
+        if arm not in comparison.federations:
+            raise not_known(f"{comparison.name}: the arm", arm, comparison.federations)
+    chosen = [arm for arm in comparison.arms if arms is None or arm in arms]
+    stale: set[str] = set()
+    todo: list[tuple[str, int]] = []
+    failed: dict[str, str] = {}
+    done = 0
+    for seed in comparison.seeds:
+        for arm in chosen:
+            try:
+                if state_of(comparison, arm, seed) == "finished":
+                    done += 1
+                else:
+                    todo.append((arm, seed))
+            except FedAtlasError as error:
+                failed[f"{arm}-s{seed}"] = str(error)
+                tell(f"{arm}-s{seed}: {str(error).splitlines()[0] if arm in stale else error}")
+                stale.add(arm)
+    total = len(chosen) * len(comparison.seeds)
+    tell(f"{comparison.folder}: {total} runs, {done} finished, {len(todo)} to do")
+    spent: dict[str, list[float]] = {}
+    for number, (arm, seed) in enumerate(todo):
+        run, began = f"{arm}-s{seed}", time.monotonic()
+        place = f"{total - len(todo) + number + 1} of {total}"
+        error = _run_one(comparison, arm, seed, lambda text, place=place: passing(f"{place}, {text}"))
+        minutes = (time.monotonic() - began) / 60
+        if error:
+            failed[run] = error
+            tell(f"{run}: failed: {error}")
+        else:
+            spent.setdefault(arm, []).append(minutes)
+            value = _mean_text(comparison, arm, seed)
+            left = sum(_expected(spent, name) for name, _ in todo[number + 1 :])
+            more = len(todo) - number - 1
+            rest = f"; {more} left, about {_clock(left)}" if more else ""
+            tell(f"{run}: {minutes:.1f} minutes, {value}{rest}")
+    return failed
+
+
+def _run_one(comparison: Comparison, arm: str, seed: int, passing: Tell) -> str | None:
+    """Trains one run to its end; why it failed, or None."""
+    path, federation = comparison.path(arm, seed), comparison.federations[arm][seed]
+    run = f"{arm}-s{seed}"
+
+    ends: list[float] = []
+
+    def after_round(record: Any, best: Any) -> None:
+        ends.append(time.monotonic())
+        score = "" if best.last_score is None else f", validation {best.last_score:.3f}"
+        left = ""
+        if len(ends) > 1:
+            minutes = (ends[-1] - ends[0]) / (len(ends) - 1) * (federation.rounds - record.number) / 60
+            left = f", about {_clock(minutes)} left of this run"
+        passing(f"{run}: round {record.number} of {federation.rounds}{score}{left}")
+
+    passing(f"{run}: begins")
+    try:
+        run_federation(
+            federation,
+            path,
+            resume=True,
+            tell=lambda text: passing(f"{run}: {text}"),
+            after_round=after_round,
+        )
+    except FedAtlasError as error:
+        return str(error)
+    except Exception as error:
+        # the other arms go on; where this one broke stands in its folder
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "error.txt").write_text(traceback.format_exc())
+        return f"{type(error).__name__}: {error} (where: {path / 'error.txt'})"
+    (path / "error.txt").unlink(missing_ok=True)
+    return None
+
+
+def _expected(spent: Mapping[str, Sequence[float]], arm: str) -> float:
+    """Minutes of a run: the mean of its arm so far, else of all."""
+    of_arm = spent.get(arm) or [minutes for values in spent.values() for minutes in values]
+    return sum(of_arm) / len(of_arm)
+
+
+def _clock(minutes: float) -> str:
+    return f"{minutes / 60:.1f} hours" if minutes >= 90 else f"{minutes:.0f} minutes"
+
+
+def _mean_text(comparison: Comparison, arm: str, seed: int) -> str:
+    mean = average(comparison, cell_means(rows_of(comparison, arm, seed)))
+    what = f"mean {comparison.metric} ({comparison.measure.split})"
+    return f"{what} {mean:.3f}" if mean is not None else f"{what} not defined"
+
+
+Cells = dict[tuple[str, str], float | None]
+"""(site, class) -> the mean over its cases."""
+
+
+def average(comparison: Comparison, cells: Cells) -> float | None:
+    """The mean of a table: over its columns, which are classes, or cells of site and class."""
+    by_site = comparison.layout.columns == "site-class"
+    return mean_of_defined((cells if by_site else class_means(cells)).values())
+
+
+def all_rows(comparison: Comparison, arm: str, seed: int) -> list[dict[str, Any]]:
+    """The rows of a finished run's final evaluation."""
+    return read_rows(comparison.path(arm, seed) / "rows.csv")
+
+
+def rows_of(comparison: Comparison, arm: str, seed: int) -> list[Mapping[str, Any]]:
+    """The rows of a finished run that the tables average, before `measure.known`.
+
+    Where the best round was the last, the run holds its rows once, as "best"."""
+    measure = comparison.measure
+    rows = select(all_rows(comparison, arm, seed), metric=comparison.metric, split=measure.split)
+    rows = select(rows, model=kept_model(comparison.path(arm, seed), measure.model))
+    return [row for row in rows if measure.sites is None or row["site"] in measure.sites]
+
+
+def kept_model(path: Path, model: str) -> str:
+    """The name under which a run keeps a model: "best" for "last" where they are the same round."""
+    if model != "last" or not (path / "best.json").exists():
+        return model
+    same = read_json(path / "best.json")["round"] == read_json(path / "run.json")["rounds"]
+    return "best" if same else model

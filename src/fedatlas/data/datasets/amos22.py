@@ -1,0 +1,71 @@
+"""AMOS22, multi-organ segmentation of the abdomen: 500 CT and 100 MR scans of many scanners, phases and diseases.
+
+Source: https://zenodo.org/records/7262581 (Ji et al., arXiv:2206.08023); its licence, which stands there, is
+non-commercial. The folder holds dataset.json with the lists "training" (200 CT, 40 MR), "validation" (100 CT, 20 MR), both labelled, and
+"test", not labelled; imagesTr, labelsTr, imagesVa, labelsVa, imagesTs. The number in a name tells CT (up to 500) from
+MR. 15 organs: spleen, right kidney, left kidney, gall bladder, esophagus, liver, stomach, arota (so spelt), postcava,
+pancreas, right adrenal gland, left adrenal gland, duodenum, bladder, prostate/uterus. Lesions are part of their organ,
+and a kidney is two labels:
+
+    {name: amos, path: …, format: amos22, role: test, whole: true,
+     aliases: {right kidney: kidney, left kidney: kidney}}
+
+ConDistFL tests on the 300 labelled CT scans.
+"""
+
+import re
+from dataclasses import replace
+from typing import Literal
+
+from fedatlas.data.datasets import datalist
+from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, parse_table, read_json
+from fedatlas.errors import DataError
+from fedatlas.options import from_dict, option, options
+
+LAST_CT = 500
+EXPECTED = {"ct": 300, "mr": 60, "both": 360}
+"""Labelled scans of the release."""
+
+
+@options
+class Amos22:
+    """The options of AMOS22."""
+
+    modality: Literal["ct", "mr", "both"] = option("ct", "Which scans are used.")
+
+
+def read(layout: Layout) -> Listing:
+    """AMOS22: dataset.json with imagesTr, labelsTr, imagesVa, labelsVa, imagesTs.
+
+    Raises DataError for another data set, for a release without the validation labels, and for a name without a number.
+    """
+    form = from_dict(Amos22, layout.reading, what=f"site {layout.site}: reading")
+    path = layout.root / layout.table
+    where = f"site {layout.site}: {path}"
+    found = read_json(path, layout.site)
+    table = parse_table(found.get("labels"), where)
+    if len(table) != 16 or not {"spleen", "right kidney", "left kidney", "postcava"} <= set(table):
+        raise DataError(
+            f"{where}: AMOS22 is expected, with 15 organs, spleen to prostate/uterus; found {len(table) - 1}: "
+            f"{', '.join(list(table)[1:])}; give its folder, or the `format` of this one"
+        )
+    if not found.get("validation"):
+        raise DataError(
+            f'{where}: the list "validation" is missing: AMOS22 is expected as published with labelsVa '
+            "(zenodo 7262581); the first release of the challenge has no validation labels"
+        )
+    listing = datalist.listing(layout, found, table, 1)
+    chosen = tuple(case for case in listing.cases if form.modality in ("both", _modality(case, where)))
+    labelled = sum(case.label is not None for case in chosen)
+    problems = list(listing.problems)
+    if labelled != EXPECTED[form.modality] and not problems:
+        what = f"{labelled} labelled scans ({form.modality}); AMOS22 has {EXPECTED[form.modality]}"
+        problems.append(Problem(layout.site, layout.table, what, "see that all of it was unpacked", False))
+    return replace(listing, cases=chosen, problems=tuple(problems))
+
+
+def _modality(case: Case, where: str) -> str:
+    match = re.fullmatch(r"amos_(\d+)", case.name)
+    if match is None:
+        raise DataError(f"{where}: {case.name!r}: names of AMOS22 are amos_0001 …; give the folder of AMOS22")
+    return "ct" if int(match[1]) <= LAST_CT else "mr"

@@ -1,0 +1,250 @@
+"""Pictures with a mask per class: images/<case>.png and masks/<class>/<case>.png.
+
+A mask holds 0 outside and another value inside. A class folder without a file for an image: the class is not annotated
+there, which is not the same as absent. Files are PNG, JPEG, TIFF, BMP or GIF; images may be DICOM, too.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from fedatlas.data.datasets.images import empty, read_table, shown, some
+from fedatlas.data.datasets.listing import Case, Layout, Listing, Mask, Problem, Split
+from fedatlas.errors import DataError, FederationError
+from fedatlas.labels import BACKGROUND
+from fedatlas.options import from_dict, option, options
+
+RASTER = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif")
+PICTURES = (*RASTER, ".dcm", ".dicom")
+
+
+@options
+class Masks:
+    """Where pictures and their masks lie, in the site's folder."""
+
+    images: str = option("images", "Folder of the pictures.", min_length=1)
+    masks: str = option("masks", "Folder that holds a folder of masks per class.", min_length=1)
+    classes: dict[str, str] = option(
+        {}, "Class -> its folder of masks, in `masks`; empty: every folder there, by its name."
+    )
+    image_suffix: str = option("", "What follows the case in the names of pictures, before the ending.")
+    mask_suffix: str = option("", "What follows the case in the names of masks, before the ending, as _mask.")
+    absent: bool = option(
+        False,
+        "Whether a class whose folder has no mask for a picture is absent there; else it is not annotated.",
+    )
+    test: str | tuple[str, ...] = option(
+        (), "The test cases: a folder of pictures of their own, or a list of names among the others."
+    )
+    findings: str | None = option(
+        None,
+        "Table with the column `case` and a column per finding of the whole picture: 1 present, 0 absent, empty not "
+        "annotated. Null: none.",
+        min_length=1,
+    )
+    channels: Literal[1, 3] = option(1, "1: pictures are read as grey; 3: as red, green, blue.")
+    pixel: tuple[float, float] | None = option(
+        None, "Millimetres between rows and between columns, where files do not say it; null: 1."
+    )
+
+    def __post_init__(self) -> None:
+        if self.pixel is not None and not min(self.pixel) > 0:
+            raise FederationError(f"reading: pixel is {list(self.pixel)}; millimetres are above 0")
+
+
+def read(layout: Layout) -> Listing:
+    """Pictures with a mask per class: images/<case>.png, masks/<class>/<case>.png."""
+    form = from_dict(Masks, layout.reading, what=f"site {layout.site}: reading")
+    problems: list[Problem] = []
+    pictures = files_in(layout, form.images, PICTURES, form.image_suffix, problems)
+    splits: dict[str, Split] = dict.fromkeys(pictures, "train")
+    if isinstance(form.test, str):
+        more = files_in(layout, form.test, PICTURES, form.image_suffix, problems)
+        twice = sorted(set(more) & set(pictures))
+        if twice:
+            raise DataError(
+                f"site {layout.site}: {shown(more[twice[0]], layout.root)}: the case is in {form.images}, too; keep every "
+                "case in one of the two folders"
+            )
+        pictures |= more
+        splits |= dict.fromkeys(more, "test")
+    else:
+        for name in form.test:
+            if name not in pictures:
+                raise DataError(
+                    f"site {layout.site}: reading.test names the case {name!r}, which has no picture in {form.images}; "
+                    "correct the list"
+                )
+            splits[name] = "test"
+    drawn = _drawn(layout, form, problems)
+    told, findings = _findings(layout, form, pictures, problems)
+    without = [
+        Problem(
+            layout.site,
+            shown(file, layout.root),
+            "a mask without a picture",
+            f"add it to {form.images}, or take the mask out",
+        )
+        for masks in drawn.values()
+        for case, file in masks.items()
+        if case not in pictures
+    ]
+    problems += some(without, "masks without a picture")
+    cases, bare = [], []
+    for name, file in sorted(pictures.items()):
+        masks = tuple((label, files[name]) for label, files in drawn.items() if name in files)
+        annotated = tuple(drawn) if form.absent else tuple(label for label, _ in masks)
+        if not annotated and not told.get(name):
+            what = "a picture with neither mask nor finding: nothing is known of it"
+            remedy = "add a mask, set `reading.absent`, or take it out"
+            bare.append(Problem(layout.site, shown(file, layout.root), what, remedy, False))
+        cases.append(picture_case(name, file, splits[name], masks, annotated, told.get(name, ()), form.pixel))
+    problems += some(bare, "pictures without a label")
+    return Listing(table_of(drawn), tuple(cases), form.channels, tuple(problems), findings)
+
+
+def _drawn(layout: Layout, form: Masks, problems: list[Problem]) -> dict[str, dict[str, Path]]:
+    """Class -> case -> its mask."""
+    base = layout.root / form.masks
+    folders = dict(form.classes)
+    if not folders and base.is_dir():
+        folders = {f.name: f.name for f in sorted(base.iterdir()) if f.is_dir() and f.name[0] not in "._"}
+    if not folders and form.findings is None:
+        raise DataError(
+            f"site {layout.site}: {base}: no folder of masks is there; expected {form.masks}/<class>/<case>.png, or set "
+            "`reading.masks`, or `reading.findings` for a site with findings alone"
+        )
+    if BACKGROUND in folders:
+        raise DataError(
+            f"site {layout.site}: {base / folders[BACKGROUND]}: {BACKGROUND!r} is no class with a mask of its own; "
+            "rename or remove the folder"
+        )
+    return {
+        name: files_in(layout, f"{form.masks}/{folder}", RASTER, form.mask_suffix, problems)
+        for name, folder in folders.items()
+    }
+
+
+def _findings(
+    layout: Layout, form: Masks, pictures: Iterable[str], problems: list[Problem]
+) -> tuple[dict[str, tuple[tuple[str, bool], ...]], tuple[str, ...]]:
+    """Case -> its findings, and the names of all findings."""
+    if form.findings is None:
+        return {}, ()
+    path = layout.root / form.findings
+    header, rows, wrong = read_table(layout.site, path, ["case"])
+    names = tuple(name for name in header if name and name != "case")
+    told: dict[str, tuple[tuple[str, bool], ...]] = {}
+    known = set(pictures)
+    for row in rows:
+        case, values = row.values["case"], {name: row.values[name] for name in names}
+        odd = next((n for n, v in values.items() if not empty(v) and v not in ("0", "1", "0.0", "1.0")), None)
+        what = ""
+        if odd is not None:
+            what = f"column {odd!r} holds {values[odd]!r}; allowed: 1 present, 0 absent, empty not annotated"
+        elif case not in known:
+            what = f"names the case {case!r}, which has no picture in {form.images}"
+        elif case in told:
+            what = f"names the case {case!r} a second time"
+        if what:
+            where = f"{form.findings}, line {row.line}"
+            wrong.append(Problem(layout.site, where, what, "correct the row, or take it out"))
+            continue
+        told[case] = tuple((n, v.startswith("1")) for n, v in values.items() if not empty(v))
+    problems += some(wrong, f"rows of {form.findings}")
+    return told, names
+
+
+# -------------------------------------------------------------------------------- for every set of pictures
+
+
+def picture_case(
+    name: str,
+    file: Path,
+    split: Split,
+    masks: Sequence[tuple[str, Mask]],
+    annotated: Sequence[str],
+    findings: Sequence[tuple[str, bool]] = (),
+    pixel: tuple[float, float] | None = None,
+    raw: int | None = None,
+) -> Case:
+    """A picture as a case; its patient is its name."""
+    return Case(
+        name,
+        (file,),
+        None,
+        split,
+        name,
+        tuple(annotated),
+        masks=tuple(masks),
+        findings=tuple(findings),
+        pixel=pixel,
+        raw=raw,
+    )
+
+
+def table_of(names: Iterable[str]) -> dict[str, int]:
+    """A label table for classes that are masks: background, then they in order."""
+    return {BACKGROUND: 0} | {name: number for number, name in enumerate(names, start=1)}
+
+
+def files_in(
+    layout: Layout, folder: str, endings: Sequence[str], suffix: str, problems: list[Problem]
+) -> dict[str, Path]:
+    """Case -> its file in a folder of the site. A file of another ending or without `suffix`, and a case with two
+    files, are problems. Raises DataError for a folder that is not there."""
+    base = layout.root / folder
+    if not base.is_dir():
+        raise DataError(f"site {layout.site}: {base}: no such folder; {there(layout.root)}")
+    found: dict[str, Path] = {}
+    strange: list[Problem] = []
+    for file in sorted(base.iterdir()):
+        if file.name.startswith(".") or file.is_dir():
+            continue
+        case = file.stem.removesuffix(suffix)
+        if file.suffix.lower() not in endings or not file.stem.endswith(suffix) or not case:
+            what = f"not named <case>{suffix}.png, or with {', '.join(endings[1:-1])} or {endings[-1]}"
+            strange.append(
+                Problem(layout.site, shown(file, layout.root), what, "rename it, or take it out", False)
+            )
+        elif case in found:
+            what = f"case {case!r} also has the file {found[case].name}"
+            problems.append(Problem(layout.site, shown(file, layout.root), what, "take one out"))
+        else:
+            found[case] = file
+    problems += some(strange, "files of other names")
+    return found
+
+
+def there(root: Path) -> str:
+    """The folders of a folder, for a message."""
+    names = sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
+    return (
+        f"{root.name} holds the folders: {', '.join(names[:12]) or 'none'}{', …' if len(names) > 12 else ''}"
+    )
+
+
+def expected(layout: Layout, release: str, folders: Sequence[str]) -> Path:
+    """The folder with all of `folders` in it: the site's own, or one in it. Raises DataError, which says what the
+    release holds, where there is none."""
+    for base in (layout.root, *sorted(f for f in layout.root.iterdir() if f.is_dir())):
+        if all((base / folder).is_dir() for folder in folders):
+            return base
+    missing = next(folder for folder in folders if not (layout.root / folder).is_dir())
+    raise DataError(
+        f"site {layout.site}: {layout.root}: not the release of {release} that is read: no folder {missing}/. Expected: "
+        f"{', '.join(f'{folder}/' for folder in folders)}; {there(layout.root)}"
+    )
+
+
+def count_note(layout: Layout, place: str, found: int, whole: int, release: str, of: str) -> list[Problem]:
+    """A note where a release is not there in full."""
+    if found == whole:
+        return []
+    what = f"{found:,} {of}; {release} has {whole:,}"
+    return [Problem(layout.site, place, what, "see that all of it was unpacked", False)]
+
+
+def sides(swap: bool) -> tuple[str, str]:
+    """Class names for what a release calls left, and right."""
+    return ("right lung", "left lung") if swap else ("left lung", "right lung")

@@ -1,0 +1,36 @@
+"""What a net returns.
+
+Shapes: B batch, C classes, F findings, *S spatial.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """The outputs of a net that segments and, of the same image, tells findings.
+
+    voxels: logits [B, C, *S], or a list of them, the head of full resolution first; findings: logits [B, F].
+    """
+
+    voxels: Tensor | Sequence[Tensor]
+    findings: Tensor
+
+
+Outputs = Tensor | Sequence[Tensor] | Mixed
+"""Logits [B, C, *S] (whole images: [B, C]); with deep supervision, in training, a list of them, the head of full
+resolution first; with findings beside segmentation, `Mixed`."""
+
+
+def heads(outputs: Outputs) -> Tensor | Sequence[Tensor]:
+    """The logits of the classes, findings left aside: [B, C, *S], or one per head."""
+    return outputs.voxels if isinstance(outputs, Mixed) else outputs
+
+
+def voxel_logits(outputs: Outputs) -> Tensor:
+    """[B, C, *S] the logits of the head of full resolution."""
+    logits = heads(outputs)
+    return logits if isinstance(logits, Tensor) else logits[0]

@@ -1,0 +1,230 @@
+"""Which cases of a site train, validate and test: `split`, `cases`, `role: test`, `score_all`, `whole`."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+from test_site_index import index_of, nnunet, told
+
+from fedatlas.augment import OFF
+from fedatlas.data.datasets.listing import Case
+from fedatlas.data.index import (
+    Portions,
+    SiteConfig,
+    SiteIndex,
+    _divided,
+    naming_of,
+    read_site,
+    split_validation,
+)
+from fedatlas.data.phantom import write_phantom
+from fedatlas.data.site_data import SiteData, pool
+from fedatlas.data.transforms import Preprocessing
+from fedatlas.errors import DataError, FederationError
+from fedatlas.labels import LabelSpace
+
+SPACE = LabelSpace(("background", "liver", "spleen", "kidney", "tumour"), ((3, 4),))
+FLAT = Preprocessing(spacing=(4, 4, 4), window=(-100, 200), patch=(16, 16))
+NAMES = [f"p{n:02d}" for n in range(20)]
+
+
+def names(index: SiteIndex, split: str) -> set[str]:
+    return {case.name for case in index.cases if case.split == split}
+
+
+def unlabel(root: Path, *cases: str) -> None:
+    for case in cases:
+        (root / "labelsTs" / f"{case}.nii.gz").unlink()
+
+
+def test_counts_and_shares_are_nested_and_leave_each_other_alone(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", NAMES)
+
+    def split(validation: float, test: float) -> SiteIndex:
+        return index_of(root, split={"validation": validation, "test": test})
+
+    small, large = split(3, 4), split(3, 9)
+    assert (len(names(small, "validation")), len(names(small, "test"))) == (3, 4)
+    assert names(small, "test") < names(large, "test")
+    assert names(small, "validation") == names(large, "validation") < names(split(6, 4), "validation")
+    assert names(split(0.15, 0.2), "test") == names(small, "test")
+    assert names(split(0.15, 0.2), "validation") == names(small, "validation")
+    for fraction, seed in ((0.2, 0), (0.5, 7)):
+        found = split_validation(split(0, 4), seed=seed, fraction=fraction)
+        assert [len(found[s]) for s in ("train", "validation", "test")] == [16, 0, 4], (
+            "split has the last word"
+        )
+
+
+def test_a_split_follows_from_seed_and_site_and_not_from_other_files(tmp_path: Path) -> None:
+    config = {"path": str(nnunet(tmp_path / "s", NAMES)), "split": {"test": 5}}
+    first = read_site(SiteConfig(name="x", **config), tmp_path)
+    assert names(first, "test") != names(read_site(SiteConfig(name="x", **config), tmp_path, seed=1), "test")
+    assert names(first, "test") != names(read_site(SiteConfig(name="y", **config), tmp_path), "test")
+    ranked = index_of(tmp_path / "s", split={"test": 18}).cases
+    gone = next(case.name for case in ranked if case.split == "train")
+    (tmp_path / "s" / "imagesTr" / f"{gone}_0000.nii.gz").unlink()
+    (tmp_path / "s" / "labelsTr" / f"{gone}.nii.gz").unlink()
+    assert names(read_site(SiteConfig(name="x", **config), tmp_path), "test") == names(first, "test")
+
+
+def test_patients_stay_whole(tmp_path: Path) -> None:
+    cases = [f"p{n}_{visit}" for n in range(8) for visit in "ab"]
+    index = index_of(nnunet(tmp_path / "s", cases), patient="(p\\d+)_", split={"validation": 3, "test": 0.25})
+    patients = [{name[:2] for name in names(index, split)} for split in ("train", "validation", "test")]
+    assert [len(found) for found in patients] == [4, 2, 2] and len(set.union(*patients)) == 8
+    assert len(names(index, "validation")) == 4, "the patient of the third case comes as a whole"
+
+
+def test_unlabelled_test_cases_are_left_out_and_labelled_ones_divided_anew(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", NAMES[:6], ["t1", "t2", "t3"])
+    unlabel(root, "t2", "t3")
+    assert names(index_of(root), "test") == {"t1", "t2", "t3"}
+    index = index_of(root, split={"validation": 1, "test": 2})
+    assert {case.name for case in index.cases} == {*NAMES[:6], "t1"} and len(names(index, "test")) == 2
+    for portion in ({"test": 7}, {"validation": 4, "test": 3}, {"validation": 0.6, "test": 0.5}):
+        text = told(root, split=portion)
+        assert "leave nothing to train on: the site has 7 labelled cases" in text
+    with pytest.raises(Exception, match="a share is below 1"):
+        SiteConfig(name="x", path="s", split=Portions(test=1.5))
+
+
+def test_lists_of_the_layout_win_where_no_split_is_given(tmp_path: Path) -> None:
+    root = tmp_path / "s"
+    root.mkdir()
+    content = {
+        "labels": {"background": 0, "liver": 1},
+        "training": [{"image": f"i{n}.nii.gz", "label": f"l{n}.nii.gz"} for n in range(5)],
+        "validation": [{"image": "v.nii.gz", "label": "vl.nii.gz"}],
+    }
+    for entry in [*content["training"], *content["validation"]]:
+        (root / entry["image"]).touch()
+        (root / entry["label"]).touch()
+    (root / "dataset.json").write_text(json.dumps(content))
+    found = split_validation(index_of(root), seed=0, fraction=0.5)
+    assert [case.name for case in found["validation"]] == ["v"] and len(found["train"]) == 5
+    divided = index_of(root, split={"test": 2})
+    assert len(names(divided, "test")) == 2 and len(names(divided, "train")) == 4
+
+
+def test_shares_hold_of_patients_with_equal_findings() -> None:
+    def case(number: int) -> Case:
+        ill = (("pneumothorax", number % 5 == 0),)
+        return Case(
+            f"c{number}", (Path(f"c{number}"),), Path("l"), "train", f"c{number}", ("a",), findings=ill
+        )
+
+    cases = _divided([case(n) for n in range(100)], Portions(validation=0.2, test=0.2), "x", 0)
+    for split in ("validation", "test"):
+        ill = [dict(case.findings)["pneumothorax"] for case in cases if case.split == split]
+        assert (len(ill), sum(ill)) == (20, 4)
+
+
+def test_fewer_training_cases_are_among_more(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", NAMES, ["t"])
+
+    def split(most: int | None) -> dict[str, set[str]]:
+        found = split_validation(index_of(root, cases=most), seed=3, fraction=0.25)
+        return {name: {case.name for case in cases} for name, cases in found.items()}
+
+    everything, four, nine = split(None), split(4), split(9)
+    assert len(four["train"]) == 4 and four["train"] < nine["train"] < everything["train"]
+    assert four["validation"] == everything["validation"] and four["test"] == everything["test"]
+    assert split(99) == everything
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"role": "test", "split": {"test": 1}}, "split: says which cases train"),
+        ({"role": "test", "cases": 3}, "cases: says which cases train"),
+        ({"score_all": True}, "score_all: without `annotated`"),
+        ({"score_all": True, "annotated": ["liver"], "reference": {}}, "score_all and reference"),
+        ({"whole": True}, "it goes with `role: test`"),
+        ({"balanced": 2}, "balanced: is for labels of whole images"),
+        ({"reading": {"a": 1}}, "reading: the layout nnunet has no options"),
+    ],
+)
+def test_what_does_not_go_together(tmp_path: Path, config: dict[str, Any], part: str) -> None:
+    assert part in told(nnunet(tmp_path / "s", NAMES[:4]), **config)
+
+
+def test_whole_needs_groups(tmp_path: Path) -> None:
+    index = index_of(nnunet(tmp_path / "s", NAMES[:4]), role="test", whole=True)
+    with pytest.raises(FederationError, match="the label space has no groups"):
+        naming_of(index, LabelSpace(SPACE.names))
+
+
+# -------------------------------------------------------------------------------------- with voxels
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_phantom(
+        tmp_path_factory.mktemp("world"), sites=2, cases=5, test_cases=2, shape=(20, 20, 12), seed=3
+    )
+
+
+def data_of(root: Path, cache: Path, **config: Any) -> SiteData:
+    index = read_site(SiteConfig(name="s", path=str(root), **config), root)
+    return SiteData(index, SPACE, FLAT, augmentation=OFF, validation=0.25, cache=cache)
+
+
+def rewrite(path: Path, how: Any) -> None:
+    image: Any = nib.load(path)  # type: ignore[attr-defined]
+    nib.save(nib.Nifti1Image(how(np.asarray(image.dataobj).copy()), image.affine), path)  # type: ignore[attr-defined]
+
+
+def seen(data: SiteData) -> str:
+    """A mark of all that a method can see of a site."""
+    total = hashlib.sha256()
+    for batch in data.batches(("x",), batch=2, steps=6):
+        for tensor in (batch.image, batch.target, batch.known):
+            total.update(tensor.contiguous().numpy().tobytes())
+    for volume in data.volumes("validation"):
+        total.update(volume.truth("original").tobytes() + volume.scored.numpy().tobytes())
+    total.update(json.dumps(data.summary(), sort_keys=True).encode())
+    return total.hexdigest() + str(data.n_labelled) + str(data.n_positive) + str(data.labels.known)
+
+
+def test_what_is_scored_only_is_never_seen(world: Path, tmp_path: Path) -> None:
+    """Every voxel of the label that `annotated` leaves out is moved; only the test can tell."""
+    root = Path(shutil.copytree(world / "site-0", tmp_path / "site"))
+    config = {"annotated": ("liver",), "score_all": True}
+    plain = data_of(root, tmp_path / "c1", annotated=("liver",))
+    data = data_of(root, tmp_path / "c1", **config)
+    first, before = seen(data), [volume.truth("original").copy() for volume in data.volumes("test")]
+    assert first == seen(plain)
+    rows = [(v.known.tolist(), v.scored.tolist()) for v in data.volumes("test")]
+    assert rows == [([True, True, False, False, False], [True, True, True, False, False])] * 2
+    assert {tuple(v.scored.tolist()) for v in plain.volumes("test")} == {(True, True, False, False, False)}
+    for file in [*root.glob("labelsTr/*"), *root.glob("labelsTs/*")]:
+        rewrite(
+            file,
+            lambda v: np.where(v == 2, 0, np.where((v == 0) & (np.arange(v.shape[2]) < 3), 2, v)).astype(
+                v.dtype
+            ),
+        )
+    data = data_of(root, tmp_path / "c1", **config)
+    assert seen(data) == first
+    after = [volume.truth("original") for volume in data.volumes("test")]
+    assert not any(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(np.array_equal(a == 1, b == 1) for a, b in zip(before, after, strict=True))
+
+
+def test_a_tested_site_adds_nothing_to_what_is_pooled(world: Path, tmp_path: Path) -> None:
+    test_only = data_of(world / "site-1", tmp_path / "c", role="test")
+    assert test_only.n_train == 0 and not test_only.items["validation"] and len(test_only.items["test"]) == 7
+    assert not test_only.n_labelled.any() and not test_only.n_positive.any()
+    train = data_of(world / "site-0", tmp_path / "c")
+    both = pool([train, test_only])
+    assert both.n_train == train.n_train and both.n_labelled.tolist() == train.n_labelled.tolist()
+    with pytest.raises(DataError, match="no labelled case, and its role is test"):
+        empty = replace(test_only.indexes[0], cases=())
+        SiteData(empty, SPACE, FLAT, cache=tmp_path / "c").prepare()

@@ -1,0 +1,203 @@
+"""KiTS19, AMOS22 and three tasks of the Decathlon, in folders of their exact layouts."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from fake_volumes import MSD_TASKS, write_amos22, write_kits19, write_msd
+
+from fedatlas.data.site_data import SiteConfig, SiteData, SiteIndex, check_federation, check_site, read_site
+from fedatlas.data.transforms import Preprocessing
+from fedatlas.errors import DataError, FederationError
+from fedatlas.labels import LabelSpace
+
+SPACE = LabelSpace(
+    (
+        "background",
+        "liver",
+        "liver tumour",
+        "spleen",
+        "pancreas",
+        "pancreas tumour",
+        "kidney",
+        "kidney tumour",
+    ),
+    ((1, 2), (4, 5), (6, 7)),
+)
+SOLID = Preprocessing(spacing=(6, 6, 6), window=(-54, 258), patch=(8, 8, 8))
+BOTH_KIDNEYS = {"right kidney": "kidney", "left kidney": "kidney"}
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sets")
+    write_kits19(root / "kits19")
+    write_amos22(root / "amos22")
+    for task in MSD_TASKS:
+        write_msd(root, task)
+    return root
+
+
+def index_of(path: Path, **config: Any) -> SiteIndex:
+    return read_site(SiteConfig(**({"name": "x", "path": str(path)} | config)), path)
+
+
+def told(path: Path, **config: Any) -> str:
+    with pytest.raises((DataError, FederationError)) as error:
+        index_of(path, **config)
+    assert "site x" in str(error.value)
+    return str(error.value)
+
+
+def fatal(index: SiteIndex) -> list[str]:
+    return [str(problem) for problem in index.problems if problem.fatal]
+
+
+def test_kits19(sets: Path) -> None:
+    index = index_of(sets / "kits19", format="kits19", split={"validation": 1, "test": 2})
+    assert index.table == {"background": 0, "kidney": 1, "kidney tumour": 2} and not fatal(index)
+    assert "6 labelled cases; KiTS19 has 210" in str(index.problems[0])
+    splits = [case.split for case in index.cases]
+    assert len(splits) == 6 and splits.count("test") == 2 and splits.count("validation") == 1
+    plain = index_of(sets / "kits19", format="kits19")
+    assert [case.name for case in plain.cases if case.split == "test"] == ["case_00210"]
+    inner = index_of(sets / "kits19" / "data", format="kits19")
+    assert [case.name for case in inner.cases] == [case.name for case in plain.cases]
+    assert not [problem for problem in check_site(index, SPACE) if problem.fatal]
+
+
+def test_kits19_that_is_not_whole_or_of_another_year(sets: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(sets / "kits19", tmp_path / "clone"))
+    for scan in root.glob("data/*/imaging.nii.gz"):
+        scan.unlink()
+    (text,) = fatal(index_of(root, format="kits19"))
+    assert "7 of 7 case folders have no imaging.nii.gz; a clone holds the labels alone" in text
+    root = Path(shutil.copytree(sets / "kits19", tmp_path / "half"))
+    (root / "data/case_00002/segmentation.nii.gz").unlink()
+    (text,) = fatal(index_of(root, format="kits19"))
+    assert "data/case_00002/segmentation.nii.gz: missing" in text
+    (root / "data/case_00001/instances").mkdir()
+    assert "data/case_00001/instances is of KiTS23" in told(root, format="kits19")
+    (tmp_path / "later" / "dataset" / "case_00000").mkdir(parents=True)
+    text = told(tmp_path / "later", format="kits19")
+    assert "found none (dataset/ is there: that is KiTS23)" in text
+    assert "reading: the layout kits19 has no options" in told(
+        sets / "kits19", format="kits19", reading={"a": 1}
+    )
+
+
+def test_amos22_is_tested_on_in_full(sets: Path, tmp_path: Path) -> None:
+    config = {"format": "amos22", "role": "test", "whole": True, "aliases": BOTH_KIDNEYS}
+    index = index_of(sets / "amos22", **config)
+    assert [case.name for case in index.cases] == [f"amos_{n:04d}" for n in range(1, 6)]
+    assert {case.split for case in index.cases} == {"test"} and index.brings == ()
+    counts = {
+        modality: len(index_of(sets / "amos22", **config, reading={"modality": modality}).cases)
+        for modality in ("ct", "mr", "both")
+    }
+    assert counts == {"ct": 5, "mr": 2, "both": 7}
+    assert not [problem for problem in check_site(index, SPACE) if problem.fatal]
+    data = SiteData(index, SPACE, SOLID, cache=tmp_path)
+    assert data.n_train == 0 and not data.n_labelled.any() and not data.labels.annotated
+    assert data.summary()["role"] == "test" and data.summary()["cases"]["test"] == 5
+    for volume in data.volumes("test"):
+        scored = [SPACE.names[c] for c in SPACE.foreground if volume.scored[c]]
+        assert scored == ["liver", "spleen", "pancreas", "kidney"]
+        assert not volume.known[1:].any() and volume.whole
+        raw: Any = nib.load(sets / "amos22" / "labelsTr" / "amos_0001.nii.gz")  # type: ignore[attr-defined]
+        if volume.case == "amos_0001":
+            own = np.asarray(raw.dataobj)
+            assert np.array_equal(volume.truth("original") == 6, np.isin(own, (2, 3)))
+            assert np.array_equal(volume.truth("original") == 1, own == 6)
+
+
+def test_amos22_of_the_wrong_release(sets: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(sets / "amos22", tmp_path / "amos"))
+    table = json.loads((root / "dataset.json").read_text())
+    (root / "dataset.json").write_text(json.dumps(table | {"validation": []}))
+    assert 'the list "validation" is missing' in told(root, format="amos22")
+    assert "modality" in told(sets / "amos22", format="amos22", reading={"modality": "pet"})
+    text = told(sets / "Task09_Spleen", format="amos22")
+    assert "AMOS22 is expected, with 15 organs" in text and "found 1: spleen" in text
+    (root / "dataset.json").write_text(json.dumps(table))
+    shutil.rmtree(root / "imagesVa")
+    (text,) = fatal(index_of(root, format="amos22"))
+    assert "imagesVa/amos_0004.nii.gz: missing" in text and "2 more of its 3 entries" in text
+    with pytest.raises(FederationError, match="none of its labels"):
+        SiteData(
+            index_of(sets / "amos22", format="amos22", role="test"),
+            LabelSpace(("background", "heart")),
+            SOLID,
+            cache=tmp_path,
+        )
+
+
+@pytest.mark.parametrize("task", MSD_TASKS)
+def test_decathlon(sets: Path, task: str) -> None:
+    index = index_of(sets / task, split={"validation": 1, "test": 2})
+    assert len(index.cases) == 6 and not index.problems
+    assert all(case.label is not None for case in index.cases)
+    assert list(index.table)[1:] == list(MSD_TASKS[task][1].values())[1:] and index.channels == 1
+    assert sum(case.split == "test" for case in index_of(sets / task).cases) == 1, "the unlabelled one"
+
+
+def test_decathlon_half_unpacked(sets: Path, tmp_path: Path) -> None:
+    assert f"and {next(iter(MSD_TASKS))} in it does" in told(sets)
+    root = Path(shutil.copytree(sets / "Task03_Liver", tmp_path / "liver"))
+    shutil.rmtree(root / "imagesTs")
+    index = index_of(root)
+    assert not fatal(index) and "imagesTs/liver_7.nii.gz: missing" in str(index.problems[0])
+    for number in (1, 2):
+        (root / f"labelsTr/liver_{number}.nii.gz").unlink()
+    (text,) = fatal(index_of(root))
+    assert "labelsTr/liver_1.nii.gz: missing" in text and "1 more of its 6 entries" in text
+    table = json.loads((root / "dataset.json").read_text())
+    (root / "dataset.json").write_text(json.dumps(table | {"numTraining": 131}))
+    assert "numTraining is 131" in str(index_of(root).problems)
+
+
+def test_two_cancers_are_two_classes(sets: Path) -> None:
+    split = {"validation": 1, "test": 2}
+    liver = index_of(sets / "Task03_Liver", name="liver", split=split, aliases={"cancer": "liver tumour"})
+    pancreas = index_of(
+        sets / "Task07_Pancreas", name="pancreas", split=split, aliases={"cancer": "pancreas tumour"}
+    )
+    spleen = index_of(sets / "Task09_Spleen", name="spleen", split=split)
+    kidney = index_of(sets / "kits19", name="kidney", format="kits19", split=split)
+    found = check_federation([liver, pancreas, spleen, kidney], SPACE)
+    assert not [problem for problem in found if problem.fatal]
+    plain = LabelSpace(("background", "liver", "cancer", "pancreas", "pancreas tumour"))
+    other = index_of(sets / "Task03_Liver", name="liver", split=split)
+    assert any("'cancer' means" in str(problem) for problem in check_federation([pancreas, other], plain))
+
+
+def test_a_lesion_without_its_organ_is_noted(sets: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(sets / "Task03_Liver", tmp_path / "liver"))
+    config = {"aliases": {"cancer": "liver tumour"}}
+    assert not [p for p in check_site(index_of(root, **config), SPACE) if "touch no" in p.what]
+    file = root / "labelsTr" / "liver_3.nii.gz"
+    image: Any = nib.load(file)  # type: ignore[attr-defined]
+    voxels = np.asarray(image.dataobj).copy()
+    voxels[24:26, 2:4, 1] = 2
+    nib.save(nib.Nifti1Image(voxels, image.affine), file)  # type: ignore[attr-defined]
+    (problem,) = [p for p in check_site(index_of(root, **config), SPACE) if "touch no" in p.what]
+    assert not problem.fatal and problem.file == "labelsTr/liver_3.nii.gz"
+    assert "case 'liver_3': 'liver tumour' in 1 of 2 pieces (4 voxels, 320 mm³)" in problem.what
+    assert "touch no 'liver'; the largest at voxel [24, 2, 1]" in problem.what
+    ungrouped = LabelSpace(SPACE.names)
+    assert not [p for p in check_site(index_of(root, **config), ungrouped) if "touch no" in p.what]
+
+
+def test_orientation_of_kits19_is_undone(sets: Path, tmp_path: Path) -> None:
+    """Slices come first in these files; on the federation's grid both kidneys lie low and behind."""
+    split = {"validation": 1, "test": 2}
+    data = SiteData(index_of(sets / "kits19", format="kits19", split=split), SPACE, SOLID, cache=tmp_path)
+    for volume in data.volumes("test"):
+        places = np.argwhere(volume.truth("federation") >= 6) / np.array(volume.image.shape[1:])
+        assert places.mean(0)[1] < 0.45 and places.mean(0)[2] < 0.4
+        assert torch.isfinite(volume.image).all()
