@@ -172,9 +172,9 @@ def distances(root: Path, steps: int = 300) -> dict[str, float]:
     train(site, teacher, losses.supervised(LossChoice(), site), local, round=0, rounds=1)  # type: ignore[call-arg]
     teacher.eval().requires_grad_(False)
     found = {"teacher: its loss at the end of training": site.logged["loss"]}
-    chances = [name for name in OFF.__dataclass_fields__]
     for text, augmentation in (("none", OFF), ("default", None), ("strong", STRONG)):
-        changes = {"augmentation": {n: getattr(augmentation, n) for n in chances}} if augmentation else {}
+        fields = OFF.__dataclass_fields__ if augmentation else ()
+        changes: dict[str, Any] = {"augmentation": {name: getattr(augmentation, name) for name in fields}}
         experiment = federation(root, **changes)
         space, condist = experiment.space, methods.get("condistfl")()
         sums = torch.zeros(5, dtype=torch.float64)
@@ -189,7 +189,7 @@ def distances(root: Path, steps: int = 300) -> dict[str, float]:
                 q = z.softmax(1)
                 some = (q.argmax(1) > 0) | (p.argmax(1) > 0)
                 differ = q.argmax(1) != p.argmax(1)
-                z_k = experiment_logits(z)
+                z_k = near(z)
                 loss = [
                     condist.L_ConDist(z_k, z_g, batch.target, batch.known, space)
                     for z_g in (z, p.clamp(min=1e-30).log())
@@ -214,7 +214,7 @@ def distances(root: Path, steps: int = 300) -> dict[str, float]:
     return found
 
 
-def experiment_logits(z: torch.Tensor) -> torch.Tensor:
+def near(z: torch.Tensor) -> torch.Tensor:
     """The logits of a student that is near the teacher."""
     return z + 0.5 * torch.randn(z.shape, generator=generator("student"))
 

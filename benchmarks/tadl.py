@@ -11,6 +11,7 @@ Also the rounds per minute and peak memory of a site with FedAvg and with FedPSL
 import json
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -18,7 +19,7 @@ from benchmarks.timing import alternate, show
 from fedatlas import losses, methods, nets
 from fedatlas.data.batch import Batch
 from fedatlas.experiment import load_federation
-from fedatlas.labels import LabelSpace
+from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.methods.fedpsl import DecoupledStep
 from fedatlas.methods.weighting import head_of
 from fedatlas.seeds import generator
@@ -40,11 +41,11 @@ def steps(kind: str, options: dict[str, str], batch: int, size: int, repeats: in
     target = torch.randint(0, 2, (batch, len(SPACE)), generator=rng).float()
     data = Batch(torch.rand(batch, 1, size, size, generator=rng), target, known, [""] * batch)
     local = Local(optimizer="sgd", lr=1e-4, batch=batch)  # type: ignore[call-arg]
-    loss = losses.supervised(losses.make(losses.LossChoice(name="masked_bce"), SPACE))  # type: ignore[call-arg]
+    here = SimpleNamespace(labels=SiteLabels(SPACE, frozenset(range(3))))
+    loss = losses.supervised(losses.LossChoice(name="masked_bce"), here)  # type: ignore[call-arg,arg-type]
 
     def net() -> torch.nn.Module:
-        shape = {"in_channels": 1, "classes": len(SPACE), "spatial_dims": 2}
-        return nets.build(kind, options, **shape, seed=0)
+        return nets.build(kind, options, in_channels=1, classes=len(SPACE), spatial_dims=2, seed=0)
 
     cpu, plain, made = torch.device("cpu"), net(), {}
     step = Step(make_optimizer(plain, local), local, cpu)

@@ -181,6 +181,7 @@ def test_ctrl_c_is_safe(workers, small, tmp_path) -> None:
         (["local.precision=fp16"], "fp16 needs a GPU"),
         (["preprocessing.patch=[18, 18]"], "patch"),
         (["net.name=organ_heads", "labels.exclusive=false"], "exclusive"),
+        (["method.name=condistfl", "method.cond=eps", "labels.exclusive=false"], "exclusive"),
     ],
 )
 def test_what_cannot_run_is_said_before_anything_runs(changes, text, small, tmp_path, capsys) -> None:

@@ -221,7 +221,7 @@ DEFAULTS = {
         "lambda_start": 0.01,
         "lambda_end": 1.0,
         "group": True,
-        "filter": True,
+        "filter": None,
         "cond": "exact",
         "empty_group": "skip",
         "weights": "equal",
@@ -289,7 +289,7 @@ def test_one_round_at_one_site_with_all_labels_is_ordinary_training(
         parts,
     )
     net = site.network()
-    loss = losses.supervised(losses.for_site(losses.LossChoice(), site))
+    loss = losses.supervised(losses.LossChoice(), site)
     train(site, net, loss, federation.local, round=0, rounds=1)
     assert wire.encode(tensors_of(net)) == wire.encode(result)
 

@@ -44,6 +44,7 @@ def render(run: Run) -> str:
             not unknown_locals,
         ),
         ("results", "Results by site and class", classification.results if run.images else _results, True),
+        ("findings", "Findings of the whole image", _findings, bool(run.findings)),
         ("pooled", "All sites together", classification.pooled, run.images),
         (
             "overlays",
@@ -471,6 +472,52 @@ def _results(run: Run) -> str:
         '<p class="aid">Bold compares the models with the most defined values of a row, so that a model does '
         "not win by leaving cases out; n is the number of scored cases.</p>"
     )
+    return "".join(parts)
+
+
+FINDING_COLUMNS = {
+    "n_positive": ("present", 0),
+    "n_negative": ("absent", 0),
+    "auroc": ("AUROC", 3),
+    "ap": ("AP", 3),
+    "sensitivity": ("sensitivity", 3),
+    "specificity": ("specificity", 3),
+}
+"""metric -> the head of its column, and its decimals."""
+
+
+def _findings(run: Run) -> str:
+    aid = markup.aid(
+        "A yes or no of the whole image, told by a second head of the net: a row per site, over its cases. Sensitivity and "
+        "specificity are at the probability below which the finding's class of voxels is emptied."
+    )
+    if not run.finding_rows:
+        return aid + markup.no_rows()
+    parts = [aid]
+    for position, split in enumerate(tables.splits(run.finding_rows)):
+        values: dict[tuple[str, str, str, bool], dict[str, float | None]] = {}
+        for row in select(run.finding_rows, split=split):
+            place = (row["class"], row["site"], row["model"], row["known"])
+            values.setdefault(place, {})[row["metric"]] = row["value"]
+        body = [
+            "".join(
+                [
+                    f'<th scope="row">{markup.text(finding)}</th>',
+                    f"<td>{markup.text(site)}{'' if known else ' (never trained here)'}</td>",
+                    f"<td>{markup.text(figures.model_title(model))}</td>",
+                    *(
+                        markup.cell(found.get(metric), decimals)
+                        for metric, (_, decimals) in FINDING_COLUMNS.items()
+                    ),
+                ]
+            )
+            for (finding, site, model, known), found in sorted(values.items(), key=lambda item: item[0][:2])
+        ]
+        head = ["Finding", "Site", "Model", *(title for title, _ in FINDING_COLUMNS.values())]
+        table = markup.table(f"Findings on {split} cases", head, body, sort=True, kind="wide")
+        parts.append(
+            table if position == 0 else markup.details(f"The same on {markup.text(split)} cases", table)
+        )
     return "".join(parts)
 
 

@@ -5,7 +5,7 @@ import math
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -199,7 +199,8 @@ class Run:
     """A run folder in memory. rows is None where there is no rows.csv yet; overlays are read when drawn.
 
     start: the record of round 0, in which a method begins and no site trains, where it was kept. Of labels of whole
-    images: histograms and thresholds of the final evaluation, and bins of the calibration error.
+    images: histograms and thresholds of the final evaluation, and bins of the calibration error. findings: of the whole
+    image, beside segmentation; their rows, of the final evaluation, are finding_rows and in none of the others.
     """
 
     folder: Path
@@ -216,6 +217,8 @@ class Run:
     histograms: tuple[Counted, ...] = ()
     thresholds: Thresholds | None = None
     bins: int = 10
+    findings: tuple[str, ...] = ()
+    finding_rows: tuple[RowDict, ...] = ()
 
     @property
     def images(self) -> bool:
@@ -284,6 +287,14 @@ def read(folder: Path) -> Run:
     rounds = tuple(_rounds(folder / "rounds"))
     csv = folder / "rows.csv"
     rows = _rows(read_rows(csv), csv) if csv.is_file() else None
+    findings = tuple(str(name) for name in labels.get("findings", ()))
+    of_findings = tuple(row for row in rows or () if row["class"] in findings)
+    if findings:
+        rows = None if rows is None else tuple(row for row in rows if row["class"] not in findings)
+        rounds = tuple(
+            replace(entry, rows=tuple(row for row in entry.rows if row["class"] not in findings))
+            for entry in rounds
+        )
     every = [*(rows or ()), *(row for entry in rounds for row in entry.rows)]
 
     names = [str(name) for name in labels["names"]]
@@ -313,6 +324,8 @@ def read(folder: Path) -> Run:
         histograms=_histograms(folder / "histograms.json"),
         thresholds=_thresholds(folder / "thresholds.json"),
         bins=_bins(plain),
+        findings=findings,
+        finding_rows=of_findings,
     )
 
 

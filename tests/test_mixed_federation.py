@@ -1,0 +1,162 @@
+"""One federation with a segmentation head and an image-level head: a site with masks alone, one with masks from which a
+finding follows, one with findings alone, and one that is only tested."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data.fake_sets import anatomy, picture
+
+from fedatlas.build import Experiment
+from fedatlas.check import check_federation_file
+from fedatlas.engine import wire
+from fedatlas.evaluation.statistics import read_rows
+from fedatlas.experiment import Federation, parse_federation
+from fedatlas.session import run_federation
+from fedatlas.trained import predict_scans
+
+
+def write_site(root: Path, first: int, masks: tuple[str, ...], *, table: bool, cases: int = 6) -> Path:
+    """Pictures, of which every second has a bright disc of air; the table `findings.csv` says which."""
+    lines = ["case,has air,ill"]
+    for number in range(first, first + cases):
+        image, drawn = anatomy(number)
+        air = np.zeros(image.shape, dtype=bool)
+        if number % 2:
+            air[4:12, 20:28] = True
+            image = np.where(air, np.uint8(255), image)
+        name = f"p{number:03d}"
+        picture(root / "images" / f"{name}.png", image)
+        for label in masks:
+            picture(root / "masks" / label / f"{name}.png", {**drawn, "air": air}[label])
+        lines.append(f"{name},{number % 2},{'' if number == first else (number // 2) % 2}")
+    if table:
+        (root / "findings.csv").write_text("\n".join(lines) + "\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("mixed")
+    write_site(root / "lungs", 0, ("left lung", "right lung"), table=False)
+    write_site(root / "air", 20, ("air",), table=False)
+    write_site(root / "told", 40, (), table=True)
+    write_site(root / "test", 60, ("left lung", "air"), table=True)
+    return root
+
+
+def federation(folder: Path, **changes: Any) -> Federation:
+    reading = {"findings": "findings.csv"}
+    plain: dict[str, Any] = {
+        "name": "mixed",
+        "labels": {
+            "names": ["left lung", "right lung", "air"],
+            "exclusive": False,
+            "findings": {"has air": "air", "ill": None},
+        },
+        "sites": [
+            {"name": "lungs", "path": "lungs", "format": "masks"},
+            {"name": "air", "path": "air", "format": "masks"},
+            {"name": "told", "path": "told", "format": "masks", "reading": reading},
+            {"name": "test", "path": "test", "format": "masks", "reading": reading, "role": "test"},
+        ],
+        "preprocessing": {"size": [32, 32], "patch": [32, 32], "context": 0},
+        "net": {"name": "unet", "filters": [8, 8, 8]},
+        "method": {"name": "condistfl"},
+        "local": {"optimizer": "sgd", "lr": 0.05, "batch": 2, "steps": 2},
+        "rounds": 2,
+        "evaluation": {"validation": 0.34, "metrics": ["dice"], "overlays": False},
+    }
+    return parse_federation(plain | changes, base=folder)
+
+
+def finished(federation: Federation, run: Path, **how: Any) -> Path:
+    run_federation(federation, run, tell=lambda text: None, **how)
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return finished(federation(folder), tmp_path_factory.mktemp("runs") / "run")
+
+
+def test_a_site_brings_masks_findings_or_both(folder: Path, tmp_path: Path) -> None:
+    experiment = Experiment(federation(folder), tmp_path)
+    known = {}
+    for name, source in experiment.sources.items():
+        batches = (
+            list(source.batches(("t",), batch=2, steps=4, epochs=None, device="cpu"))
+            if name != "test"
+            else []
+        )
+        known[name] = {tuple(row) for b in batches for row in b.finding_known.tolist()}
+        for batch in batches:
+            air = [int(case[1:]) % 2 == 1 for case in batch.case]
+            assert batch.finding[:, 0].tolist() == [float(a) for a in air] or name == "lungs"
+            assert batch.known.any() == (name != "told")
+    assert known["lungs"] == {(False, False)}
+    assert known["air"] == {(True, False)}
+    assert known["told"] <= {(True, True), (True, False)} and (True, True) in known["told"]
+    assert experiment.space.finding_of == (2, None)
+
+
+def test_findings_are_rows_of_a_site(run: Path) -> None:
+    rows = read_rows(run / "rows.csv")
+    told = [row for row in rows if row["class"] in ("has air", "ill") and row["split"] == "test"]
+    assert {row["site"] for row in told} == {"test"}
+    assert {row["case"] for row in told} == {""}
+    assert {(row["class"], row["metric"]) for row in told} >= {("has air", "auroc"), ("ill", "specificity")}
+    counts = {
+        row["class"]: row["value"] for row in told if row["metric"] == "n_positive" and row["model"] == "best"
+    }
+    assert counts == {"has air": 3.0, "ill": 2.0}
+    assert not any(row["known"] for row in told)
+    voxels = {row["class"] for row in rows if row["site"] == "test" and row["metric"] == "dice"}
+    assert voxels == {"left lung", "air"}
+
+
+def test_in_process_equals_workers_equals_resumed(folder: Path, run: Path, tmp_path: Path) -> None:
+    workers = finished(federation(folder, engine={"workers": 2}), tmp_path / "workers")
+    one = (run / "models" / "last.fa").read_bytes()
+    assert wire.decode((workers / "models" / "last.fa").read_bytes()).keys()
+    assert (workers / "models" / "last.fa").read_bytes() == one
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedopt", "standalone", "centralized"])
+def test_methods_learn_findings_beside_masks(folder: Path, method: str, tmp_path: Path) -> None:
+    done = finished(federation(folder, method={"name": method}, rounds=1), tmp_path / method)
+    rows = read_rows(done / "rows.csv")
+    assert [row for row in rows if row["class"] == "has air" and row["metric"] == "auroc"]
+
+
+def test_a_picture_is_predicted_with_its_findings(folder: Path, run: Path, tmp_path: Path) -> None:
+    result = predict_scans(run, [[folder / "test" / "images" / "p061.png"]], tmp_path)
+    [entry] = result["scans"]
+    assert set(entry["findings"]) == {"has air", "ill"}
+    table = (tmp_path / "predictions.csv").read_text()
+    assert "finding,has air" in table
+    if entry["findings"]["has air"] < 0.5:
+        assert "air" not in entry["pixels"]
+
+
+def test_check_shows_findings(folder: Path, tmp_path: Path) -> None:
+    import yaml
+
+    from fedatlas.experiment import resolved
+
+    file = tmp_path / "f.yaml"
+    file.write_text(yaml.safe_dump(resolved(federation(folder))))
+    found = check_federation_file(file, [], tmp_path)
+    assert not [p for p in found["problems"] if p["fatal"]]
+    assert found["sites"]["told"]["findings"]["has air"]["labelled"] > 0
+
+
+def test_the_report_tells_findings_apart_from_classes(run: Path) -> None:
+    from fedatlas.report.page import render
+    from fedatlas.report.tables import read
+
+    found = read(run)
+    assert found.classes == ("left lung", "right lung", "air")
+    page = render(found)
+    assert 'id="findings"' in page and "Findings on test cases" in page
