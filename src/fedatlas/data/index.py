@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fedatlas.data import datasets
 from fedatlas.data.datasets.listing import (
@@ -50,7 +50,7 @@ class Portions:
                 )
 
 
-VOLUME_FORMATS = (
+VolumeFormat = Literal[
     "auto",
     "nnunet",
     "msd",
@@ -62,8 +62,10 @@ VOLUME_FORMATS = (
     "shenzhen",
     "jsrt",
     "siim",
-)
-IMAGE_FORMATS = ("csv", "chestxray14", "tbx", "covid")
+]
+ImageFormat = Literal["csv", "chestxray14", "tbx", "covid"]
+VOLUME_FORMATS: tuple[str, ...] = get_args(VolumeFormat)
+IMAGE_FORMATS: tuple[str, ...] = get_args(ImageFormat)
 """Layouts of scans with label maps, and of images with findings."""
 
 
@@ -79,23 +81,7 @@ class SiteConfig:
         "Its folder; relative to the federation file. Left out where the site takes part from elsewhere.",
         min_length=1,
     )
-    format: Literal[
-        "auto",
-        "nnunet",
-        "msd",
-        "monai",
-        "masks",
-        "kits19",
-        "amos22",
-        "montgomery",
-        "shenzhen",
-        "jsrt",
-        "siim",
-        "csv",
-        "chestxray14",
-        "tbx",
-        "covid",
-    ] = option(
+    format: Literal[VolumeFormat, ImageFormat] = option(
         "auto",
         "The layout of the folder; auto: nnunet, msd or monai, whichever it is. Pictures with masks: masks, "
         "montgomery, shenzhen, jsrt, siim. For findings of whole images: csv, chestxray14, tbx (Tuberculosis Chest "
