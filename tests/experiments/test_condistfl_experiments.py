@@ -72,7 +72,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small(federation: Federation, cache: Path, **evaluation: Any) -> Federation:
-    """The federation on coarse grids and one small step a round; net, losses, methods and phases are its own."""
+    """The federation on coarse grids and one small step a round, in float32; net, losses, methods and phases are
+    its own."""
     sites = []
     for site in federation.sites:
         if site.name in ("jsrt", "siim"):
@@ -93,7 +94,7 @@ def small(federation: Federation, cache: Path, **evaluation: Any) -> Federation:
         federation,
         sites=tuple(sites),
         preprocessing=preprocessing,
-        local=replace(federation.local, batch=2, steps=1, epochs=None),
+        local=replace(federation.local, batch=2, steps=1, epochs=None, precision="float32"),
         evaluation=replace(federation.evaluation, **scored),
         engine=replace(federation.engine, cache=str(cache)),
     )
