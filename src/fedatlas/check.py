@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from fedatlas.build import Design, Experiment, cache_folder, usable_device
 from fedatlas.errors import FederationError
@@ -95,7 +96,7 @@ def cost(experiment: Experiment) -> dict[str, Any]:
         "up": "masked" if federation.secure else comm.up,
         "bytes_per_round": (down + up) * len(experiment.training),
         "evaluation_bytes": model * len(experiment.sources) if comm.down == "none" else 0,
-        "site_memory_bytes": site_memory(net, shape, federation.local.optimizer),
+        "site_memory_bytes": site_memory(net, shape, federation.local.optimizer, federation.local.precision),
         "server_memory_bytes": 5 * model,
     }
 
@@ -121,20 +122,25 @@ def masked_bytes(model: Mapping[str, Tensor]) -> int:
     return 8 + 8 * sum(tensor.numel() for tensor in model.values() if tensor.is_floating_point())
 
 
-def site_memory(net: nn.Module, shape: Sequence[int], optimizer: str) -> int:
+def site_memory(net: nn.Module, shape: Sequence[int], optimizer: str, precision: str = "float32") -> int:
     """An estimate, in bytes, of what a training step holds beside the libraries: values, gradients, the
-    optimizer's moments, and every module's output for a batch of this shape twice (forward and gradient)."""
+    optimizer's moments, and every module's output for a batch of this shape twice (forward and gradient), at two bytes
+    a number where the precision is lower. The net is run on shapes only: nothing is computed."""
     outputs = 0
+    size = 4 if precision == "float32" else 2
 
     def count(module: nn.Module, inputs: Any, output: Any) -> None:
         nonlocal outputs
         if isinstance(output, Tensor):
-            outputs += output.numel() * output.element_size()
+            outputs += output.numel() * size
 
+    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+    shapes = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
     hooks = [m.register_forward_hook(count) for m in net.modules() if not any(True for _ in m.children())]
     try:
         with torch.no_grad():
-            net.train()(torch.zeros(2, *shape[1:]))  # two: batch norm may be left with one value each
+            # two: batch norm may be left with one value each
+            functional_call(net.train(), shapes, (torch.empty(2, *shape[1:], device="meta"),))
     finally:
         for hook in hooks:
             hook.remove()
@@ -166,6 +172,20 @@ def text_of(result: dict[str, Any]) -> str:
                 cells.append(text)
             if any(cell != "-" for cell in cells):
                 lines.append(f"{name:{width}}" + "".join(f"{cell:>{column}}" for cell in cells))
+        findings = dict.fromkeys(name for info in sites.values() for name in info.get("findings", {}))
+        if findings:
+            lines += ["", "findings of the whole image: training cases with + without (- not annotated)"]
+            wide = max(len(name) for name in findings)
+            for name in findings:
+                counts = [
+                    info.get("findings", {}).get(name, {"labelled": 0, "present": 0})
+                    for info in sites.values()
+                ]
+                texts = [
+                    f"{n['present']} + {n['labelled'] - n['present']}" if n["labelled"] else "-"
+                    for n in counts
+                ]
+                lines.append(f"{name:{wide}}" + "".join(f"{text:>{column}}" for text in texts))
         lines.append("")
         lines += [f"site {site}: {_of_site(info)}" for site, info in sites.items()]
     if result["cost"]:

@@ -26,7 +26,7 @@ def interval_by_case(
 
     A resample draws as many cases of every site as there are, with replacement, the same ones in all cells; a cell that
     is left without a case is left out of that resample. value, low, high, cases, and reason where there is none of the
-    first, or no interval: with fewer than LEAST_PAIRS cases.
+    first, or no interval: with fewer than LEAST_PAIRS cases, or a single one of a site, which no resample varies.
     """
     used = [cell for cell in cells if cell.values]
     cases = {site: sorted({case for cell in used if cell.site == site for case in cell.values}) for site in
@@ -36,8 +36,11 @@ def interval_by_case(
         return {"value": None, "low": None, "high": None, "cases": 0, "reason": "no case has a value"}
     weights = np.array([cell.weight for cell in used])
     value = float(np.average([np.mean(list(cell.values.values())) for cell in used], weights=weights))
-    if count < LEAST_PAIRS:
-        reason = f"{count} cases, fewer than {LEAST_PAIRS}"
+    alone = [site for site, names in cases.items() if len(names) == 1]
+    if count < LEAST_PAIRS or alone:
+        reason = (
+            f"{count} cases, fewer than {LEAST_PAIRS}" if count < LEAST_PAIRS else f"one case of {alone[0]}"
+        )
         return {"value": value, "low": None, "high": None, "cases": count, "reason": reason}
     total, weight = np.zeros(draws), np.zeros(draws)
     for site, names in cases.items():

@@ -61,7 +61,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     and seed. bootstrap: arm -> an interval of the difference of the table's means, by case, or by patient where labels
     are of whole images. ranks: of the arms of which every seed is finished, over cells of site and class, each the
     mean over seeds; with fewer than LEAST_PAIRS cases no test. tables: `means` of the further tables. costs,
-    forgetting: as the functions of these names give them.
+    forgetting: as the functions of these names give them; local: which local models those are, as `evaluation.local`.
     """
     done = finished(comparison)
     found, values = means(comparison, done)
@@ -80,6 +80,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     found["tables"] = [means(comparison.table(table), done)[0] for table in comparison.tables]
     found["costs"] = costs(comparison, done.seeds)
     found["forgetting"] = forgetting(comparison, done.seeds)
+    found["local"] = comparison.first.evaluation.local
     return found
 
 

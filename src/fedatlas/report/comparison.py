@@ -212,7 +212,8 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
         told = [
             f"Differences to {first}: of the means above over what both arms have, with an interval over resamples of the "
             "cases of every site, the trained models held fixed. The tests pair by case, each the mean of its differences "
-            "over its classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 cases have neither."
+            "over its classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 cases have neither, a single "
+            "case of a site has no interval."
         ]
         return [" ".join(told), Table(head, lines)]
     head = ["arm", "cells", f"difference to {first}", "p Wilcoxon", "p t"]
@@ -242,6 +243,10 @@ def _range(interval: Mapping[str, Any], digits: int) -> str:
     return f"{interval['low']:+.{digits}f} to {interval['high']:+.{digits}f}"
 
 
+LOCAL = {"last": "of the last round", "best": "of its best round on its own validation cases"}
+"""evaluation.local -> which local models those are."""
+
+
 def _forgetting(found: Mapping[str, Any]) -> list[str | Table]:
     """Local models on the classes that their sites do not annotate."""
     of_arms, metric = found["forgetting"], found["metric"]
@@ -264,7 +269,7 @@ def _forgetting(found: Mapping[str, Any]) -> list[str | Table]:
         apart = [signed(of_arm["value"]), _range(of_arm, digits)]
         lines.append([arm, *both, *apart, *(signed(of_arm["sites"].get(owner)) for owner in owners)])
     told = (
-        f"Forgetting: {metric} of each site's local model after the last round on the classes that the site does not "
+        f"Forgetting: {metric} of each site's local model ({LOCAL[found.get('local', 'last')]}) on the classes that the site does not "
         "annotate, and of the global model on the same: the mean over seeds, local models, classes and the sites of the "
         "test cases, where the class is there; the interval resamples cases. On the right the difference of every local "
         "model alone."
