@@ -124,6 +124,7 @@ class Design:
         nets.check_classes(self.federation.net["name"], net, self.space.exclusive)
         nets.check_patch(net, size)
         nets.check_output(net, len(self.space), in_channels=inputs, patch=size)
+        _ = self.evaluator  # refuses options that do not fit the classes
         check = getattr(self.method, "check", None)
         if check:
             check(self.space)

@@ -249,15 +249,17 @@ def evaluate_folder(
         "format": format,
         "reading": dict(reading or {}),
     }
+    ours = [*space.names, *space.findings]
     for name_of, target in aliases.items():
-        if target not in space.names:
-            raise not_known(f"--alias {name_of}={target}: the class", target, space.names)
-    theirs = read_site(SiteConfig(**form), data).names  # type: ignore[arg-type]
-    known = [label for label in theirs if aliases.get(label, label) in space.names and label != BACKGROUND]
-    ignored = [label for label in theirs if label not in known and label != BACKGROUND]
+        if target not in ours:
+            raise not_known(f"--alias {name_of}={target}: the class", target, ours)
+    index = read_site(SiteConfig(**form), data)  # type: ignore[arg-type]
+    theirs = [label for label in (*index.names, *index.findings) if label != BACKGROUND]
+    known = [label for label in theirs if aliases.get(label, label) in ours]
+    ignored = [label for label in theirs if label not in known]
     if not known:
         raise FederationError(
-            f"{data}: none of its labels ({', '.join(theirs)}) is known to the model ({', '.join(space.names)}); "
+            f"{data}: none of its labels ({', '.join(theirs)}) is known to the model ({', '.join(ours)}); "
             "give aliases, as --alias theirs=ours"
         )
     config = SiteConfig(**form, annotated=tuple(known), aliases=aliases)  # type: ignore[arg-type]
@@ -304,7 +306,12 @@ class Visitor:
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Mean (SD) per class and metric as text, over the cases where it is defined."""
+    """Mean (SD) per class and metric as text, over the cases where it is defined; below, findings of the whole image."""
+    told = [row for row in rows if not row["case"]]
+    if told:
+        parts = [row for row in rows if row["case"]]
+        tables = [evaluation_table(parts)] if parts else []
+        return "\n\n".join([*tables, _findings_table(told)])
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     classes = list(dict.fromkeys(row["class"] for row in rows))
     width = max([len(name) for name in classes] + [5])
@@ -324,4 +331,16 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
                 else f"{'not defined':>16}"
             )
         lines.append(f"{name:{width}}  " + "  ".join(cells) + f"  {n:3d}")
+    return "\n".join(lines)
+
+
+def _findings_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    places = list(dict.fromkeys((row["class"], row["split"]) for row in rows))
+    width = max(len("finding"), *(len(name) for name, _ in places))
+    lines = [f"{'finding':{width}}  {'cases':5}  " + "  ".join(f"{m:>11}" for m in metrics)]
+    for name, split in places:
+        of = {row["metric"]: row["value"] for row in rows if (row["class"], row["split"]) == (name, split)}
+        cells = [f"{of[m]:11.3f}" if of.get(m) is not None else f"{'not defined':>11}" for m in metrics]
+        lines.append(f"{name:{width}}  {split:5}  " + "  ".join(cells))
     return "\n".join(lines)

@@ -216,6 +216,8 @@ DEFAULTS = {
         "outer": "local",
     },
     "fixmatch": {"threshold": 0.75, "lambda_u": 1.0},
+    "feddyn": {"alpha": 0.01},
+    "scaffold": {"eta_g": 1.0, "control": "steps"},
     "condistfl": {
         "tau": 0.5,
         "lambda_start": 0.01,
@@ -235,7 +237,12 @@ def test_defaults_are_those_of_the_atlas(name) -> None:
     assert {key: getattr(method, key) for key in DEFAULTS[name]} == DEFAULTS[name]
 
 
-EXTRAS_OFF = {"fedprox": {"mu": 0.0}, "fedpsl": {"tadl": False}, "fedssp": {"pretrain_rounds": 0}}
+EXTRAS_OFF = {
+    "feddyn": {"alpha": 0.0},
+    "fedprox": {"mu": 0.0},
+    "fedpsl": {"tadl": False},
+    "fedssp": {"pretrain_rounds": 0},
+}
 """What makes a method ordinary training where there is one site and every label."""
 ONE_SITE = [
     pair

@@ -424,3 +424,18 @@ def test_training_lowers_both_losses() -> None:
         model = method.local_update(site, model=model, round=number, rounds=12)["model"]
         seen.append((site.logged["train"], site.logged["validation"]))
     assert all(last < 0.6 * first for first, last in zip(seen[0], seen[-1], strict=True))
+
+
+def test_the_halves_of_a_batch_keep_findings() -> None:
+    batch = Batch(
+        torch.zeros(3, 1, 4, 4),
+        torch.zeros(3, 2, 4, 4),
+        torch.ones(3, 2, dtype=torch.bool),
+        ["a", "b", "c"],
+        torch.tensor([[0.0], [1.0], [0.0]]),
+        torch.tensor([[True], [False], [True]]),
+    )
+    first, second = halves(batch)
+    assert first.finding is not None and second.finding_known is not None
+    assert first.finding.tolist() == [[0.0], [1.0]] and second.finding_known.tolist() == [[True]]
+    assert second.case == ["c"] and second.along is None

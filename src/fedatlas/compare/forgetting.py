@@ -10,12 +10,15 @@ from fedatlas.compare.resampling import Cell, interval_by_case
 from fedatlas.compare.running import all_rows, kept_model
 from fedatlas.engine.run import read_json
 from fedatlas.evaluation.statistics import mean_of_defined, select
+from fedatlas.experiment import make_method
+from fedatlas.method import sends_of
 from fedatlas.report.tables import has_truth
 from fedatlas.seeds import seed_of
 
 
 def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:
-    """arm -> how its local models do on what they never saw; {} where no finished run scored local models by case.
+    """arm -> how its local models do on what they never saw; {} where no finished run scored local models by case. An arm
+    whose local models may not speak for other classes (standalone) has nothing to forget and is left out.
 
     seeds: arm -> those of which the run is finished. global, local: the mean of the metric of the model of `measure`,
     and of the local ones, over cells of seed, local model, site and class, each the mean over the site's cases where
@@ -27,6 +30,9 @@ def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> di
     model = "best" if measure.model.startswith("local/") else measure.model
     annotated: dict[str, set[str]] = {}
     for arm in comparison.arms:
+        method = make_method(next(iter(comparison.federations[arm].values())))
+        if any({"model", "classes"} <= set(kinds) for kinds in sends_of(method).values()):
+            continue
         both: list[tuple[str, Cell, Cell]] = []
         for seed in seeds[arm]:
             path = comparison.path(arm, seed)

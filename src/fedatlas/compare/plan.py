@@ -467,6 +467,10 @@ def _check_measure(comparison: Comparison, file: Path) -> None:
                 f"{', '.join(evaluation.models)}; add it to evaluation.models"
             )
         names = [site.name for site in federation.sites]
+        if measure.model.startswith("local/") and measure.model.removeprefix("local/") not in names:
+            raise not_known(
+                f"{file}: measure: model: local/, the site", measure.model.removeprefix("local/"), names
+            )
         for site in measure.sites or ():
             if site not in names:
                 raise not_known(f"{file}: measure: sites: the site", site, names)

@@ -3,7 +3,7 @@
 Shapes: B batch, C classes, F findings, I input channels, *S spatial.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import numpy as np
@@ -26,6 +26,11 @@ class Batch:
     finding: Tensor | None = None
     finding_known: Tensor | None = None
     along: Tensor | None = None
+
+    def part(self, samples: slice) -> "Batch":
+        """Some of its samples."""
+        cut = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value[samples] for name, value in cut.items() if value is not None})
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device."""

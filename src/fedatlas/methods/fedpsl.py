@@ -280,7 +280,5 @@ def halves(batch: Batch) -> tuple[Batch, Batch]:
     size = len(batch.image)
     middle = (size + 1) // 2
     parts = (slice(0, middle), slice(middle if size > 1 else 0, size))
-    first, second = (
-        Batch(batch.image[part], batch.target[part], batch.known[part], batch.case[part]) for part in parts
-    )
+    first, second = (batch.part(part) for part in parts)
     return first, second

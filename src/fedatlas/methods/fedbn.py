@@ -1,0 +1,132 @@
+"""FedBN.
+
+Li, Jiang, Zhang, Kamp, Dou. FedBN: federated learning on non-IID features via local batch normalization. ICLR 2021.
+
+FedAvg in which every site keeps its own normalisation layers, weights and running statistics: scanners and protocols
+shift the statistics of features, and a mean of layers that undo different shifts undoes none.
+
+Differences from the paper: all normalisation layers are kept, not only batch normalisation; `norms: batch` is the
+paper's. `keep` adds whole parts of the net. For training a site takes its layers from its own memory. It sends them
+all the same, with the rest of its model, because the server asks for evaluations and must have the site's model for
+that; they reach no other site by themselves. A site that trains nothing is given their mean, of which the paper does
+not speak.
+
+A net without normalisation layers makes it FedAvg; with all parts kept it is training alone.
+"""
+
+import dataclasses
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fedatlas import losses
+from fedatlas.errors import FederationError
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.method import Clients, Member, Site, State, at_site
+from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
+from fedatlas.options import not_known, option, options
+from fedatlas.tensors import Tensors, forms_of, parts, tensors_of
+from fedatlas.training import Local, train
+
+BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+"""Batch and instance, group, layer and root-mean-square normalisation, and what is derived of them."""
+
+MEMORY = "fedbn.own"
+"""The key of a site's memory with the tensors that it keeps."""
+
+
+@dataclass(frozen=True)
+class OwnState(State):
+    """model: the mean of everything. kept: the tensors that sites keep, by name. own: site -> its values of them."""
+
+    kept: tuple[str, ...] = ()
+    own: dict[str, Tensors] = field(default_factory=dict)
+
+
+@options
+class FedBN:
+    """FedAvg in which normalisation stays with the site (Li 2021)."""
+
+    state: ClassVar[type[State]] = OwnState
+    sends: ClassVar[dict[str, str]] = SENDS
+
+    norms: Literal["all", "batch"] = option(
+        "all", "Which normalisation layers a site keeps: all, or batch normalisation only, as published."
+    )
+    keep: list[str] = option(
+        [], "Further parts of the net that a site keeps, by name; the rest of a net is `rest`."
+    )
+    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
+    loss: LossChoice = option(LossChoice(), "The supervised loss.")
+    local: Local = option(Local(), "Training at a site between two exchanges.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        losses.make(self.loss, space)
+
+    def start(self, net: nn.Module, clients: Clients) -> OwnState:
+        layers = norm_layers(net, BATCH if self.norms == "batch" else NORMS)
+        named, known = set(names_in(net, layers)), parts(net)
+        for part in self.keep:
+            if part not in known:
+                raise not_known(f"fedbn: keep: the part of {type(net).__name__}", part, known)
+            named |= set(known[part])
+        return OwnState(tensors_of(net), kept=tuple(name for name in forms_of(net) if name in named))
+
+    def round(self, state: OwnState, clients: Clients) -> OwnState:
+        replies = clients.call(
+            self.local_update,
+            model=state.model,
+            kept=list(state.kept),
+            round=state.round,
+            rounds=state.rounds,
+        )
+        model = mean(replies, state, self.weights)
+        own = dict(state.own)
+        for site, values in zip(replies.sites, replies.each("model"), strict=True):
+            own[site] = chosen(values, state.kept)
+        return dataclasses.replace(state, model=model, own=own, round=state.round + 1)
+
+    def eval_members(self, state: OwnState, site: str) -> list[Member]:
+        """The mean with what the site keeps; the mean alone where a site has trained nothing."""
+        return [Member(state.model | state.own.get(site, {}))]
+
+    @at_site
+    def local_update(
+        self, site: Site, model: Tensors, kept: list[str], round: int, rounds: int
+    ) -> dict[str, Any]:
+        own: Any = site.memory.get(MEMORY, {})
+        net = site.network(model | own)
+        loss = losses.supervised(self.loss, site)
+        train(site, net, loss, self.local, round=round, rounds=rounds)
+        reply = answer(site, net, per_class=False)
+        site.memory[MEMORY] = dict(chosen(reply["model"], kept))
+        return reply
+
+
+def norm_layers(net: nn.Module, kinds: tuple[type[nn.Module], ...] = NORMS) -> list[nn.Module]:
+    """The normalisation layers of a net, by what they are and not by their names."""
+    return [module for module in net.modules() if isinstance(module, kinds)]
+
+
+def names_in(net: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
+    """The names that the tensors of some modules have in a net (`tensors_of`), in its order. Raises FederationError
+    where a module is not part of it."""
+    own = {id(tensor) for module in modules for tensor in module.state_dict(keep_vars=True).values()}
+    travelling = forms_of(net)
+    live = {name: id(t) for name, t in net.state_dict(keep_vars=True).items() if name in travelling}
+    if own - set(live.values()):
+        raise FederationError(
+            f"net {type(net).__name__}: does not hold {len(own - set(live.values()))} tensors"
+        )
+    return tuple(name for name, tensor in live.items() if tensor in own)
+
+
+def chosen(model: Tensors, names: Collection[str]) -> Tensors:
+    """The tensors of a model that have these names."""
+    return {name: model[name] for name in names}

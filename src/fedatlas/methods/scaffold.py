@@ -1,0 +1,212 @@
+"""SCAFFOLD.
+
+Karimireddy, Kale, Mohri, Reddi, Stich, Suresh. SCAFFOLD: stochastic controlled averaging for federated learning.
+ICML 2020.
+
+Sites whose data differ pull the model apart. Every site keeps a control variate c_i, its own usual gradient, the
+server their mean c; c - c_i is added to each local gradient, so that all sites walk in the direction of all.
+
+    site i:   y <- y - eta_l (g_i(y) + c - c_i)                    Eq. (3)
+              c_i+ <- g_i(x), or c_i - c + (x - y) / (K eta_l)     Eq. (4), options I and II
+    server:   x <- x + eta_g mean(y_i - x);  c <- c + |S|/N mean(c_i+ - c_i)    Eq. (5)
+
+Differences from the paper: all sites take part in every round; S are those that answered. Local training is any
+optimizer with any schedule: c - c_i is added to the gradient before it is clipped and before the optimizer sees it.
+Option II is then no gradient any more; the default `control: steps` is the mean of g_i over the local steps, which is
+option II exactly for plain SGD with a constant rate. A parameter that gets no gradient from a batch is not moved by
+that batch, and one that a site never trains is not part of its answer: c is the mean over those that train it. Buffers
+have no control; they are averaged plainly.
+
+The mean counts every site alike, as in the paper. In the first round all c are 0: with eta_g = 1 it is FedAvg with
+equal weights.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas import losses
+from fedatlas.errors import FederationError
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.method import Clients, Site, State, at_site
+from fedatlas.methods.server_step import StepState, started, stepped
+from fedatlas.options import option, options
+from fedatlas.tensors import Tensors, average, tensors_of
+from fedatlas.training import Local, Loss, Step, autocast, train
+
+MEMORY = "scaffold.control"
+"""The key of a site's memory with c_i, by the names of the parameters that it has trained."""
+
+
+@options
+class Scaffold:
+    """FedAvg with control variates that correct the drift of every site (Karimireddy 2020)."""
+
+    state: ClassVar[type[State]] = StepState
+    """Its only moment is c."""
+    sends: ClassVar[dict[str, str]] = {"model": "model", "control": "model", "n": "number"}
+
+    eta_g: float = option(1.0, "eta_g: step of the server along the mean change; 1 takes the mean.", gt=0)
+    control: Literal["steps", "weights", "start"] = option(
+        "steps",
+        "c_i+: steps, the mean gradient of the local steps; weights, option II as printed, for plain sgd only; "
+        "start, option I, the gradient at the global model over as many further batches.",
+    )
+    loss: LossChoice = option(LossChoice(), "The supervised loss.")
+    local: Local = option(Local(), "Training at a site between two exchanges.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space or each other."""
+        losses.make(self.loss, space)
+        if self.control == "weights" and (self.local.optimizer != "sgd" or self.local.momentum):
+            raise FederationError(
+                f"scaffold: control is weights, local.optimizer {self.local.optimizer} with momentum "
+                f"{self.local.momentum}; a change of weights is a gradient for sgd with momentum 0 only, use that "
+                "or control: steps"
+            )
+
+    def start(self, net: nn.Module, clients: Clients) -> StepState:
+        return started(net, initial=(0.0,), per_class=False)  # c = 0
+
+    def round(self, state: StepState, clients: Clients) -> StepState:
+        (c,) = state.moments
+        replies = clients.call(
+            self.local_update, model=state.model, c=c, round=state.round, rounds=state.rounds
+        )
+        mean = average(replies.each("model"), [1] * len(replies.sites))
+        c = moved(c, replies.each("control"), len(replies.sites) / len(clients.sites))
+        return stepped(
+            dataclasses.replace(state, moments=(c,)), mean, lambda Delta, c: (self.eta_g * Delta, c)
+        )
+
+    @at_site
+    def local_update(self, site: Site, model: Tensors, c: Tensors, round: int, rounds: int) -> dict[str, Any]:
+        net = site.network(model)
+        loss = losses.supervised(self.loss, site)
+        kept: Any = site.memory.get(MEMORY, {})
+        control = Control(net, c, kept)
+        train(site, net, loss, self.local, round=round, rounds=rounds, step=control.step)
+        if self.control == "steps":
+            new = control.mean_gradient()
+        elif self.control == "weights":
+            new = control.change()  # Eq. (4), option II
+        else:
+            gradient = gradient_at(site, site.network(model), loss, self.local)  # Eq. (4), option I
+            new = {name: gradient[name] for name in control.trained if name in gradient}
+        site.memory[MEMORY] = kept | new
+        sent = {name: value - kept[name] if name in kept else value for name, value in new.items()}
+        return {"model": tensors_of(net), "control": sent, "n": site.n_train}
+
+
+def moved(c: Tensors, changes: Iterable[Tensors], share: float) -> Tensors:
+    """c + share * (the mean change of a parameter's control over the sites that have one), Eq. (5)."""
+    total: Tensors = {}
+    count: dict[str, int] = {}
+    for change in changes:
+        for name, value in change.items():
+            total[name] = total[name] + value.double() if name in total else value.double()
+            count[name] = count.get(name, 0) + 1
+    return {
+        name: (old.double() + share * total[name] / count[name]).to(old.dtype) if name in total else old
+        for name, old in c.items()
+    }
+
+
+class Control:
+    """A site's half of SCAFFOLD in one round: the correction of every step, and what the steps tell of the gradient.
+
+    net: with x, the global model, in it. c, c_i: by the names of its parameters; c_i without those that the site has
+    not trained, for which it is 0. Several optimizers may have steps of one control."""
+
+    def __init__(self, net: nn.Module, c: Tensors, c_i: Tensors) -> None:
+        self.names: dict[Tensor, str] = {p: name for name, p in net.named_parameters()}
+        self.x = {name: p.detach().clone() for p, name in self.names.items()}
+        self.shift = {
+            name: (c[name] - c_i[name] if name in c_i else c[name]).to(p) for p, name in self.names.items()
+        }
+        self.sum: Tensors = {}
+        self.steps: dict[str, int] = {}
+        self.rates: dict[str, float] = {}
+
+    @property
+    def trained(self) -> list[str]:
+        """The parameters that had a gradient in at least one step, in the order of the net."""
+        return [name for name in self.names.values() if name in self.sum]
+
+    def step(self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
+        """What `training.train` takes as its `step`."""
+        rate = partial(_rate, optimizer)
+        return CorrectedStep(optimizer, local, device, lambda p, gradient: self._see(p, gradient, rate()))
+
+    def _see(self, parameter: Tensor, gradient: Tensor, rate: float) -> Tensor:
+        """Counts a gradient and returns c - c_i."""
+        name = self.names[parameter]
+        if name in self.sum:
+            self.sum[name].add_(gradient)
+        else:
+            self.sum[name] = gradient.clone()
+        self.steps[name] = self.steps.get(name, 0) + 1
+        self.rates[name] = self.rates.get(name, 0.0) + rate
+        return self.shift[name]
+
+    def mean_gradient(self) -> Tensors:
+        """The mean of g_i(y) over the steps in which a parameter had a gradient, on the CPU."""
+        return {name: (self.sum[name] / self.steps[name]).cpu() for name in self.trained}
+
+    def change(self) -> Tensors:
+        """c_i - c + (x - y) / (K eta_l), with the sum of the rates for K eta_l, on the CPU."""
+        return {
+            name: ((self.x[name] - p.detach()) / self.rates[name] - self.shift[name]).cpu()
+            for p, name in self.names.items()
+            if name in self.sum
+        }
+
+
+def _rate(optimizer: torch.optim.Optimizer) -> float:
+    return float(optimizer.param_groups[0]["lr"])
+
+
+class CorrectedStep(Step):
+    """A step that adds to every gradient, before it is clipped, `correction(parameter, gradient)`. A parameter
+    without a gradient is left alone, so that what a site does not train stays as it is with any optimizer."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        local: Local,
+        device: torch.device,
+        correction: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        super().__init__(optimizer, local, device)
+        self.correction = correction
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        held = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        scale = self.scaler.get_scale()
+        # with fp16 a step whose gradients overflow is not taken, and tells nothing
+        if not self.scaler.is_enabled() or all(bool(torch.isfinite(gradient).all()) for _, gradient in held):
+            for parameter, gradient in held:
+                plain = gradient if scale == 1 else gradient / scale
+                gradient.add_(self.correction(parameter, plain), alpha=scale)
+        super().apply()
+
+
+def gradient_at(site: Site, net: nn.Module, loss: Loss, local: Local) -> Tensors:
+    """g_i(x): the mean gradient of `loss` at the weights of `net` over as many batches as local training has, on the
+    CPU, by the names of the parameters that have one."""
+    net.zero_grad(set_to_none=True)
+    batches = site.batches(batch=local.batch, steps=local.steps, epochs=local.epochs)
+    for batch in batches:
+        with autocast(local, site.device):
+            value = loss(net, batch)
+        total = sum(value.values()) if isinstance(value, dict) else value
+        assert isinstance(total, Tensor)
+        total.backward()
+    count = len(batches)
+    return {name: (p.grad / count).cpu() for name, p in net.named_parameters() if p.grad is not None}
