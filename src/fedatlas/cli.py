@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("run", type=Path, help="the run folder")
     made.add_argument(
-        "--data", type=Path, required=True, help="a folder as a site has it (nnU-Net raw, MSD, MONAI)"
+        "--data", type=Path, required=True, help="a folder as a site has it; its layout: --format"
     )
     made.add_argument("--table", default="dataset.json", help="file in that folder with the label table")
     made.add_argument("--labels", default="labelsTr", help="folder of training labels in it")
@@ -112,17 +112,21 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--format",
         help="layout of the folder; findings of whole images: csv (default), chestxray14, tbx, covid; segmentation: auto "
-        "(default), nnunet, msd, monai, masks, and the data sets that `fedatlas list` names",
+        "(default), nnunet, msd, monai, masks, and the data sets that `fedatlas list datasets` names",
     )
     made.add_argument(
         "--reading",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an option of that format, as table=labels.csv or patient=subject",
+        help="an option of that format, as table=labels.csv, patient=subject or mask_suffix=_mask",
     )
     made.add_argument(
-        "--alias", action="append", default=[], metavar="THEIRS=OURS", help="another name of a class"
+        "--alias",
+        action="append",
+        default=[],
+        metavar="THEIRS=OURS",
+        help="another name of a class or finding",
     )
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
     made.add_argument("--out", type=Path, help="write all rows to this CSV file")
@@ -132,7 +136,7 @@ def parser() -> argparse.ArgumentParser:
     made = verb(
         "predict",
         predict,
-        "Segment a scan, in its own geometry, or tell the findings of an image.",
+        "Segment scans or pictures, in their own geometry, or tell the findings of images.",
         "fedatlas predict runs/demo-1a2b3c4d scan.nii.gz -o out/",
     )
     made.add_argument("run", type=Path, help="the run folder")
@@ -140,14 +144,16 @@ def parser() -> argparse.ArgumentParser:
         "scan",
         type=Path,
         nargs="+",
-        help="NIfTI files; a scan of several channels: its files joined by commas. Findings: PNG, JPEG or DICOM",
+        help="scans: NIfTI files, those of several channels joined by commas; pictures: PNG, JPEG, TIFF, BMP, GIF or DICOM; "
+        "findings: PNG, JPEG or DICOM",
     )
     made.add_argument(
         "-o",
         "--out",
         type=Path,
         required=True,
-        help="folder for label maps and classes.json, or findings.csv",
+        help="folder for the result. Scans: a label map each; pictures: labels/<name>.png or masks/<class>/<name>.png, and "
+        "predictions.csv; both: classes.json. Findings: findings.csv",
     )
     made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
