@@ -19,3 +19,11 @@ PHASES = {
     "fedmatch_plus": PHASE | {"h_interval": 1},
 }
 """What a method needs to go through all that it does in two rounds, in a second."""
+NETS: dict[str, dict[str, Any]] = {"fedmenu": {"name": "menunet", "width": 2, "levels": 2}}
+"""The net of a method that needs one of its own."""
+
+
+def with_method(federation: dict[str, Any], name: str, **options: Any) -> dict[str, Any]:
+    """A federation with the method, and with its net where it needs one of its own."""
+    net = {"net": NETS[name]} if name in NETS else {}
+    return federation | {"method": {"name": name} | PHASES.get(name, {}) | options} | net

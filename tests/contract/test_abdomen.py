@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from method_cases import PAIRS, PHASES
+from method_cases import PAIRS, with_method
 
 from fedatlas.data.phantom_abdomen import CLASSES, GROUPS, abdomen_sites, write_abdomen
 from fedatlas.evaluation.statistics import read_rows
@@ -31,7 +31,6 @@ def test_two_rounds_with_lesions_and_a_site_that_is_only_tested(
         "sites": abdomen_sites(abdomen),
         "preprocessing": {"spacing": [10, 10, 10], "window": [-160, 240], "patch": [16, 16], "context": 1},
         "net": {"name": "unet", "filters": [4, 8, 8]},
-        "method": {"name": name} | PHASES.get(name, {}),
         "local": {"optimizer": "sgd", "lr": 0.01, "batch": 4, "steps": 2},
         "rounds": 2,
         "evaluation": {
@@ -43,6 +42,7 @@ def test_two_rounds_with_lesions_and_a_site_that_is_only_tested(
         },
         "engine": {"cache": str(abdomen / ".cache")},
     }
+    plain = with_method(plain, name)
     run_federation(parse_federation(plain, base=abdomen), tmp_path / "run", tell=lambda text: None)
     rows = [row for row in read_rows(tmp_path / "run" / "rows.csv") if row["split"] == "test"]
     assert {row["site"] for row in rows} == {site["name"] for site in abdomen_sites(abdomen)}

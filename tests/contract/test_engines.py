@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from deployments import Deployment
-from method_cases import PAIRS, PHASES
+from method_cases import PAIRS, with_method
 
 from fedatlas.audit import logs_of
 from fedatlas.deploy import ENGINES
@@ -44,7 +44,7 @@ def federation(request: pytest.FixtureRequest, folders: Path) -> dict[str, Any]:
     chosen = request.getfixturevalue("small" if task == "segmentation" else "small_images")
     for site in chosen["sites"]:
         site["path"] = str(folders / Path(site["path"]).name)
-    return chosen | {"method": {"name": name} | PHASES.get(name, {})}
+    return with_method(chosen, name)
 
 
 @pytest.fixture(scope="module", params=sorted(ENGINES))

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from findings import findings_sites, write_findings
-from method_cases import METHODS, PAIRS, PHASES
+from method_cases import METHODS, NETS, PAIRS, with_method
 from torch import Tensor
 
 from fedatlas import methods
@@ -35,7 +35,7 @@ def federation(request: pytest.FixtureRequest) -> dict[str, Any]:
     """A small federation of the test's method and task."""
     name, task = request.node.callspec.params["name"], request.node.callspec.params["task"]
     chosen = request.getfixturevalue("small" if task == "segmentation" else "small_images")
-    return chosen | {"method": {"name": name} | PHASES.get(name, {})}
+    return with_method(chosen, name)
 
 
 def run_small(small: dict[str, Any], path: Path, **changes: Any) -> bytes:
@@ -150,6 +150,7 @@ def test_blindness(name, small, tmp_path) -> None:
                 for path in sorted((place / "labelsTr_all").glob("*.nii.gz")):
                     scramble(path, hidden, table[annotated[0]])
         small |= {"sites": sites, "method": {"name": name}, "labels": {"names": list(table)}}
+        small["net"] = NETS.get(name, small["net"])
         small["evaluation"] = {"validation": 0.0}
         sent.append(replies_of(small, tmp_path / f"run-{scrambled}", tmp_path / "cache"))
     assert wire.encode(to_tree(sent[0])) == wire.encode(to_tree(sent[1]))
@@ -196,6 +197,7 @@ def test_only_marked_functions_can_be_called(name) -> None:
 
 DEFAULTS = {
     "fedavg": {"weights": "cases"},
+    "fedmenu": {"agg": "expert_half", "non_expert": 0.5, "agd": "shared", "weights": "cases"},
     "fedprox": {"mu": 0.01},
     "fedavgm": {"beta": 0.9, "damping": 0, "weights": "cases"},
     "fedopt": {
@@ -239,6 +241,7 @@ def test_defaults_are_those_of_the_atlas(name) -> None:
 
 EXTRAS_OFF = {
     "feddyn": {"alpha": 0.0},
+    "fedmenu": {"agd": "none", "loss": {"name": "auto"}},
     "fedprox": {"mu": 0.0},
     "fedpsl": {"tadl": False},
     "fedssp": {"pretrain_rounds": 0},

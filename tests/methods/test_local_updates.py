@@ -324,11 +324,18 @@ def test_changed_labels_of_other_classes_change_nothing(name: str) -> None:
                 batch.target[~known[batch.target.long()]] = 0
             return batches
 
+    def menunet() -> nn.Module:
+        return nets.build(
+            "menunet", {"width": 2, "levels": 2}, in_channels=1, classes=4, spatial_dims=2, seed=3
+        )
+
+    make = menunet if name == "fedmenu" else small_unet
+
     def run(kind: type[FakeSite]) -> State:
-        sites = [kind("x", {1}, 3, small_unet)]
+        sites = [kind("x", {1}, 3, make)]
         if name != "centralized":
-            sites.append(kind("y", {2, 3}, 5, small_unet))
-        return play(methods.get(name)(local=LOCAL), FakeClients(*sites))
+            sites.append(kind("y", {2, 3}, 5, make))
+        return play(methods.get(name)(local=LOCAL), FakeClients(*sites), net=make())
 
     seen, hidden = run(FakeSite), run(Hidden)
     assert same(seen.model, hidden.model)

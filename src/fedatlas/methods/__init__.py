@@ -22,6 +22,7 @@ REGISTRY: dict[str, str] = {
     "mixup_pme": "fedatlas.methods.mixup_pme:MixUpPME",
     "condistfl": "fedatlas.methods.condistfl:ConDistFL",
     "kim": "fedatlas.methods.kim:Kim",
+    "fedmenu": "fedatlas.methods.fedmenu:FedMENU",
     "standalone": "fedatlas.methods.standalone:Standalone",
     "centralized": "fedatlas.methods.centralized:Centralized",
 }

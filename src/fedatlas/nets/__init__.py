@@ -15,6 +15,7 @@ from fedatlas.nets.deeplab import DeepLabV3Plus
 from fedatlas.nets.heads import SimSiamHeads
 from fedatlas.nets.kim_unet import KimUNet
 from fedatlas.nets.mednext import MedNeXt
+from fedatlas.nets.menunet import MENUNet, MENUNetModule
 from fedatlas.nets.module import Net
 from fedatlas.nets.organ_heads import OrganHeads, OrganHeadsNet
 from fedatlas.nets.unet import UNet
@@ -35,13 +36,14 @@ REGISTRY: dict[str, type] = {
     "deeplabv3plus": DeepLabV3Plus,
     "kim_unet": KimUNet,
     "organ_heads": OrganHeads,
+    "menunet": MENUNet,
     "cnn": CNN,
     "densenet121": DenseNet121,
     "simsiam_heads": SimSiamHeads,
 }
 
 FOR_LEVEL: dict[str, tuple[str, ...]] = {
-    "voxel": ("unet", "mednext", "deeplabv3plus", "kim_unet", "organ_heads"),
+    "voxel": ("unet", "mednext", "deeplabv3plus", "kim_unet", "organ_heads", "menunet"),
     "image": ("cnn", "densenet121"),
 }
 """Which nets fit labels of voxels, and of whole images."""
@@ -114,9 +116,9 @@ def check_level(name: str, net: nn.Module, level: str) -> None:
 
 def check_classes(name: str, net: nn.Module, exclusive: bool) -> None:
     """Raises FederationError for a net that is made for exclusive classes only, where they overlap."""
-    if isinstance(net, OrganHeadsNet) and not exclusive:
+    if isinstance(net, OrganHeadsNet | MENUNetModule) and not exclusive:
         raise FederationError(
-            f"net {name}: is for exclusive classes, and labels.exclusive is false; take its backbone itself"
+            f"net {name}: is for exclusive classes, and labels.exclusive is false; take another net, as unet"
         )
 
 

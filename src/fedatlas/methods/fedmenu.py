@@ -1,0 +1,299 @@
+"""Federated multi-encoding U-Net (Fed-MENU).
+
+Xu, Deng, Gateno, Yan. Federated multi-organ segmentation with inconsistent labels. IEEE Trans. Med. Imaging, 2023.
+
+The net has a sub-encoder g_m for every organ m, a shared decoder f, and an auxiliary generic decoder (AGD) h. A site is
+the expert for the organs that it annotates, and trains their sub-encoders only; the others run, and stay bit for bit
+as they came. Every batch is learnt from in two steps, each by an optimizer of its own:
+
+    S1   f and the site's own g_m    marginal and exclusion loss of the segmentation         Eq. (3)
+    S2   h and the site's own g_m    cross-entropy and Dice of "this organ", by every level  Eq. (5)
+
+The server lets an expert count twice as much as any other site in the mean of a sub-encoder. Inference needs no AGD.
+
+Differences from the paper, which follow the official code
+    Eq. (1) weighs every parameter by the sites' cases; the code gives sub-encoders the weights 1 and 1/2 (`agg`). As
+    sites that are no experts return theta_m unchanged, its mean is theta_m + rho_m mean_experts(theta_m,k - theta_m)
+    with rho_m = N_experts / (N_experts + N_others / 2). Eq. (6) and (7) are binary and, in part, not bounded; the code
+    has the marginal and the exclusion loss of Shi et al. (`losses.marginal`). Eq. (3) and (5) are minimised by two
+    optimizers in turn, not as one sum.
+
+Differences from the official code
+    The label set is that of a sample, not of a batch. An organ may have several classes, as a lesion; S2 tells those
+    that a sample annotates from the rest, and learns nothing of an organ from samples that do not annotate it. A site
+    that annotates nothing sends back what it received. The learning rate falls from step to step, not from epoch to
+    epoch. Its optimizer is sgd with lr 0.01, momentum 0.99, nesterov, weight_decay 3e-5, schedule poly, batch 4, for
+    400 rounds of one epoch.
+
+Shapes: B batch, C classes, M organs, *S spatial.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas import losses
+from fedatlas.data.batch import Batch
+from fedatlas.errors import FederationError
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.losses.marginal import MarginalDiceCE
+from fedatlas.method import Clients, Replies, Site, State, at_site
+from fedatlas.methods.weighting import Weighting, site_weights
+from fedatlas.options import option, options
+from fedatlas.tensors import Tensors, Tree, average, tensors_of
+from fedatlas.training import Local, Loss, Step, make_optimizer, optimizer_tree, restore_optimizer, train
+
+ENCODER, AGD = "encoder:", "agd"
+"""The parts of a net: sub-encoder m is "encoder:m"."""
+
+L_AUX = MarginalDiceCE(power=2, smooth_numerator=1.0, smooth_denominator=1.0, clamp=1e-4)
+"""L_aux of one level, of two classes that are both known."""
+
+Aggregation = Literal["expert_half", "owner_only", "fedavg"]
+
+
+@runtime_checkable
+class Experts(Protocol):
+    """A net with a sub-encoder per organ; `forward(x, experts=...)` gives what the AGD says, see `nets.menunet`."""
+
+    organs: tuple[tuple[int, ...], ...]
+
+    def parts(self) -> dict[str, nn.Module | list[nn.Module]]: ...
+
+
+@dataclass(frozen=True)
+class MENUState(State):
+    """organs: the classes of each organ. parts: part of the net -> its tensors."""
+
+    organs: list[list[int]] = field(default_factory=list)
+    parts: dict[str, list[str]] = field(default_factory=dict)
+
+
+@options
+class FedMENU:
+    """A sub-encoder per organ, trained where the organ is annotated, with a shared auxiliary decoder (Xu 2023)."""
+
+    state: ClassVar[type[State]] = MENUState
+    tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
+    sends: ClassVar[dict[str, str]] = {"model": "model", "n": "number", "annotated": "classes"}
+
+    agg: Aggregation = option(
+        "expert_half",
+        "The weights of a sub-encoder: 1 for sites that annotate its organ and `non_expert` for others (official "
+        "code), 1 and 0, or those of the decoder (Eq. 1).",
+    )
+    non_expert: float = option(
+        0.5, "Weight of a site that does not annotate the organ, with agg: expert_half.", ge=0, le=1
+    )
+    agd: Literal["shared", "local", "none"] = option(
+        "shared",
+        "The auxiliary decoder: averaged (AGD), kept at each site and never sent (ALD), or not used: no S2.",
+    )
+    weights: Weighting = option("cases", "Of all other parts: n_k/n, or all sites count equally.")
+    loss: LossChoice = option(LossChoice(name="marginal_dice_ce_exclusion"), "The loss of S1.")
+    local: Local = option(Local(), "Training at a site between two exchanges; S1 and S2 alike.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        losses.make(self.loss, space)
+        if not space.exclusive:
+            raise FederationError(
+                "method fedmenu: is for exclusive classes, and labels.exclusive is false; its auxiliary decoder tells "
+                "one organ from all the rest"
+            )
+
+    def start(self, net: nn.Module, clients: Clients) -> MENUState:
+        menu = menu_of(net, agd=self.agd != "none")
+        return MENUState(
+            tensors_of(net), organs=[list(organ) for organ in menu.organs], parts=names_of_parts(net, menu)
+        )
+
+    def round(self, state: MENUState, clients: Clients) -> MENUState:
+        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
+        return dataclasses.replace(state, model=self.mean(replies, state), round=state.round + 1)
+
+    def mean(self, replies: Replies, state: MENUState) -> Tensors:
+        """The next global model: the mean of the replies, each part with its own weights."""
+        common = site_weights(replies, self.weights)
+        each: dict[str, list[float]] = {}
+        for m, organ in enumerate(state.organs if self.agg != "fedavg" else ()):
+            owns = [bool(set(classes) & set(organ)) for classes in replies.plain("annotated")]
+            other = self.non_expert if self.agg == "expert_half" else 0.0
+            each |= dict.fromkeys(state.parts[f"{ENCODER}{m}"], expert_weights(owns, other))
+        return average(replies.each("model"), common, each=each)
+
+    @at_site
+    def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
+        """Where the AGD is local, the site trains its own, and its reply has that of `model` in its place."""
+        kept = cast(Tensors, site.memory.get(AGD, {})) if self.agd == "local" else {}
+        net = site.network(model | kept)
+        menu = menu_of(net, agd=self.agd != "none")
+        own = [m for m, organ in enumerate(menu.organs) if set(organ) & site.labels.annotated]
+        if own:
+            L_seg = losses.supervised(self.loss, site)
+            train_experts(
+                site, net, own, L_seg, self.local, auxiliary=self.agd != "none", round=round, rounds=rounds
+            )
+        values = tensors_of(net)
+        if self.agd == "local":
+            names = names_of_parts(net, menu)[AGD]
+            site.memory[AGD] = cast(Tree, {name: values[name] for name in names})
+            values |= {name: model[name] for name in names}
+        return {"model": values, "n": site.n_train, "annotated": sorted(site.labels.annotated)}
+
+
+def expert_weights(owns: Sequence[bool], other: float) -> list[float]:
+    """[K] the weights of the sites for the sub-encoder of one organ: 1 for its experts and `other` for the rest; 1 for
+    all where none of them is an expert, as then all return it unchanged."""
+    return [1.0 if own or not any(owns) else other for own in owns]
+
+
+def train_experts(
+    site: Site,
+    net: nn.Module,
+    own: Sequence[int],
+    L_seg: Loss,
+    local: Local,
+    *,
+    auxiliary: bool,
+    round: int,
+    rounds: int,
+) -> dict[str, float]:
+    """Trains a MENU-Net in place for one round, its sub-encoders `own` only; returns the mean losses.
+
+    auxiliary: whether S2 is taken. The moments of both optimizers stay at the site as `local.opt_state` says.
+    """
+    menu = menu_of(net, agd=auxiliary)
+    modules = {name: _listed(value) for name, value in menu.parts().items()}
+    foreign = {name for name in modules if name.startswith(ENCODER)} - {f"{ENCODER}{m}" for m in own}
+    S1 = [name for name in modules if name not in foreign and name != AGD]
+    S2 = [*(f"{ENCODER}{m}" for m in own), AGD]
+    _only(net, (module for name in S1 for module in modules[name]))
+    first = make_optimizer(net, local)
+    if not auxiliary:
+        return train(site, net, L_seg, local, round=round, rounds=rounds, optimizer=first)
+    _only(net, (module for name in S2 for module in modules[name]))
+    second, memory = make_optimizer(net, local), "auxiliary optimizer"
+    _only(net, (module for name in {*S1, *S2} for module in modules[name]))
+    if local.opt_state == "persist" and memory in site.memory:
+        restore_optimizer(second, net, site.memory[memory])
+
+    def step(optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
+        return TwoSteps(optimizer, local, device, second=second, organs=menu.organs, own=own)
+
+    means = train(site, net, L_seg, local, round=round, rounds=rounds, optimizer=first, step=step)
+    if local.opt_state == "persist":
+        site.memory[memory] = optimizer_tree(second, net)
+    return means
+
+
+class TwoSteps(Step):
+    """S1 by one optimizer, then S2 by another, on the same batch. own: the places of the site's own sub-encoders."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        local: Local,
+        device: torch.device,
+        *,
+        second: torch.optim.Optimizer,
+        organs: Sequence[Sequence[int]],
+        own: Sequence[int],
+    ) -> None:
+        super().__init__(optimizer, local, device)
+        self.second, self.organs, self.own = Step(second, local, device), organs, own
+
+    def at(self, step: int, *, of: int) -> None:
+        super().at(step, of=of)
+        self.second.at(step, of=of)
+
+    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
+        """Takes both steps; returns both losses and, as "loss", their sum."""
+        S1 = super().__call__(net, loss, batch)["loss"]
+        experts = [m for m in self.own if bool(samples_of(batch.known, self.organs[m]).any())]
+        if not experts:
+            return {"loss": S1, "segmentation": S1, "auxiliary": torch.zeros_like(S1)}
+
+        def L_aux(net: nn.Module, batch: Batch) -> Tensor:
+            told = net(batch.image, experts=experts)
+            return auxiliary_loss(
+                told, batch.target, batch.known, [self.organs[m] for m in experts]
+            )  # Eq. (5)
+
+        S2 = self.second(net, L_aux, batch)["loss"]
+        return {"loss": S1 + S2, "segmentation": S1, "auxiliary": S2}
+
+
+def auxiliary_loss(
+    told: Sequence[Sequence[Tensor]], target: Tensor, known: Tensor, organs: Sequence[Sequence[int]]
+) -> Tensor:
+    """The sum over organs and levels of L_aux, over the samples that annotate the organ, a scalar.
+
+    told: for each organ, logits [B, 2, *S] of every level; target [B, *S] class index; known [B, C]; organs: the
+    classes of each, of which at least one sample annotates one.
+    """
+    terms: list[Tensor] = []
+    for levels, organ in zip(told, organs, strict=True):
+        samples = samples_of(known, organ)
+        y = organ_mask(target, known, organ)[samples]
+        both = torch.ones(len(y), 2, dtype=torch.bool, device=y.device)
+        terms += [L_AUX(z[samples], y, both) for z in levels]
+    return torch.stack(terms).sum()
+
+
+def samples_of(known: Tensor, organ: Sequence[int]) -> Tensor:
+    """[B] bool: the sample annotates a class of the organ; known [B, C]."""
+    return known[:, list(organ)].any(1)
+
+
+def organ_mask(target: Tensor, known: Tensor, organ: Sequence[int]) -> Tensor:
+    """[B, *S] 0 or 1: the voxel is of a class of the organ that its sample annotates; target [B, *S] class index."""
+    mask = torch.zeros_like(target, dtype=torch.bool)
+    for c in organ:
+        mask = mask | ((target == c) & known[:, c].reshape(-1, *[1] * (target.dim() - 1)))
+    return mask.to(torch.uint8)
+
+
+def menu_of(net: nn.Module, *, agd: bool) -> Experts:
+    """The MENU-Net within a net: itself, or what a wrapper of it holds. agd: whether it must have an AGD.
+
+    Raises FederationError where there is none.
+    """
+    menu = next((module for module in net.modules() if isinstance(module, Experts)), None)
+    if menu is None:
+        raise FederationError(
+            f"method fedmenu: the net {type(net).__name__} has no sub-encoder per organ; set net.name to menunet"
+        )
+    if agd and AGD not in menu.parts():
+        raise FederationError(
+            f"method fedmenu: the net {type(net).__name__} has no auxiliary decoder; set net.agd to true, or the "
+            "method's agd to none"
+        )
+    return menu
+
+
+def names_of_parts(net: nn.Module, menu: Experts) -> dict[str, list[str]]:
+    """Part -> the names that its tensors have in `net`, by identity."""
+    name_of = {id(tensor): name for name, tensor in net.state_dict(keep_vars=True).items()}
+    return {
+        part: [
+            name_of[id(t)] for module in _listed(value) for t in module.state_dict(keep_vars=True).values()
+        ]
+        for part, value in menu.parts().items()
+    }
+
+
+def _listed(value: nn.Module | list[nn.Module]) -> list[nn.Module]:
+    return [value] if isinstance(value, nn.Module) else value
+
+
+def _only(net: nn.Module, modules: Iterable[nn.Module]) -> None:
+    """Only these modules of a net require gradients."""
+    net.requires_grad_(False)
+    for module in modules:
+        module.requires_grad_(True)
