@@ -1,6 +1,7 @@
 """One federation with a segmentation head and an image-level head: a site with masks alone, one with masks from which a
 finding follows, one with findings alone, and one that is only tested."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from data.fake_sets import anatomy, picture
 from fedatlas.build import Experiment
 from fedatlas.check import check_federation_file
 from fedatlas.engine import wire
+from fedatlas.errors import FederationError
 from fedatlas.evaluation.statistics import read_rows
 from fedatlas.experiment import Federation, parse_federation
 from fedatlas.session import run_federation
@@ -123,7 +125,7 @@ def test_in_process_equals_workers_equals_resumed(folder: Path, run: Path, tmp_p
     assert (workers / "models" / "last.fa").read_bytes() == one
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedopt", "standalone", "centralized"])
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedopt", "fedpsl", "standalone", "centralized"])
 def test_methods_learn_findings_beside_masks(folder: Path, method: str, tmp_path: Path) -> None:
     done = finished(federation(folder, method={"name": method}, rounds=1), tmp_path / method)
     rows = read_rows(done / "rows.csv")
@@ -160,3 +162,63 @@ def test_the_report_tells_findings_apart_from_classes(run: Path) -> None:
     assert found.classes == ("left lung", "right lung", "air")
     page = render(found)
     assert 'id="findings"' in page and "Findings on test cases" in page
+
+
+# ------------------------------------------------------------------------------------------ findings' names
+
+
+def checked(folder: Path, tmp_path: Path, **changes: Any) -> list[str]:
+    """What `check` finds, the fatal ones marked."""
+    problems = Experiment(federation(folder, **changes), tmp_path).check()
+    return [("fatal: " if p.fatal else "note: ") + str(p) for p in problems]
+
+
+def sites(**told: Any) -> list[dict[str, Any]]:
+    """The sites of the federation, with changes of the one that has findings alone."""
+    reading = {"findings": "findings.csv"}
+    return [
+        {"name": "lungs", "path": "lungs", "format": "masks"},
+        {"name": "air", "path": "air", "format": "masks"},
+        {"name": "told", "path": "told", "format": "masks", "reading": reading} | told,
+    ]
+
+
+def labels(**findings: str | None) -> dict[str, Any]:
+    names = ["left lung", "right lung", "air"]
+    return {
+        "names": names,
+        "exclusive": False,
+        "findings": {k.replace("_", " "): v for k, v in findings.items()},
+    }
+
+
+def test_findings_that_nobody_tells_and_that_nobody_asks_for(folder: Path, tmp_path: Path) -> None:
+    found = checked(folder, tmp_path, labels=labels(has_air="air", sick=None), sites=sites())
+    assert any(
+        p.startswith(
+            "fatal: site (all): no site that trains tells the finding 'sick'; they tell: told: has air, ill"
+        )
+        for p in found
+    )
+    assert any(
+        p.startswith("note: site told: its findings 'ill' are not in `labels.findings`") for p in found
+    )
+    found = checked(
+        folder, tmp_path, labels=labels(has_air="air", sick=None), sites=sites(aliases={"ill": "sick"})
+    )
+    assert not [p for p in found if p.startswith("fatal") or "labels.findings" in p]
+    # what follows from a mask is told
+    found = checked(folder, tmp_path, labels=labels(gas="air"), sites=sites()[:2] + sites()[:0])
+    assert not [p for p in found if "tells the finding" in p]
+
+
+def test_aliases_of_findings(folder: Path, tmp_path: Path) -> None:
+    for aliases, text in (
+        (
+            {"ill": "sik"},
+            "alias 'ill' is of a finding and points to 'sik', which `labels.findings` does not name",
+        ),
+        ({"ill": "has air"}, "its findings 'has air' and 'ill' both become 'has air'"),
+    ):
+        with pytest.raises(FederationError, match=re.escape(text)):
+            Experiment(federation(folder, sites=sites(aliases=aliases)), tmp_path).sources  # noqa: B018

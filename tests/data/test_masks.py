@@ -134,6 +134,67 @@ def test_findings_of_a_table(tmp_path: Path) -> None:
     ]
 
 
+def test_findings_alone_can_be_split_and_tested(tmp_path: Path) -> None:
+    for number in range(10):
+        picture(tmp_path / "images" / f"p{number}.png", anatomy(number)[0])
+    reading = {"findings": "findings.csv"}
+    with pytest.raises(
+        DataError, match="no such file; it holds the findings, name it with `reading.findings`"
+    ):
+        index_of(tmp_path, reading=reading)
+    (tmp_path / "findings.csv").write_text("case,ill\n" + "".join(f"p{n},{n % 2}\n" for n in range(9)))
+    index = index_of(tmp_path, reading=reading, split={"test": 2, "validation": 0.3}, cases=3)
+    splits = [case.split for case in index.cases if case.findings]
+    assert (splits.count("test"), splits.count("validation"), splits.count("train")) == (2, 3, 4)
+    tested = index_of(tmp_path, reading=reading, role="test")
+    assert len(tested.cases) == 9 and {case.split for case in tested.cases} == {"test"}
+    space = LabelSpace(SPACE.names, exclusive=False, findings=("sick",), finding_of=(None,))
+    with pytest.raises(
+        FederationError, match=r"none of its labels \(background, ill\) is in the label space"
+    ):
+        naming_of(tested, space)
+    (line,) = fatal(index_of(tmp_path, reading=reading), space)
+    assert "none of its 10 training cases has an annotated class or a finding: it tells ill, and" in line
+    with pytest.raises(DataError, match="`labels.findings` names sick; give `aliases`"):
+        SiteData(index_of(tmp_path, reading=reading), space, Preprocessing(), cache=tmp_path / "c").prepare()
+    assert fatal(index_of(tmp_path, reading=reading, aliases={"ill": "sick"}), space) == []
+
+
+def test_annotated_restricts_findings_where_it_names_one(tmp_path: Path) -> None:
+    """`score_all` scores those that it leaves out in test cases; training and validation never see them."""
+    root = write_masks(tmp_path / "s", 6)
+    (root / "findings.csv").write_text(
+        "case,ill,old\n" + "".join(f"cxr_{n:03d},{n % 2},1\n" for n in range(6))
+    )
+    space = LabelSpace(SPACE.names, exclusive=False, findings=("sick", "old"), finding_of=(None, None))
+    form = Preprocessing(size=(16, 16), patch=(16, 16), context=0)
+
+    def known(*annotated: str, **more: Any) -> dict[str, list[list[bool]]]:
+        index = index_of(
+            root,
+            annotated=annotated,
+            reading={"findings": "findings.csv"},
+            aliases={"ill": "sick"},
+            split={"test": 1, "validation": 1},
+            **more,
+        )
+        data = SiteData(index, space, form, augmentation=OFF, cache=tmp_path / "cache")
+        (test,), (validation,) = data.volumes("test"), data.volumes("validation")
+        assert not test.finding_scored[1] or test.finding[1] == 1
+        rows = [test.finding_known, test.finding_scored, validation.finding_scored]
+        return [row.tolist() for row in rows]  # type: ignore[return-value]
+
+    assert known("left_lung") == [[True, True]] * 3
+    assert known("left_lung", "ill") == known("left_lung", "sick") == [[True, False]] * 3
+    assert known("left_lung", "ill", score_all=True) == [[True, False], [True, True], [True, False]]
+
+
+def test_pictures_in_a_folder_without_a_table_are_named(tmp_path: Path) -> None:
+    write_masks(tmp_path, 2)
+    with pytest.raises(DataError, match=r"no dataset.json.*as images/cxr_000\.png; set `format: masks`"):
+        read_site(SiteConfig(name="s", path=str(tmp_path)), tmp_path)
+
+
 def test_files_that_do_not_belong(tmp_path: Path) -> None:
     write_masks(tmp_path, 2)
     picture(tmp_path / "masks" / "left_lung" / "other.png", np.zeros((4, 4), bool))
@@ -197,6 +258,9 @@ def test_a_mask_of_another_resolution(tmp_path: Path) -> None:
     write_masks(tmp_path, 2, shape=(24, 32))
     mask = anatomy(0, (24, 32))[1]["left lung"]
     picture(tmp_path / "masks" / "left_lung" / "cxr_000.png", mask[::2, ::2])
+    assert "a mask of another size than its picture, and of the same aspect: resized" in notes(
+        index_of(tmp_path)
+    )
     label = raw_of(index_of(tmp_path)).label
     assert label is not None
     assert np.array_equal(lying(label.voxels)[0], np.kron(mask[::2, ::2], np.ones((2, 2))))
@@ -219,6 +283,48 @@ def test_smoothed_and_empty_masks_are_one_note_each(tmp_path: Path) -> None:
     assert "masks/left_lung/cxr_000.png: an empty mask: the class counts" in told and "3 such files" in told
     assert "masks/right_lung/cxr_000.png: a mask of more than two values" in told and "(up to 0.2 %)" in told
     assert told.count("an empty mask") == 1
+
+
+def test_areas_of_several_greys_are_named(tmp_path: Path) -> None:
+    """0, 100 and 200 may be three classes; the few values between 0 and 255 of a smoothed edge are none."""
+    values = np.zeros((20, 20), np.uint8)
+    values[:6], values[10:16] = 100, 200
+    mask, (note,) = read_mask(picture(tmp_path / "a.png", values))
+    assert mask.sum() == 120 and "200 counts as inside, 100 as outside" in note.what
+    values[values > 0] = 255
+    values[6, :4] = 90
+    (note,) = read_mask(picture(tmp_path / "b.png", values))[1]
+    assert "as smoothed edges or JPEG make them" in note.what
+
+
+def test_a_table_that_contradicts_a_mask_is_a_note_and_wins(tmp_path: Path) -> None:
+    root = write_masks(tmp_path / "s", 4)
+    picture(root / "masks" / "left_lung" / "cxr_003.png", np.zeros((32, 32), bool))
+    told = "\n".join(f"cxr_{n:03d},{int(n != 1)}" for n in range(4))
+    (root / "findings.csv").write_text(f"case,has lung\n{told}\n")
+    space = LabelSpace(SPACE.names, exclusive=False, findings=("has lung",), finding_of=(0,))
+    index = index_of(root, reading={"findings": "findings.csv"}, role="test")
+    text = notes(index, space)
+    assert "cxr_001.png: the finding 'has lung' is absent, and 'left_lung' has voxels there" in text
+    assert "cxr_003.png: the finding 'has lung' is present, and 'left_lung' has no voxel there" in text
+    assert text.count("the finding 'has") == 2
+    form = Preprocessing(size=(16, 16), patch=(16, 16), context=0)
+    data = SiteData(index, space, form, augmentation=OFF, cache=tmp_path / "cache")
+    assert [v.finding.tolist() for v in data.volumes("test")] == [[1], [0], [1], [1]]
+
+
+def test_constant_pictures_are_refused(tmp_path: Path) -> None:
+    root = write_masks(tmp_path / "s", 3)
+    with pytest.raises(
+        DataError, match=r"images/cxr_000\.png: constant on .* after clipping to the window \[2\.0, 3\.0\]"
+    ):
+        site(root, tmp_path / "cache", window=(2, 3)).prepare()
+    picture(root / "images" / "cxr_001.png", np.full((32, 32), 51, np.uint8))
+    assert [
+        line for line in fatal(index_of(root)) if "images/cxr_001.png: constant: every value is 0.2" in line
+    ]
+    with pytest.raises(DataError, match=r"cxr_001\.png: constant"):
+        site(root, tmp_path / "cache").prepare()
 
 
 def test_both_lungs_in_one_mask() -> None:
@@ -271,12 +377,14 @@ def test_size_resizes_pictures_of_every_shape() -> None:
         assert back.shape == (3, shape[1], shape[0], 1)
         found, truth = lying(back)[0] > 0, masks["left lung"]
         assert 2 * (found & truth).sum() / (found.sum() + truth.sum()) > 0.8
-    turned = geometry_of((24, 40, 1), np.eye(4), Preprocessing(size=(16, 12), orientation="ALS"))
+    turned = geometry_of((24, 40, 1), np.eye(4), Preprocessing(size=(16, 12), orientation="ALS", context=0))
     assert turned.grid_shape == (16, 12, 1)
     with pytest.raises(FederationError, match="size is .* and spacing .*; give one of them"):
         Preprocessing(size=(16, 16), spacing=(1, 1, None))
     with pytest.raises(FederationError, match="rows and columns are 1 or more"):
         Preprocessing(size=(0, 16))
+    with pytest.raises(FederationError, match="have no neighbouring slices; set context: 0"):
+        Preprocessing(size=(16, 16))
 
 
 def site(root: Path, cache: Path, space: LabelSpace = SPACE, **form: Any) -> SiteData:

@@ -82,17 +82,24 @@ def test_patients_stay_whole(tmp_path: Path) -> None:
     assert len(names(index, "validation")) == 4, "the patient of the third case comes as a whole"
 
 
-def test_unlabelled_test_cases_are_left_out_and_labelled_ones_divided_anew(tmp_path: Path) -> None:
+def test_unlabelled_test_cases_are_left_out_and_labelled_ones_stay(tmp_path: Path) -> None:
     root = nnunet(tmp_path / "s", NAMES[:6], ["t1", "t2", "t3"])
     unlabel(root, "t2", "t3")
     assert names(index_of(root), "test") == {"t1", "t2", "t3"}
-    index = index_of(root, split={"validation": 1, "test": 2})
-    assert {case.name for case in index.cases} == {*NAMES[:6], "t1"} and len(names(index, "test")) == 2
-    for portion in ({"test": 7}, {"validation": 4, "test": 3}, {"validation": 0.6, "test": 0.5}):
+    index = index_of(root, split={"validation": 2})
+    assert {case.name for case in index.cases} == {*NAMES[:6], "t1"}
+    assert names(index, "test") == {"t1"} and len(names(index, "validation")) == 2
+    text = told(root, split={"validation": 1, "test": 2})
+    assert "split: test: 2 is asked for, and its layout lists 1 labelled test cases" in text
+    unlabel(root, "t1")
+    assert len(names(index_of(root, split={"test": 2}), "test")) == 2
+    for portion in ({"test": 6}, {"validation": 4, "test": 3}, {"validation": 0.6, "test": 0.5}):
         text = told(root, split=portion)
-        assert "leave nothing to train on: the site has 7 labelled cases" in text
+        assert "leave nothing to train on: the site has 6 labelled cases" in text
     with pytest.raises(Exception, match="a share is below 1"):
         SiteConfig(name="x", path="s", split=Portions(test=1.5))
+    with pytest.raises(Exception, match="a whole number counts cases"):
+        Portions(test=True)
 
 
 def test_lists_of_the_layout_win_where_no_split_is_given(tmp_path: Path) -> None:
@@ -110,7 +117,9 @@ def test_lists_of_the_layout_win_where_no_split_is_given(tmp_path: Path) -> None
     found = split_validation(index_of(root), seed=0, fraction=0.5)
     assert [case.name for case in found["validation"]] == ["v"] and len(found["train"]) == 5
     divided = index_of(root, split={"test": 2})
-    assert len(names(divided, "test")) == 2 and len(names(divided, "train")) == 4
+    assert len(names(divided, "test")) == 2 and len(names(divided, "train")) == 3
+    assert names(divided, "validation") == {"v"}
+    assert "split: validation: 0.2 is asked for" in told(root, split={"validation": 0.2})
 
 
 def test_shares_hold_of_patients_with_equal_findings() -> None:
@@ -124,6 +133,24 @@ def test_shares_hold_of_patients_with_equal_findings() -> None:
     for split in ("validation", "test"):
         ill = [dict(case.findings)["pneumothorax"] for case in cases if case.split == split]
         assert (len(ill), sum(ill)) == (20, 4)
+
+
+def test_shares_are_of_all_patients_however_many_findings_there_are() -> None:
+    """Groups of one patient or two do not melt away; choices stay nested, and counts go beside shares."""
+
+    def case(number: int) -> Case:
+        bits = tuple((f"f{bit}", bool(number * 37 >> bit & 1)) for bit in range(6))
+        return Case(f"c{number}", (Path(f"c{number}"),), None, "train", f"c{number}", (), findings=bits)
+
+    def split(**portions: Any) -> dict[str, set[str]]:
+        cases = _divided([case(n) for n in range(90)], Portions(**portions), "x", 0)
+        return {s: {c.name for c in cases if c.split == s} for s in ("train", "validation", "test")}
+
+    few, more = split(validation=0.2, test=0.1), split(validation=0.2, test=0.3)
+    assert [len(few[s]) for s in ("train", "validation", "test")] == [63, 18, 9]
+    assert len(more["test"]) == 27 and few["test"] < more["test"] and few["validation"] == more["validation"]
+    mixed = split(validation=18, test=0.3)
+    assert mixed == more, "labelled by findings alone, and a count is the share that it makes"
 
 
 def test_fewer_training_cases_are_among_more(tmp_path: Path) -> None:
@@ -216,6 +243,22 @@ def test_what_is_scored_only_is_never_seen(world: Path, tmp_path: Path) -> None:
     after = [volume.truth("original") for volume in data.volumes("test")]
     assert not any(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     assert all(np.array_equal(a == 1, b == 1) for a, b in zip(before, after, strict=True))
+
+
+def test_scans_are_not_resized_as_pictures_and_a_site_needs_something_to_teach(
+    world: Path, tmp_path: Path
+) -> None:
+    index = read_site(SiteConfig(name="s", path=str(world / "site-0")), world)
+    form = Preprocessing(size=(16, 16), patch=(16, 16), context=0)
+    with pytest.raises(
+        DataError, match=r"p000_0000\.nii\.gz: a scan, and `preprocessing.size` is for pictures"
+    ):
+        SiteData(index, SPACE, form, cache=tmp_path / "c").prepare()
+    with pytest.raises(DataError, match=r"`annotated` leaves out all of its labels \(liver, spleen\)"):
+        data_of(world / "site-0", tmp_path / "c", annotated=()).prepare()
+    bare = replace(index, cases=tuple(replace(case, annotated=()) for case in index.cases))
+    with pytest.raises(DataError, match=r"none of its 5 training cases .* its labels \(liver, spleen\)"):
+        SiteData(bare, SPACE, FLAT, cache=tmp_path / "c").prepare()
 
 
 def test_a_tested_site_adds_nothing_to_what_is_pooled(world: Path, tmp_path: Path) -> None:

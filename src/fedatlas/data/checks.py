@@ -10,7 +10,7 @@ from scipy import ndimage
 
 from fedatlas.data.datasets.listing import Case, Problem
 from fedatlas.data.flat import Note
-from fedatlas.data.index import SiteIndex, naming_of
+from fedatlas.data.index import Naming, SiteIndex, naming_of
 from fedatlas.data.reading import Raw, digest, gathered, read_case
 from fedatlas.errors import FederationError
 from fedatlas.labels import BACKGROUND, LabelSpace
@@ -60,6 +60,39 @@ def empty_site(index: SiteIndex) -> list[Problem]:
     return [
         Problem(index.name, "", what, "correct `path`, `format`, `table` or `labels`, or take the site out")
     ]
+
+
+def untaught_site(index: SiteIndex, space: LabelSpace, naming: Naming) -> list[Problem]:
+    """A site that trains and has training cases, none of which has an annotated class or a finding of the space.
+
+    naming: of its table, the first of `naming_of`.
+    """
+    train = [case for case in index.cases if case.split == "train"]
+    if not index.trains or not train or any(told_findings(index, case, space) for case in train):
+        return []
+    if any(naming.known(case.annotated) for case in train):
+        return []
+    what = f"none of its {len(train)} training cases has an annotated class or a finding: "
+    if index.names[1:] and not index.used:
+        what += f"`annotated` leaves out all of its labels ({', '.join(index.names[1:])})"
+        remedy = "name in `annotated` what is drawn, or take the site out"
+    elif index.used:
+        what += f"no label file or mask is known to hold its labels ({', '.join(index.used)})"
+        remedy = "see that labels are where the layout has them, and what its table lists per case"
+    elif index.findings:
+        ours = ", ".join(space.findings) or "nothing"
+        what += f"it tells {', '.join(index.findings)}, and `labels.findings` names {ours}"
+        remedy = "give `aliases` to its findings, or name them in `labels.findings`"
+    else:
+        what += "its label table is empty"
+        remedy = "correct `format` or `table`, or take the site out"
+    return [Problem(index.name, "", what, remedy)]
+
+
+def told_findings(index: SiteIndex, case: Case, space: LabelSpace) -> set[str]:
+    """The findings of the space that the data set tells of a case, present or absent."""
+    ours = {index.aliases.get(name, name) for name, _ in case.findings if name in index.used_findings}
+    return ours & set(space.findings)
 
 
 def twin_problems(site: str, digests: Sequence[tuple[str, str, str, str]]) -> list[Problem]:
@@ -133,6 +166,7 @@ def check_site(
     except FederationError as error:
         what = str(error).removeprefix(f"site {index.name}: ")
         return [Problem(index.name, "", what, "correct `aliases`, `annotated` or `labels.names`"), *found]
+    found += untaught_site(index, space, naming[0])
     drawn: dict[int, int] = {}
     annotated: dict[int, int] = {}
     digests = []
@@ -234,6 +268,7 @@ def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Pr
     meaning: dict[str, tuple[str, str]] = {}
     patients: dict[str, str] = {}
     annotated: set[int] = set()
+    told: set[str] = set()
     for index in indexes:
         if index.name in by_name:
             what = f"two sites have this name ({by_name[index.name].root} and {index.root})"
@@ -248,6 +283,14 @@ def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Pr
         for case in index.cases:
             if case.split != "test":
                 annotated |= strict.known(case.annotated)
+                told |= told_findings(index, case, space) if index.trains else set()
+        unused = [n for n in index.used_findings if index.aliases.get(n, n) not in space.findings]
+        if unused:
+            what = (
+                f"its findings {', '.join(map(repr, unused))} are not in `labels.findings` and are left aside"
+            )
+            remedy = "if they are to be learned, name them there or give `aliases`"
+            found.append(Problem(index.name, "", what, remedy, False))
         for name, c in strict.classes.items():
             other = meaning.setdefault(name, (index.name, space.names[c]))
             # where every site that has the name gives it an alias, the meanings were chosen: two cancers
@@ -270,5 +313,13 @@ def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Pr
         if c not in annotated and space.names[c] != BACKGROUND:
             what = f"no site annotates {space.names[c]!r}"
             remedy = "take it out of `labels.names`, or add a site that annotates it"
+            found.append(Problem("(all)", "", what, remedy))
+    for name, c in zip(space.findings, space.finding_of, strict=True):
+        if name not in told and c not in annotated:
+            own = [f"{i.name}: {', '.join(i.used_findings)}" for i in indexes if i.trains and i.used_findings]
+            what = f"no site that trains tells the finding {name!r}; they tell: {'; '.join(own) or 'no findings'}"
+            remedy = (
+                "correct `labels.findings`, give `aliases` to a site's finding, or add a site that tells it"
+            )
             found.append(Problem("(all)", "", what, remedy))
     return sorted(found, key=lambda problem: not problem.fatal)

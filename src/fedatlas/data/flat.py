@@ -184,6 +184,9 @@ def read_masks(
             if isinstance(mask, Side):
                 plane = one_side(plane, mask.side, source)
         if shape is not None:
+            if plane.shape != shape:
+                what = "a mask of another size than its picture, and of the same aspect: resized"
+                notes.append(Note(source, what, "if that is not meant, export it on the picture's pixels"))
             plane = fitted(plane, shape, source)
             found[name] = found[name] | plane if name in found else plane
     return found, [*notes, *_mirrored(found, dict(masks))]
@@ -237,13 +240,30 @@ def read_mask(path: Path) -> tuple[np.ndarray, list[Note]]:
         mask = values > half
         between = int(((values > 0) & (values < occurring[-1])).sum()) / values.size
         what = "a mask of more than two values, as smoothed edges or JPEG make them; above half is inside"
-        notes.append(Note(path, what, "export masks as PNG with 0 and 255", between))
+        remedy = "export masks as PNG with 0 and 255"
+        areas = plateaus(values, largest)
+        if len(areas) > 1:
+            kept, dropped = (
+                ", ".join(str(v) for v in areas if (v > half) is inside) or "none" for inside in (True, False)
+            )
+            what = f"a mask of more than two values in areas of their own: {kept} counts as inside, {dropped} as outside"
+            remedy = f"if they are classes, give one file per class; {remedy}"
+        notes.append(Note(path, what, remedy, between))
     if not mask.any():
         what = "an empty mask: the class counts as annotated there, and absent"
         notes.append(Note(path, what, "take the file out where the class was not drawn"))
     elif mask.all():
         notes.append(Note(path, "a mask that covers the whole picture", "see that it is the right file"))
     return mask, notes
+
+
+def plateaus(values: np.ndarray, largest: int) -> list[int]:
+    """The grey values above 0 that fill areas: of the sixteen parts of the range, those with a tenth of all such pixels
+    or more, each by its most frequent value."""
+    grey = values[values > 0].astype(np.int64)
+    part = grey * 16 // (largest + 1)
+    found = [n for n, count in enumerate(np.bincount(part, minlength=16)) if count >= 0.1 * len(grey) > 0]
+    return [int(np.bincount(grey[part == n]).argmax()) for n in found]
 
 
 def _mask_values(path: Path, image: Image.Image) -> tuple[np.ndarray, int]:

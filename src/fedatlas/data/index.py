@@ -6,8 +6,11 @@ Shapes: C classes.
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator
 
 from fedatlas.data import datasets
 from fedatlas.data.datasets.listing import (
@@ -34,13 +37,22 @@ class Reference:
     test_labels: str = option("labelsTs_all", "Folder of its label files for test cases.")
 
 
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a whole number counts cases, a share is below 1")
+    return value
+
+
+Portion = Annotated[int | float, BeforeValidator(_number)]
+
+
 @options
 class Portions:
     """How many of a site's labelled cases are kept from training: whole numbers are cases, numbers below 1 shares of
     its patients. Whole patients are taken, so that a few cases more may come along."""
 
-    validation: int | float = option(0, "Cases, or share of the patients, for validation.", ge=0)
-    test: int | float = option(0, "Cases, or share of the patients, for the test.", ge=0)
+    validation: Portion = option(0, "Cases, or share of the patients, for validation.", ge=0)
+    test: Portion = option(0, "Cases, or share of the patients, for the test.", ge=0)
 
     def __post_init__(self) -> None:
         for name, value in (("validation", self.validation), ("test", self.test)):
@@ -93,8 +105,9 @@ class SiteConfig:
     )
     split: Portions | None = option(
         None,
-        "How many of its labelled cases validate and test, drawn by patient; fewer are among more. Null: the lists of "
-        "its layout, and `evaluation.validation` where it lists no validation cases.",
+        "How many of its labelled cases validate and test, drawn by patient; fewer are among more. Labelled cases "
+        "that its layout lists for validation or test stay what they are, and no others are drawn for that split. "
+        "Null: the lists alone, and `evaluation.validation` where they hold no validation cases.",
     )
     cases: int | None = option(
         None,
@@ -154,7 +167,8 @@ class SiteIndex:
 
     trains: False for a site that is tested on and trains nothing. whole: see `SiteConfig.whole`. divided: do its cases
     have their splits for good, see `SiteConfig.split`; most, seed: at most so many training cases, in the order that
-    follows from the seed. findings: its own names of findings of the whole image.
+    follows from the seed. findings: its own names of findings of the whole image; scores_all: see
+    `SiteConfig.score_all`.
     """
 
     name: str
@@ -172,6 +186,7 @@ class SiteIndex:
     most: int | None = None
     seed: int = 0
     findings: tuple[str, ...] = ()
+    scores_all: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -185,6 +200,13 @@ class SiteIndex:
         if self.annotated is None:
             return tuple(own)
         return tuple(n for n in own if n in self.annotated or self.aliases.get(n, n) in self.annotated)
+
+    @property
+    def used_findings(self) -> tuple[str, ...]:
+        """Its findings that count: those that `annotated` names, or all where it names none of them."""
+        chosen = self.annotated or ()
+        named = [n for n in self.findings if n in chosen or self.aliases.get(n, n) in chosen]
+        return tuple(named) or self.findings
 
     @property
     def brings(self) -> tuple[str, ...]:
@@ -268,6 +290,7 @@ def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
         most=config.cases,
         seed=seed,
         findings=listing.findings,
+        scores_all=config.score_all,
     )
     if config.reference:
         index = _with_reference(config.reference, index)
@@ -317,20 +340,30 @@ def _scored_in_full(case: Case) -> Case:
 
 
 def _divided(cases: Sequence[Case], portions: Portions, site: str, seed: int) -> tuple[Case, ...]:
-    """The cases with their splits: whole patients in the order of a hash of (seed, site, patient), of which the first
-    are test cases and the last validation cases, so that each choice is nested in a larger one and leaves the other
-    alone. Shares are taken of the patients with the same findings, so that every split has its part of each.
-    Unlabelled cases train where their layout says so, and are left out where it does not.
+    """The cases with their splits: whole patients in one order, of which the first are test cases and the last
+    validation cases, so that each choice is nested in a larger one and leaves the other alone. See `_ranked`.
+
+    Labelled cases that the layout lists for validation or test stay what they are; DataError where `split` asks for
+    more of them. Unlabelled cases train where their layout says so, and are left out where it does not.
     """
+    fixed = {
+        case for case in cases if case.split != "train" and (case.labelled or case.reference is not None)
+    }
+    for split, portion in (("validation", portions.validation), ("test", portions.test)):
+        listed = sum(case.split == split for case in fixed)
+        if portion and listed:
+            raise DataError(
+                f"site {site}: split: {split}: {portion:g} is asked for, and its layout lists {listed} labelled "
+                f"{split} cases, which stay {split} cases; leave `split.{split}` out, or list them for training"
+            )
     groups: dict[str, list[Case]] = {}
     for case in cases:
-        if case.labelled or case.reference is not None:
+        if case not in fixed and (case.labelled or case.reference is not None):
             groups.setdefault(case.patient, []).append(case)
-    order = sorted(groups, key=lambda patient: (seed_of(seed, "split", site, patient), patient))
+    order = _ranked(groups, site, seed)
     test = _taken(order, groups, portions.test)
     validation = _taken(order[::-1], groups, portions.validation)
-    both = sorted(test & validation)
-    if both or len(test) + len(validation) >= len(order):
+    if test & validation or len(test) + len(validation) >= len(order):
         count = sum(map(len, groups.values()))
         raise DataError(
             f"site {site}: split: {portions.validation:g} for validation and {portions.test:g} for the test leave "
@@ -338,7 +371,9 @@ def _divided(cases: Sequence[Case], portions: Portions, site: str, seed: int) ->
         )
     found = []
     for case in cases:
-        if case.patient in groups and (case.labelled or case.reference is not None):
+        if case in fixed:
+            found.append(case)
+        elif case.labelled or case.reference is not None:
             place: Split = "test" if case.patient in test else "validation"
             found.append(replace(case, split=place if case.patient in test | validation else "train"))
         elif case.split == "train" and case.patient not in test | validation:
@@ -346,21 +381,35 @@ def _divided(cases: Sequence[Case], portions: Portions, site: str, seed: int) ->
     return tuple(found)
 
 
+def _ranked(groups: Mapping[str, Sequence[Case]], site: str, seed: int) -> list[str]:
+    """The patients in an order that follows from a hash of (seed, site, patient). Patients with the same findings are
+    spread evenly over it, from a start by hash, so that every stretch has its part of them, rounded up or down.
+    patient -> its cases."""
+    ranked = sorted(groups, key=lambda patient: (seed_of(seed, "split", site, patient), patient))
+    alike: dict[str, list[str]] = {}
+    for patient in ranked:
+        findings = sorted({finding for case in groups[patient] for finding in case.findings})
+        alike.setdefault(repr(findings), []).append(patient)
+    if len(alike) < 2:
+        return ranked
+    place = {}
+    for findings, same in alike.items():
+        start = Fraction(seed_of(seed, "split of findings", site, findings), 1 << 63)
+        place |= {patient: (number + start) / len(same) for number, patient in enumerate(same)}
+    return sorted(ranked, key=lambda patient: place[patient])
+
+
 def _taken(order: Sequence[str], groups: Mapping[str, Sequence[Case]], portion: int | float) -> set[str]:
-    """The first patients: until they have so many cases, or the share of every set of patients with equal findings."""
-    if isinstance(portion, int):
-        taken, count = set[str](), 0
-        for patient in order:
-            if count >= portion:
-                break
-            taken.add(patient)
-            count += len(groups[patient])
-        return taken if count >= portion else set(order)
-    alike: dict[tuple[tuple[str, bool], ...], list[str]] = {}
+    """The first patients: until they have so many cases, or the share of all patients."""
+    if isinstance(portion, float):
+        return set(order[: round(portion * len(order))])
+    taken, count = set[str](), 0
     for patient in order:
-        findings = {finding for case in groups[patient] for finding in case.findings}
-        alike.setdefault(tuple(sorted(findings)), []).append(patient)
-    return {patient for same in alike.values() for patient in same[: round(portion * len(same))]}
+        if count >= portion:
+            break
+        taken.add(patient)
+        count += len(groups[patient])
+    return taken if count >= portion else set(order)
 
 
 def _with_patients(config: SiteConfig, cases: Sequence[Case], root: Path) -> tuple[Case, ...]:
@@ -426,6 +475,7 @@ def naming_of(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
             f"site {index.name}: whole: the label space has no groups, so that no class is a lesion of an organ; give "
             "`labels.groups`, or leave it out"
         )
+    _refuse_findings(index, space)
     used = index.used if index.trains else ()
     own = {alias: name for alias, name in index.aliases.items() if alias in used}
     resolved = resolve_names(used, own, space, site=index.name)
@@ -444,18 +494,40 @@ def naming_of(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
     return strict, scoring
 
 
+def _refuse_findings(index: SiteIndex, space: LabelSpace) -> None:
+    """Raises FederationError for an alias of a finding that points to no finding, and for two that become one."""
+    known = ", ".join(space.findings) or "none"
+    for alias, target in index.aliases.items():
+        if alias in index.findings and alias not in index.table and target not in space.findings:
+            raise FederationError(
+                f"site {index.name}: alias {alias!r} is of a finding and points to {target!r}, which `labels.findings` "
+                f"does not name; it names: {known}"
+            )
+    meaning: dict[str, str] = {}
+    for name in index.used_findings:
+        target = index.aliases.get(name, name)
+        if target in space.findings and target in meaning:
+            raise FederationError(
+                f"site {index.name}: its findings {meaning[target]!r} and {name!r} both become {target!r}; correct "
+                "`aliases`, or name one of the two in `annotated`"
+            )
+        meaning[target] = name
+
+
 def _refuse_foreign(index: SiteIndex, space: LabelSpace, scoring: Naming) -> None:
     """Raises FederationError for a tested site that has nothing to score, or an alias of a class that is not there."""
     for alias, target in index.aliases.items():
         if target not in space.names and target not in space.findings:
             raise FederationError(
                 f"site {index.name}: alias {alias!r} points to {target!r}, which is not in the label space; "
-                f"known: {', '.join(space.names)}"
+                f"known: {', '.join((*space.names, *space.findings))}"
             )
-    if not scoring.classes and not index.findings:
+    told = {index.aliases.get(name, name) for name in index.findings}
+    if not scoring.classes and not told & set(space.findings):
+        own = (*(index.reference_table or index.table), *index.findings)
         raise FederationError(
-            f"site {index.name}: none of its labels ({', '.join(index.reference_table or index.table)}) is in the label "
-            f"space ({', '.join(space.names)}); give them aliases"
+            f"site {index.name}: none of its labels ({', '.join(own)}) is in the label space "
+            f"({', '.join((*space.names, *space.findings))}); give them aliases"
         )
 
 

@@ -75,6 +75,9 @@ def read_case(
             what = f"{len(image)} channels, but site {index.name} has {index.channels}"
             raise FileError(case.images[0], what, "every case of a federation has the same channels")
         raw.image, raw.affine = image, affine
+        if image.size > len(image) and all(channel.min() == channel.max() for channel in image):
+            what = f"constant: every value is {float(image.flat[0]):g}"
+            raise FileError(case.images[0], what, "export it again, or take the case out")
     if case.label is not None:
         with _noting(index, raw):
             raw.label = _label(raw, case, case.label, naming[0], case.annotated, space, index)
@@ -88,7 +91,26 @@ def read_case(
                 raw.reference = _label(raw, case, case.reference, naming[1], names, space, index)
             else:
                 raw.reference = _masks(raw, case, naming[1], names, space, towards)
+    raw.notes += _contradicted(index, case, space, raw)
     return raw
+
+
+def _contradicted(index: SiteIndex, case: Case, space: LabelSpace, raw: Raw) -> list[flat.Note]:
+    """Notes on findings that the data set tells and the mask of the class that they are about contradicts. The data
+    set's word counts for the finding, the mask for the class."""
+    notes = []
+    about = dict(zip(space.findings, space.finding_of, strict=True))
+    for name, present in case.findings:
+        c = about.get(index.aliases.get(name, name))
+        label = next((of for of in (raw.label, raw.reference) if of is not None and c in of.known), None)
+        if c is None or label is None or name not in index.used_findings:
+            continue
+        if present != (label.counts[c] > 0):
+            said, drawn = ("present", "no voxel") if present else ("absent", "voxels")
+            what = f"the finding {name!r} is {said}, and {space.names[c]!r} has {drawn} there"
+            remedy = "the finding is taken as told, the class as drawn: correct one of them"
+            notes.append(flat.Note(case.images[0], what, remedy))
+    return notes
 
 
 @contextmanager

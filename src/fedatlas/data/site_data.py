@@ -24,6 +24,7 @@ from fedatlas.data.checks import (
     empty_site,
     layout_problems,
     twin_problems,
+    untaught_site,
 )
 from fedatlas.data.datasets.listing import Case, Problem, Split
 from fedatlas.data.index import (
@@ -46,6 +47,7 @@ from fedatlas.data.transforms import (
     geometry_of,
     image_to_grid,
     labels_to_grid,
+    require_picture,
     restore,
 )
 from fedatlas.errors import DataError, FederationError
@@ -177,7 +179,8 @@ class SiteData:
         everything that `check_site` finds fatal.
         """
         for index in self.indexes:
-            refuse([*layout_problems(index), *empty_site(index)])
+            naming = naming_of(index, self.space)[0]
+            refuse([*layout_problems(index), *empty_site(index), *untaught_site(index, self.space, naming)])
         everything = [item for items in self.items.values() for item in items]
         for folder in dict.fromkeys(item.folder for item in everything):
             store.sweep(folder)
@@ -248,12 +251,18 @@ class SiteData:
         raw = read_case(item.index, item.case, self.space, item.naming)
         refuse(raw.problems)
         assert raw.image is not None
+        require_picture(item.case.images[0], self.preprocessing, f"site {item.index.name}: ")
         geometry = geometry_of(raw.image.shape[1:], raw.affine, self.preprocessing)
         image = image_to_grid(raw.image, geometry, self.preprocessing)
+        where = f"site {item.index.name}: {item.index.file(item.case.images[0])}"
         if not np.isfinite(image).all():
+            raise DataError(f"{where}: its intensities overflow; give a window")
+        if image.size > len(image) and not np.ptp(image, axis=(1, 2, 3)).any():
+            window = self.preprocessing.window
+            clipped = f" after clipping to the window {list(window)}" if window else ""
             raise DataError(
-                f"site {item.index.name}: {item.index.file(item.case.images[0])}: its intensities overflow; "
-                "give a window"
+                f"{where}: constant on the federation's grid{clipped}: its values are {raw.image.min():g} to "
+                f"{raw.image.max():g}; correct `preprocessing`, or take the case out"
             )
         label = raw.label or _nothing(geometry, self.space)
         target = labels_to_grid(label.voxels, geometry, self.space)
@@ -403,19 +412,24 @@ class SiteData:
             if item.scored or any(self._scored_findings(item)):
                 yield self._volume(item)
 
-    def _told(self, item: Item) -> dict[int, bool]:
-        """The findings that the data set itself tells of a case, and whether each is present."""
+    def _told(self, item: Item, scoring: bool = False) -> dict[int, bool]:
+        """The findings that the data set itself tells of a case, and whether each is present. scoring: of a test case
+        of a site with `score_all`, also those that `annotated` leaves out."""
         index, found = item.index, {}
-        for name, present in item.case.findings:
+        names = index.used_findings
+        if scoring and index.scores_all and item.split == "test":
+            names = (*(name for name in index.findings if name not in names), *names)
+        told = dict(item.case.findings)
+        for name in names:
             ours = index.aliases.get(name, name)
-            counts = index.annotated is None or name in index.annotated or ours in index.annotated
-            if ours in self.space.findings and counts:
-                found[self.space.findings.index(ours)] = present
+            if ours in self.space.findings and name in told:
+                found[self.space.findings.index(ours)] = told[name]
         return found
 
     def _findings(self, item: Item) -> tuple[list[bool], list[bool]]:
         """[F] the findings of a case, and [F] which of them training may see: those that the data set tells, and those
-        about an annotated class, which are present where a voxel of it is."""
+        about an annotated class, which are present where a voxel of it is. Where the data set tells one that its mask
+        contradicts, the data set's word counts; `check` notes it."""
         told, about = self._told(item), self.space.finding_of
         voxels = self._entry(item).meta["voxels"] if about else {}
         present = [told[f] if f in told else voxels.get(str(c), 0) > 0 for f, c in enumerate(about)]
@@ -424,14 +438,15 @@ class SiteData:
 
     def _scored_findings(self, item: Item) -> list[bool]:
         """[F] the findings for which there is a truth."""
-        told = self._told(item)
+        told = self._told(item, scoring=True)
         return [f in told or c in item.scored for f, c in enumerate(self.space.finding_of)]
 
     def _volume(self, item: Item) -> "CaseVolume":
         entry = self._entry(item)
         lesions = frozenset(self.space.organ_of) if item.index.whole else frozenset()
         (present, known), scored = self._findings(item), self._scored_findings(item)
-        told = self._told(item)
+        told = self._told(item, scoring=True)
+        present = [told[f] if f in told and not known[f] else here for f, here in enumerate(present)]
         unread = [f for f, here in enumerate(scored) if here and f not in told and not known[f]]
         truth = self._raw_truth(item)[0] if unread else None
         for f in unread:

@@ -88,6 +88,11 @@ class Preprocessing:
             raise FederationError("preprocessing: normalise is 'window', but no window is given")
         if self.normalise == "meanstd" and (self.mean is None or self.std is None):
             raise FederationError("preprocessing: normalise is 'meanstd'; it needs both mean and std")
+        if self.size is not None and len(self.patch) == 2 and self.context:
+            raise FederationError(
+                f"preprocessing: size is {list(self.size)} and context {self.context}; pictures have no neighbouring "
+                "slices; set context: 0"
+            )
 
 
 @options
@@ -237,6 +242,15 @@ class Geometry:
         """What `turn` did, undone."""
         own, canonical = orientations.axcodes2ornt(self.axes), orientations.axcodes2ornt(self.canonical)
         return orientations.apply_orientation(voxels, orientations.ornt_transform(canonical, own))
+
+
+def require_picture(path: Path, preprocessing: Preprocessing, where: str = "") -> None:
+    """Raises DataError, beginning with `where`, for a NIfTI file where `size` is given: it is of pictures."""
+    if preprocessing.size is not None and path.name.lower().endswith((".nii", ".nii.gz")):
+        raise DataError(
+            f"{where}{path}: a scan, and `preprocessing.size` is for pictures, {list(preprocessing.size)} rows and "
+            "columns; set `preprocessing.spacing` in its place"
+        )
 
 
 def geometry_of(shape: Sequence[int], affine: np.ndarray, preprocessing: Preprocessing) -> Geometry:
@@ -556,6 +570,7 @@ def load_scan(
 ) -> Scan:
     """A lone scan, one file per channel, ready for prediction. read: as `read_channels`, for other files than NIfTI.
     Raises DataError naming the file."""
+    require_picture(paths[0], preprocessing)
     image, affine = read(paths)
     geometry = geometry_of(image.shape[1:], affine, preprocessing)
     return Scan(

@@ -1,6 +1,8 @@
 """The layouts in which a site may keep its data. A reader turns a folder into a `Listing`; it reads no voxels."""
 
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from fedatlas.data.datasets import (
@@ -16,6 +18,7 @@ from fedatlas.data.datasets import (
     siim,
 )
 from fedatlas.data.datasets.listing import Layout, Listing, read_json
+from fedatlas.errors import DataError
 
 REGISTRY: Mapping[str, Callable[[Layout], Listing]] = {
     "nnunet": nnunet.read,
@@ -44,8 +47,25 @@ OPTIONS: Mapping[str, type[Any]] = {
 
 def detect(layout: Layout) -> str:
     """The layout of a folder, from its table file: with no list of training entries it is nnU-Net raw; with
-    the keys of MSD it is that; else a MONAI datalist."""
+    the keys of MSD it is that; else a MONAI datalist. Raises DataError where there is no such file."""
+    table = layout.root / layout.table
+    picture = None if table.is_file() else _first_picture(layout.root)
+    if picture:
+        raise DataError(
+            f"site {layout.site}: {layout.root}: no {layout.table}, by which scans are read, and pictures, as {picture}; "
+            "set `format: masks` for a folder of masks per class, or montgomery, shenzhen, jsrt or siim"
+        )
     found = read_json(layout.root / layout.table, layout.site)
     if not isinstance(found.get("training"), list):
         return "nnunet"
     return "msd" if "modality" in found or "tensorImageSize" in found else "monai"
+
+
+def _first_picture(root: Path) -> str:
+    """The first picture in a folder or those in it, as it is shown; empty if there is none."""
+    for base, folders, files in os.walk(root):
+        folders[:] = sorted(f for f in folders if not f.startswith("."))
+        for name in sorted(files):
+            if not name.startswith(".") and Path(name).suffix.lower() in (*masks.PICTURES, ".img"):
+                return str(Path(base, name).relative_to(root))
+    return ""

@@ -88,8 +88,8 @@ class Case:
 
     @property
     def labelled(self) -> bool:
-        """Is there a truth to train on: a label map, or masks of annotated classes."""
-        return self.label is not None or bool(self.annotated)
+        """Is there a truth to train on: a label map, masks of annotated classes, or findings."""
+        return self.label is not None or bool(self.annotated) or bool(self.findings)
 
     @property
     def fuller(self) -> bool:

@@ -1,7 +1,7 @@
 """Pictures with a mask per class: images/<case>.png and masks/<class>/<case>.png.
 
 A mask holds 0 outside and another value inside. A class folder without a file for an image: the class is not annotated
-there, which is not the same as absent. Files are PNG, JPEG, TIFF, BMP or GIF; images may be DICOM, too.
+there, which is not the same as absent. A finding of the table is what the table says, whatever a mask shows. Files are PNG, JPEG, TIFF, BMP or GIF; images may be DICOM, too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -132,6 +132,10 @@ def _findings(
     if form.findings is None:
         return {}, ()
     path = layout.root / form.findings
+    if not path.is_file():
+        raise DataError(
+            f"site {layout.site}: {path}: no such file; it holds the findings, name it with `reading.findings`"
+        )
     header, rows, wrong = read_table(layout.site, path, ["case"])
     names = tuple(name for name in header if name and name != "case")
     told: dict[str, tuple[tuple[str, bool], ...]] = {}

@@ -56,6 +56,10 @@ def read(layout: Layout) -> Listing:
             f"site {layout.site}: {layout.root}: no table of run lengths; expected {' or '.join(TABLES)} with the "
             f"columns {CASE} and {RUNS}, or name it with `reading.table`"
         )
+    if not table.is_file():
+        raise DataError(
+            f"site {layout.site}: {table}: no such file; it holds the run lengths, name it with `reading.table`"
+        )
     header, rows, wrong = read_table(layout.site, table, [CASE, RUNS])
     if len(header) != 2:
         raise DataError(
