@@ -178,6 +178,7 @@ def _predict_picture(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Writes the labels of a picture. What is told of it, and its rows of predictions.csv."""
     space, case = trained.space, files[0].stem
+    _refuse_scale(trained, files[0])
 
     def read(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
         picture = flat.read_flat(paths, channels=trained.channels)
@@ -216,6 +217,24 @@ def _predict_picture(
         "millilitres": {},
     }
     return entry, rows
+
+
+def _refuse_scale(trained: Trained, file: Path) -> None:
+    """Raises DataError for a picture that does not say its millimetres, where the model was trained on pictures whose
+    data set says them and the grid is in millimetres: it would be predicted at another scale."""
+    preprocessing = trained.preprocessing
+    if preprocessing.size is not None or not any(preprocessing.spacing):
+        return
+    stated = [
+        site.name
+        for site in trained.federation.sites
+        if site.reading.get("pixel") or site.format in ("montgomery", "jsrt")
+    ]
+    if stated and file.suffix.lower() not in (".dcm", ".dicom"):
+        raise DataError(
+            f"{file}: does not say its millimetres per pixel, and the model's grid is in millimetres, which site "
+            f"{stated[0]} gave for its pictures; give DICOM, or `fedatlas evaluate` a folder with `--reading pixel=[…]`"
+        )
 
 
 def evaluate_folder(

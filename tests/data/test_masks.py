@@ -1,6 +1,7 @@
 """Pictures with a mask per class: the layout, mask files, the grid of a given size, patches, overlays, predictions."""
 
 import csv
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -539,3 +540,19 @@ def test_a_folder_of_pictures_is_scored(trained: Path, tmp_path: Path) -> None:
     rows, ignored = evaluate_folder(trained, tmp_path / "new", format="masks")
     dice = [row for row in rows if row["metric"] == "dice"]
     assert len(dice) == 3 and {row["class"] for row in dice} == {"left_lung"} and ignored == ["heart"]
+
+
+def test_a_picture_of_unknown_scale_is_not_predicted_on_a_grid_in_millimetres(
+    trained: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(trained, copy)
+    plain = yaml.safe_load((copy / "federation.yaml").read_text())
+    plain["preprocessing"] |= {"size": None, "spacing": [2, 2, None]}
+    (copy / "federation.yaml").write_text(yaml.safe_dump(plain))
+    file = picture(tmp_path / "p.png", anatomy(1)[0])
+    predict_scans(copy, [[file]], tmp_path / "out")
+    plain["sites"][0]["reading"] = {"pixel": [0.5, 0.5]}
+    (copy / "federation.yaml").write_text(yaml.safe_dump(plain))
+    with pytest.raises(DataError, match="does not say its millimetres per pixel"):
+        predict_scans(copy, [[file]], tmp_path / "out")

@@ -108,7 +108,9 @@ class HostedSite:
     ) -> Iterator["HostedSite"]:
         predict = getattr(self.source, "predict_cases", None)
         if predict is None:
-            raise FedAtlasError(f"site {self.name}: only cases whose voxels are labelled can be predicted ahead")
+            raise FedAtlasError(
+                f"site {self.name}: only cases whose voxels are labelled can be predicted ahead"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         # a site serves one call at a time: what is there was left by a process that was killed
         for left in self.folder.glob(".predictions-*"):
