@@ -6,7 +6,7 @@ https://www.kaggle.com/c/siim-acr-pneumothorax-segmentation (images of ChestX-ra
 Licence: the rules of the competition; read them before use. Nothing of it is part of this package.
 
 Class: pneumothorax. Finding: has pneumothorax, which follows from the mask. No public test labels; the paper of ConDistFL
-keeps the ratio of both kinds: `split: {validation: 0.2, test: 0.2}` (7,227, 2,410 and 2,410; it says 7,226, 2,410, 2,411).
+keeps the ratio of both kinds: `split: {validation: 2410, test: 2411}` (7,226 train); a split keeps it, too.
 
 Layout, as published on Kaggle: a table with the columns ImageId and EncodedPixels, and the pictures ImageId.dcm in folders of
 their own (dicom-images-train/<study>/<series>/). `train-rle.csv` has the 10,675 pictures of stage 1, `stage_2_train.csv` all
