@@ -601,7 +601,8 @@ class CaseMaps:
     ) -> None:
         """The patch that `cut_case` cuts from the case with an equal `rng`, which is not moved. Nothing for a case
         that was not predicted."""
-        for stored, place in zip(self._files.get(number, []), out, strict=False):
+        stored_of_case = self._files.get(number)
+        for stored, place in zip(stored_of_case, out, strict=True) if stored_of_case else ():
             nowhere = np.empty((*target.shape[: target.ndim - len(stored.shape) + 1], *patch), target.dtype)
             cut_case(stored.open(), target, patch, 0, centre, copy.deepcopy(rng), place, nowhere)
 

@@ -17,6 +17,7 @@ Shapes: B batch, I input channels, C classes with the background, M organs, b wi
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -207,8 +208,7 @@ class SubEncoder(nn.Module):
         super().__init__()
         self.strides, dims = strides, len(strides[0])
         self.levels = nn.ModuleList(
-            DoubleConv(before, width, dims, affine)
-            for before, width in zip((in_channels, *widths), widths, strict=False)
+            DoubleConv(before, width, dims, affine) for before, width in pairwise((in_channels, *widths))
         )
 
     def forward(self, x: Tensor) -> list[Tensor]:
