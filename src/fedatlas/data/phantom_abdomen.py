@@ -17,6 +17,7 @@ Shapes: X, Y, Z voxels of a scan along these axes.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -249,7 +250,7 @@ def _ellipsoid(p: np.ndarray, centre: Sequence[float], half: Sequence[float]) ->
 def _tube(p: np.ndarray, points: Sequence[Sequence[float]], radii: Sequence[float]) -> np.ndarray:
     """Around a curve through points, with a radius at each, linear between them."""
     nearest = np.full(p.shape[1:], np.inf, dtype=np.float32)
-    for begin, end, r, s in zip(points, points[1:], radii, radii[1:], strict=False):
+    for (begin, r), (end, s) in pairwise(zip(points, radii, strict=True)):
         along = np.array(end, dtype=np.float32) - np.array(begin, dtype=np.float32)
         q = p - _column(begin)
         t = np.clip(np.tensordot(along, q, 1) / float(along @ along), 0, 1)
