@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fedatlas.errors import FederationError
+
 Groups = Sequence[Sequence[int]]
 """Every foreground class 1..C-1 once: for each organ its class, then those of its lesions."""
 
@@ -40,6 +42,17 @@ def read_heads(z: Tensor, groups: Groups) -> Tensor:
         for c in lesions:
             h[c - 1] = z[:, c] - z[:, organ]
     return torch.stack(h, 1)
+
+
+def check_groups(groups: Sequence[Sequence[int]], classes: int, *, what: str) -> None:
+    """Raises FederationError, beginning with `what`, for a group that is empty or holds the background, an unknown class
+    or a class of another group."""
+    members = [c for group in groups for c in group]
+    if not all(groups) or len(set(members)) < len(members) or not set(members) <= {*range(1, classes)}:
+        raise FederationError(
+            f"{what}: groups are {[list(group) for group in groups]}; each holds one class or more of 1 to "
+            f"{classes - 1}, and no class is in two"
+        )
 
 
 def complete(groups: Iterable[Sequence[int]], classes: int) -> tuple[tuple[int, ...], ...]:

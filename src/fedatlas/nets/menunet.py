@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from fedatlas.errors import FederationError
 from fedatlas.nets.module import Net, Outputs
 from fedatlas.options import option, options
-from fedatlas.organs import Groups, complete
+from fedatlas.organs import Groups, check_groups, complete
 
 SLOPE = 0.01
 """Of the leaky ReLU."""
@@ -71,16 +71,7 @@ class MENUNet:
                 f"net menunet: strides are {given}; allowed: {self.levels} entries, one per level, each a number of 1 "
                 f"or more, or {spatial_dims} of them"
             )
-        members = [c for group in self.groups for c in group]
-        if (
-            not all(self.groups)
-            or len(set(members)) < len(members)
-            or not set(members) <= {*range(1, classes)}
-        ):
-            raise FederationError(
-                f"net menunet: groups are {[list(group) for group in self.groups]}; each holds one class or more of 1 "
-                f"to {classes - 1}, and no class is in two"
-            )
+        check_groups(self.groups, classes, what="net menunet")
         net = MENUNetModule(self, in_channels, classes, strides)
         net.apply(_initialise)
         return net

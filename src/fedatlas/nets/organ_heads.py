@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedatlas.errors import FederationError
 from fedatlas.nets.module import Net, Outputs
 from fedatlas.options import from_dict, option, options
-from fedatlas.organs import Groups, complete, merge_heads
+from fedatlas.organs import Groups, check_groups, complete, merge_heads
 
 
 class OrganHeadsNet(Net):
@@ -54,16 +54,7 @@ class OrganHeads:
         """The net, with weights from torch's global generator. Raises FederationError for an unknown backbone, one
         that is not for voxels, or groups that do not fit the classes."""
         of_backbone = self._options()
-        members = [c for group in self.groups for c in group]
-        if (
-            not all(self.groups)
-            or len(set(members)) < len(members)
-            or not set(members) <= {*range(1, classes)}
-        ):
-            raise FederationError(
-                f"net organ_heads: groups are {[list(group) for group in self.groups]}; each holds one class or more "
-                f"of 1 to {classes - 1}, and no class is in two"
-            )
+        check_groups(self.groups, classes, what="net organ_heads")
         backbone: Net = of_backbone.build(
             in_channels=in_channels, classes=classes - 1, spatial_dims=spatial_dims
         )
