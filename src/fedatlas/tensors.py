@@ -91,11 +91,13 @@ def _first(names: Sequence[str], most: int = 6) -> str:
 
 def parts(net: nn.Module) -> dict[str, tuple[str, ...]]:
     """The named parts of a net: part -> names of its tensors. A net names its parts by module identity, with
-    a method `parts() -> dict[str, nn.Module | list[nn.Module]]`; what it does not name is the part "rest".
+    a method `parts() -> dict[str, nn.Module | list[nn.Module]]`; what it does not name is the part "rest". Of a wrapper,
+    as DataParallel, they are the parts of the net within.
 
     Raises NameMismatch if two parts share a tensor.
     """
-    declared: Mapping[str, Any] = net.parts() if callable(getattr(net, "parts", None)) else {}  # type: ignore
+    inner = next((module for module in net.modules() if callable(getattr(module, "parts", None))), None)
+    declared: Mapping[str, Any] = {} if inner is None else inner.parts()  # type: ignore
     name_of = {id(tensor): name for name, tensor in _live(net).items()}
     owner: dict[str, str] = {}
     for part, modules in declared.items():

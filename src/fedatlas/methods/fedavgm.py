@@ -21,7 +21,7 @@ from fedatlas import losses
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Site, at_site
-from fedatlas.methods.server_step import StepRowState, StepState, started, stepped, velocity
+from fedatlas.methods.server_step import Rule, StepRowState, StepState, started, stepped, velocity
 from fedatlas.methods.weighting import SENDS, SENDS_PER_CLASS, Weighting, answer, mean
 from fedatlas.options import option, options
 from fedatlas.tensors import Tensors
@@ -67,13 +67,17 @@ class FedAvgM:
 
     def round(self, state: StepState, clients: Clients) -> StepState:
         replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
+        return stepped(state, mean(replies, state, self.weights), self.rule())
+
+    def rule(self) -> Rule:
+        """The server's step from Delta and v."""
         gain = 1 - self.beta if self.damping == "beta" else 1.0
 
         def rule(Delta: Tensor, v: Tensor) -> tuple[Tensor, ...]:
             v = velocity(Delta, v, self.beta, gain)  # v <- beta v + Delta
             return v, v  # w <- w + v
 
-        return stepped(state, mean(replies, state, self.weights), rule)
+        return rule
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:

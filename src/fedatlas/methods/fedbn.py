@@ -70,13 +70,18 @@ class FedBN:
         losses.make(self.loss, space)
 
     def start(self, net: nn.Module, clients: Clients) -> OwnState:
+        return OwnState(tensors_of(net), kept=self.kept(net))
+
+    def kept(self, net: nn.Module) -> tuple[str, ...]:
+        """The names of the tensors that a site keeps, in the order of the net. Raises FederationError for a part of
+        `keep` that it does not have."""
         layers = norm_layers(net, BATCH if self.norms == "batch" else NORMS)
         named, known = set(names_in(net, layers)), parts(net)
         for part in self.keep:
             if part not in known:
                 raise not_known(f"fedbn: keep: the part of {type(net).__name__}", part, known)
             named |= set(known[part])
-        return OwnState(tensors_of(net), kept=tuple(name for name in forms_of(net) if name in named))
+        return tuple(name for name in forms_of(net) if name in named)
 
     def round(self, state: OwnState, clients: Clients) -> OwnState:
         replies = clients.call(

@@ -23,6 +23,7 @@ The server steps beyond the mean even where alpha is tiny: after one round h / a
 alpha = 0 has no such limit; it is defined here as no term and no h, FedAvg with equal weights.
 """
 
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
@@ -84,11 +85,12 @@ class FedDyn:
 
 class Dynamic:
     """A site's half of FedDyn in one round. net: with w^t, the global model, in it. g_k: by the names of its
-    parameters; 0 where it has none. Several optimizers may have steps of one regulariser."""
+    parameters; 0 where it has none. without: names of parameters that are not regularised. Several optimizers may have
+    steps of one regulariser."""
 
-    def __init__(self, net: nn.Module, g_k: Tensors, alpha: float) -> None:
+    def __init__(self, net: nn.Module, g_k: Tensors, alpha: float, without: Collection[str] = ()) -> None:
         self.alpha = alpha
-        self.names: dict[Tensor, str] = {p: name for name, p in net.named_parameters()}
+        self.names: dict[Tensor, str] = {p: name for name, p in net.named_parameters() if name not in without}
         self.w_t = {name: p.detach().clone() for p, name in self.names.items()}
         self.g_k = {
             name: g_k[name].to(p) if name in g_k else torch.zeros_like(p) for p, name in self.names.items()
@@ -100,6 +102,8 @@ class Dynamic:
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Of the linear and the quadratic term, at a parameter of the net: alpha (w - w^t) - g_k."""
+        if parameter not in self.names:
+            return torch.zeros_like(parameter)
         name = self.names[parameter]
         return self.alpha * (parameter - self.w_t[name]) - self.g_k[name]
 

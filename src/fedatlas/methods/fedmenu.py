@@ -10,6 +10,7 @@ as they came. Every batch is learnt from in two steps, each by an optimizer of i
     S2   h and the site's own g_m    cross-entropy and Dice of "this organ", by every level  Eq. (5)
 
 The server lets an expert count twice as much as any other site in the mean of a sub-encoder. Inference needs no AGD.
+Another federated strategy than FedAvg works on these means (`strategy`).
 
 Differences from the paper, which follow the official code
     Eq. (1) weighs every parameter by the sites' cases; the code gives sub-encoders the weights 1 and 1/2 (`agg`). As
@@ -29,7 +30,7 @@ Shapes: B batch, C classes, M organs, *S spatial.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
@@ -42,10 +43,11 @@ from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.losses.marginal import MarginalDiceCE
-from fedatlas.method import Clients, Replies, Site, State, at_site
+from fedatlas.method import Clients, Member, Replies, Site, State, at_site
+from fedatlas.methods.strategies import Averaging, MakeStep, Place, StrategyChoice, make_strategy
 from fedatlas.methods.weighting import Weighting, site_weights
 from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, Tree, average, tensors_of
+from fedatlas.tensors import Tensors, Tree, parts, tensors_of
 from fedatlas.training import Local, Loss, Step, make_optimizer, optimizer_tree, restore_optimizer, train
 
 ENCODER, AGD = "encoder:", "agd"
@@ -68,10 +70,11 @@ class Experts(Protocol):
 
 @dataclass(frozen=True)
 class MENUState(State):
-    """organs: the classes of each organ. parts: part of the net -> its tensors."""
+    """organs: the classes of each organ. parts: part of the net -> its tensors. kept: what the strategy keeps."""
 
     organs: list[list[int]] = field(default_factory=list)
     parts: dict[str, list[str]] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
 
 
 @options
@@ -80,8 +83,6 @@ class FedMENU:
 
     state: ClassVar[type[State]] = MENUState
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
-    sends: ClassVar[dict[str, str]] = {"model": "model", "n": "number", "annotated": "classes"}
-
     agg: Aggregation = option(
         "expert_half",
         "The weights of a sub-encoder: 1 for sites that annotate its organ and `non_expert` for others (official "
@@ -95,11 +96,15 @@ class FedMENU:
         "The auxiliary decoder: averaged (AGD), kept at each site and never sent (ALD), or not used: no S2.",
     )
     weights: Weighting = option("cases", "Of all other parts: n_k/n, or all sites count equally.")
+    strategy: StrategyChoice = option(
+        StrategyChoice(), "The federated strategy: fedavg, or another that works on the means of the parts."
+    )
     loss: LossChoice = option(LossChoice(name="marginal_dice_ce_exclusion"), "The loss of S1.")
     local: Local = option(Local(), "Training at a site between two exchanges; S1 and S2 alike.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""
+        make_strategy(self.strategy)
         losses.make(self.loss, space)
         if not space.exclusive:
             raise FederationError(
@@ -107,50 +112,92 @@ class FedMENU:
                 "one organ from all the rest"
             )
 
+    @property
+    def sends(self) -> dict[str, str]:
+        return make_strategy(self.strategy).sends | {"n": "number", "annotated": "classes"}
+
     def start(self, net: nn.Module, clients: Clients) -> MENUState:
         menu = menu_of(net, agd=self.agd != "none")
         return MENUState(
-            tensors_of(net), organs=[list(organ) for organ in menu.organs], parts=names_of_parts(net, menu)
+            tensors_of(net),
+            organs=[list(organ) for organ in menu.organs],
+            parts={part: list(names) for part, names in parts(net).items()},
+            kept=make_strategy(self.strategy).start(net, clients.sites),
         )
 
     def round(self, state: MENUState, clients: Clients) -> MENUState:
-        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
-        return dataclasses.replace(state, model=self.mean(replies, state), round=state.round + 1)
+        strategy = make_strategy(self.strategy)
+        replies = clients.call(
+            self.local_update,
+            each={site: {"told_to": strategy.told_to(site, state.kept)} for site in clients.sites},
+            told=strategy.told(state.kept),
+            model=state.model,
+            round=state.round,
+            rounds=state.rounds,
+        )
+        mean = self.averaging(replies, state)  # Eq. (1)
+        model, kept = strategy.after(state.kept, state.model, replies, mean, clients)
+        return dataclasses.replace(state, model=model, kept=kept, round=state.round + 1)
 
-    def mean(self, replies: Replies, state: MENUState) -> Tensors:
-        """The next global model: the mean of the replies, each part with its own weights."""
+    def averaging(self, replies: Replies, state: MENUState) -> Averaging:
+        """The mean of the replies, each part of the net with its own weights."""
+        annotated = [set(classes) for classes in replies.plain("annotated")]
+        experts = {
+            f"{ENCODER}{m}": [bool(classes & set(organ)) for classes in annotated]
+            for m, organ in enumerate(state.organs)
+        }
+        other = {"expert_half": self.non_expert, "owner_only": 0.0, "fedavg": None}[self.agg]
         common = site_weights(replies, self.weights)
-        each: dict[str, list[float]] = {}
-        for m, organ in enumerate(state.organs if self.agg != "fedavg" else ()):
-            owns = [bool(set(classes) & set(organ)) for classes in replies.plain("annotated")]
-            other = self.non_expert if self.agg == "expert_half" else 0.0
-            each |= dict.fromkeys(state.parts[f"{ENCODER}{m}"], expert_weights(owns, other))
-        return average(replies.each("model"), common, each=each)
+        return Averaging(replies.sites, common, experts, other, state.parts)
+
+    def eval_members(self, state: MENUState, site: str) -> list[Member]:
+        """The global model, with what the strategy keeps for the site."""
+        return make_strategy(self.strategy).members(state.kept, state.model, site)
 
     @at_site
-    def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
-        """Where the AGD is local, the site trains its own, and its reply has that of `model` in its place."""
+    def local_update(
+        self,
+        site: Site,
+        model: Tensors,
+        round: int,
+        rounds: int,
+        told: Mapping[str, Any] | None = None,
+        told_to: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Where the AGD is local, the site trains its own, and its reply has that of `model` in its place.
+
+        told, told_to: what the strategy tells all sites, and this one.
+        """
         kept = cast(Tensors, site.memory.get(AGD, {})) if self.agd == "local" else {}
         net = site.network(model | kept)
-        menu = menu_of(net, agd=self.agd != "none")
+        menu, named = menu_of(net, agd=self.agd != "none"), parts(net)
         own = [m for m, organ in enumerate(menu.organs) if set(organ) & site.labels.annotated]
-        if own:
-            L_seg = losses.supervised(self.loss, site)
-            train_experts(
-                site, net, own, L_seg, self.local, auxiliary=self.agd != "none", round=round, rounds=rounds
-            )
-        values = tensors_of(net)
-        if self.agd == "local":
-            names = names_of_parts(net, menu)[AGD]
-            site.memory[AGD] = cast(Tree, {name: values[name] for name in names})
-            values |= {name: model[name] for name in names}
-        return {"model": values, "n": site.n_train, "annotated": sorted(site.labels.annotated)}
+        idle = {f"{ENCODER}{m}" for m in range(len(menu.organs)) if m not in own}
+        private = named[AGD] if self.agd == "local" else ()
 
+        def fit(net: nn.Module, *, step: MakeStep = Step) -> None:
+            if own:
+                L_seg = losses.supervised(self.loss, site)
+                auxiliary = self.agd != "none"
+                train_experts(
+                    site,
+                    net,
+                    own,
+                    L_seg,
+                    self.local,
+                    auxiliary=auxiliary,
+                    round=round,
+                    rounds=rounds,
+                    step=step,
+                )
 
-def expert_weights(owns: Sequence[bool], other: float) -> list[float]:
-    """[K] the weights of the sites for the sub-encoder of one organ: 1 for its experts and `other` for the rest; 1 for
-    all where none of them is an expert, as then all return it unchanged."""
-    return [1.0 if own or not any(owns) else other for own in owns]
+        trained = {name for part, names in named.items() if own and part not in idle for name in names}
+        place = Place(site, net, {**(told or {}), **(told_to or {})}, trained, frozenset(private), fit)
+        reply = make_strategy(self.strategy).update(place)
+        if private:
+            site.memory[AGD] = cast(Tree, {name: reply["model"][name] for name in private})
+            reply["model"] |= {name: model[name] for name in private}
+        return reply | {"n": site.n_train, "annotated": sorted(site.labels.annotated)}
 
 
 def train_experts(
@@ -163,10 +210,11 @@ def train_experts(
     auxiliary: bool,
     round: int,
     rounds: int,
+    step: MakeStep = Step,
 ) -> dict[str, float]:
     """Trains a MENU-Net in place for one round, its sub-encoders `own` only; returns the mean losses.
 
-    auxiliary: whether S2 is taken. The moments of both optimizers stay at the site as `local.opt_state` says.
+    auxiliary: whether S2 is taken. step: makes the steps of both optimizers. The moments of both optimizers stay at the site as `local.opt_state` says.
     """
     menu = menu_of(net, agd=auxiliary)
     modules = {name: _listed(value) for name, value in menu.parts().items()}
@@ -176,45 +224,39 @@ def train_experts(
     _only(net, (module for name in S1 for module in modules[name]))
     first = make_optimizer(net, local)
     if not auxiliary:
-        return train(site, net, L_seg, local, round=round, rounds=rounds, optimizer=first)
+        return train(site, net, L_seg, local, round=round, rounds=rounds, optimizer=first, step=step)
     _only(net, (module for name in S2 for module in modules[name]))
     second, memory = make_optimizer(net, local), "auxiliary optimizer"
     _only(net, (module for name in {*S1, *S2} for module in modules[name]))
     if local.opt_state == "persist" and memory in site.memory:
         restore_optimizer(second, net, site.memory[memory])
 
-    def step(optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
-        return TwoSteps(optimizer, local, device, second=second, organs=menu.organs, own=own)
+    def both(optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
+        S1, S2 = step(optimizer, local, device), step(second, local, device)
+        return TwoSteps(S1, S2, organs=menu.organs, own=own)
 
-    means = train(site, net, L_seg, local, round=round, rounds=rounds, optimizer=first, step=step)
+    means = train(site, net, L_seg, local, round=round, rounds=rounds, optimizer=first, step=both)
     if local.opt_state == "persist":
         site.memory[memory] = optimizer_tree(second, net)
     return means
 
 
 class TwoSteps(Step):
-    """S1 by one optimizer, then S2 by another, on the same batch. own: the places of the site's own sub-encoders."""
+    """S1, then S2, each with its own optimizer, on the same batch. own: the places of the site's own sub-encoders."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        local: Local,
-        device: torch.device,
-        *,
-        second: torch.optim.Optimizer,
-        organs: Sequence[Sequence[int]],
-        own: Sequence[int],
+        self, first: Step, second: Step, *, organs: Sequence[Sequence[int]], own: Sequence[int]
     ) -> None:
-        super().__init__(optimizer, local, device)
-        self.second, self.organs, self.own = Step(second, local, device), organs, own
+        super().__init__(first.optimizer, first.local, first.device)
+        self.first, self.second, self.organs, self.own = first, second, organs, own
 
     def at(self, step: int, *, of: int) -> None:
-        super().at(step, of=of)
+        self.first.at(step, of=of)
         self.second.at(step, of=of)
 
     def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
         """Takes both steps; returns both losses and, as "loss", their sum."""
-        S1 = super().__call__(net, loss, batch)["loss"]
+        S1 = self.first(net, loss, batch)["loss"]
         experts = [m for m in self.own if bool(samples_of(batch.known, self.organs[m]).any())]
         if not experts:
             return {"loss": S1, "segmentation": S1, "auxiliary": torch.zeros_like(S1)}
@@ -275,17 +317,6 @@ def menu_of(net: nn.Module, *, agd: bool) -> Experts:
             "method's agd to none"
         )
     return menu
-
-
-def names_of_parts(net: nn.Module, menu: Experts) -> dict[str, list[str]]:
-    """Part -> the names that its tensors have in `net`, by identity."""
-    name_of = {id(tensor): name for name, tensor in net.state_dict(keep_vars=True).items()}
-    return {
-        part: [
-            name_of[id(t)] for module in _listed(value) for t in module.state_dict(keep_vars=True).values()
-        ]
-        for part, value in menu.parts().items()
-    }
 
 
 def _listed(value: nn.Module | list[nn.Module]) -> list[nn.Module]:

@@ -16,6 +16,7 @@ of the sites that no group names, or over all where every site is named.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -73,12 +74,15 @@ class FedNorm:
         """The name of a site's group; "" for sites that no group names."""
         return next((group for group, sites in self.groups.items() if site in sites), "")
 
-    def start(self, net: nn.Module, clients: Clients) -> GroupState:
+    def check_sites(self, training: Sequence[str]) -> None:
         """Raises FederationError where a group names a site that does not train."""
         for group, sites in self.groups.items():
             for site in sites:
-                if site not in clients.sites:
-                    raise not_known(f"fednorm: groups: {group}: the training site", site, clients.sites)
+                if site not in training:
+                    raise not_known(f"fednorm: groups: {group}: the training site", site, training)
+
+    def start(self, net: nn.Module, clients: Clients) -> GroupState:
+        self.check_sites(clients.sites)
         return GroupState(tensors_of(net), norms=names_in(net, norm_layers(net)))
 
     def round(self, state: GroupState, clients: Clients) -> GroupState:

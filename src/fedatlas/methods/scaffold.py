@@ -22,7 +22,7 @@ equal weights.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -98,9 +98,14 @@ class Scaffold:
         else:
             gradient = gradient_at(site, site.network(model), loss, self.local)  # Eq. (4), option I
             new = {name: gradient[name] for name in control.trained if name in gradient}
-        site.memory[MEMORY] = kept | new
-        sent = {name: value - kept[name] if name in kept else value for name, value in new.items()}
-        return {"model": tensors_of(net), "control": sent, "n": site.n_train}
+        return {"model": tensors_of(net), "control": renewed(site, new), "n": site.n_train}
+
+
+def renewed(site: Site, new: Tensors) -> Tensors:
+    """Puts c_i+ in the site's memory; what it sends of it, c_i+ - c_i."""
+    kept: Any = site.memory.get(MEMORY, {})
+    site.memory[MEMORY] = kept | new
+    return {name: value - kept[name] if name in kept else value for name, value in new.items()}
 
 
 def moved(c: Tensors, changes: Iterable[Tensors], share: float) -> Tensors:
@@ -121,10 +126,11 @@ class Control:
     """A site's half of SCAFFOLD in one round: the correction of every step, and what the steps tell of the gradient.
 
     net: with x, the global model, in it. c, c_i: by the names of its parameters; c_i without those that the site has
-    not trained, for which it is 0. Several optimizers may have steps of one control."""
+    not trained, for which it is 0. without: names of parameters that have no control. Several optimizers may have
+    steps of one control."""
 
-    def __init__(self, net: nn.Module, c: Tensors, c_i: Tensors) -> None:
-        self.names: dict[Tensor, str] = {p: name for name, p in net.named_parameters()}
+    def __init__(self, net: nn.Module, c: Tensors, c_i: Tensors, without: Collection[str] = ()) -> None:
+        self.names: dict[Tensor, str] = {p: name for name, p in net.named_parameters() if name not in without}
         self.x = {name: p.detach().clone() for p, name in self.names.items()}
         self.shift = {
             name: (c[name] - c_i[name] if name in c_i else c[name]).to(p) for p, name in self.names.items()
@@ -145,6 +151,8 @@ class Control:
 
     def _see(self, parameter: Tensor, gradient: Tensor, rate: float) -> Tensor:
         """Counts a gradient and returns c - c_i."""
+        if parameter not in self.names:
+            return torch.zeros_like(parameter)
         name = self.names[parameter]
         if name in self.sum:
             self.sum[name].add_(gradient)

@@ -1,0 +1,199 @@
+"""Strategies with MENU-Net: what each changes against FedAvg, its neutral parameter, and what stays where it is."""
+
+import dataclasses
+from typing import Any, cast
+
+import pytest
+import torch
+from test_fedmenu import ANNOTATED, LOCAL, SPACE, federation, menunet, play, same
+from torch import nn
+
+from fedatlas.engine import egress
+from fedatlas.errors import FederationError
+from fedatlas.method import sends_of
+from fedatlas.methods.fedmenu import FedMENU
+from fedatlas.methods.strategies import STRATEGIES, StrategyChoice, expert_weights
+from fedatlas.tensors import Tensors, forms_of, parts, tensors_of
+
+OPTIONS: dict[str, dict[str, Any]] = {"fednorm": {"groups": {"portal": ["a"], "arterial": ["b", "c"]}}}
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "fedprox": {"mu": 0.0},
+    "fedavgm": {"beta": 0.0},
+    "feddyn": {"alpha": 0.0},
+    "fednorm": {},
+}
+"""The parameters with which a strategy is FedAvg; of fednorm one group of all sites."""
+
+
+def affine() -> nn.Module:
+    return menunet(affine=True)
+
+
+def fedmenu(name: str, agd: Any = "shared", **options: Any) -> FedMENU:
+    chosen: Any = StrategyChoice(name=cast(Any, name), options=OPTIONS.get(name, {}) | options)
+    return FedMENU(strategy=chosen, agd=agd, local=LOCAL)
+
+
+def trained(name: str, rounds: int = 2, make: Any = affine, **options: Any) -> Any:
+    return play(fedmenu(name, **options), federation(make), rounds=rounds, net=make())
+
+
+def differing(a: Tensors, b: Tensors) -> set[str]:
+    return {name for name in a if not torch.equal(a[name], b[name])}
+
+
+@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"fedavg"}))
+def test_every_strategy_differs_from_fedavg_in_named_tensors(name: str) -> None:
+    """In the model that is evaluated at a site; a sub-encoder that nobody trains stays as it was in all of them."""
+    plain, own, method = trained("fedavg"), trained(name), fedmenu(name)
+    start, named = tensors_of(affine()), parts(affine())
+    evaluated = {site: method.eval_members(own, site)[0].model for site in ("a", "unseen")}
+    different = differing(plain.model, evaluated["a"])
+    expected = "norms" if name in ("fedbn", "fednorm") else "convs.0.weight"
+    assert any(expected in n for n in different & set(named["encoder:0"])), sorted(different)
+    assert any(expected in n for n in different & set(named["decoder"])), sorted(different)
+    for model in (own.model, *evaluated.values()):
+        assert not differing(start, model) & set(named["encoder:2"])
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_the_neutral_parameter_is_fedavg(name: str) -> None:
+    neutral = FedMENU(strategy=StrategyChoice(name=cast(Any, name), options=NEUTRAL[name]), local=LOCAL)
+    state = play(neutral, federation(affine), net=affine())
+    plain = trained("fedavg")
+    for site in ("a", "unseen"):
+        assert same(neutral.eval_members(state, site)[0].model, plain.model)
+
+
+def test_a_net_without_parameters_of_normalisation_makes_fedbn_fedavg() -> None:
+    """E8. Of running statistics there are none either."""
+    assert same(trained("fedbn", make=menunet).model, trained("fedavg", make=menunet).model)
+
+
+def test_the_first_round_of_scaffold_is_fedavg() -> None:
+    """E6: all controls are 0. From the second on they are not."""
+    assert same(trained("scaffold", rounds=1).model, trained("fedavg", rounds=1).model)
+    assert not same(trained("scaffold").model, trained("fedavg").model)
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+@pytest.mark.parametrize("agd", ["shared", "local", "none"])
+def test_what_a_site_answers(name: str, agd: Any) -> None:
+    """It is declared; foreign sub-encoders are bit for bit as they came (I2); of a local AGD nothing leaves (I3)."""
+    method, server = fedmenu(name, agd), federation(affine)
+    start = tensors_of(affine())
+    state = dataclasses.replace(play(method, server, rounds=1, net=affine()), rounds=2)
+    named, forms = parts(affine()), forms_of(affine())
+    strategy: Any = method
+    for site in ANNOTATED:
+        member = cast(Any, server.members[site])
+        member.round = 1
+        told: dict[str, Any] = {}
+
+        class Listening:
+            sites, lost = server.sites, server.lost
+
+            def call(self, function: Any, *, each: Any, **payload: Any) -> Any:
+                told.update(payload | each[site])  # noqa: B023
+                raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            strategy.round(state, cast(Any, Listening()))
+        reply = method.local_update(member, **told)
+        egress.check(
+            reply, sends_of(method)["local_update"], what="", classes=len(SPACE), forms=lambda net: forms
+        )
+        foreign = {m for m in range(3) if not ANNOTATED[site] & ({1, 2}, {3}, {4})[m]}
+        came = state.model | told["told_to"].get("norms", {})
+        for m in foreign:
+            assert not differing({n: came[n] for n in named[f"encoder:{m}"]}, reply["model"]), (site, m)
+        if agd == "local":
+            assert not differing({n: start[n] for n in named["agd"]}, reply["model"])
+            assert not set(reply.get("control", {})) & set(named["agd"])
+
+
+def test_feddyn_and_scaffold_leave_foreign_sub_encoders_out_of_their_memory() -> None:
+    for name, key in (("feddyn", "feddyn.g"), ("scaffold", "scaffold.control")):
+        server = federation(affine)
+        play(fedmenu(name), server, net=affine())
+        kept = server.members["a"].memory[key]
+        own = [n for n in parts(affine())["encoder:0"] if n in kept]
+        assert own and any(bool(kept[n].any()) for n in own)
+        assert not any(bool(kept[n].any()) for n in parts(affine())["encoder:1"] if n in kept)
+
+
+def test_fedprox_is_a_pull_in_both_steps() -> None:
+    """With one step per round, the gradient of the term is 0 at w^t: the second batch feels it, and AGD and decoder do."""
+    near, far = trained("fedprox", rounds=1, mu=50.0), trained("fedavg", rounds=1)
+    start, named = tensors_of(affine()), parts(affine())
+    for part in ("decoder", "agd", "encoder:0"):
+        length = [
+            sum(float((s.model[n] - start[n]).square().sum()) for n in named[part]) for s in (near, far)
+        ]
+        assert length[0] < length[1], part
+
+
+def test_a_site_keeps_the_normalisation_that_it_trains() -> None:
+    """fedbn: its own of the decoder and of its organ; of another organ the mean."""
+    method, server = fedmenu("fedbn"), federation(affine)
+    state = play(method, server, net=affine())
+    names = parts(affine())
+    at_a, at_b = (method.eval_members(state, site)[0].model for site in "ab")
+    norms = {part: [n for n in names[part] if "norms" in n] for part in ("decoder", "encoder:0", "encoder:1")}
+    assert all(not torch.equal(at_a[n], at_b[n]) for n in norms["decoder"])
+    assert all(torch.equal(at_a[n], state.model[n]) for n in norms["encoder:1"])
+    assert any(not torch.equal(at_a[n], state.model[n]) for n in norms["encoder:0"])
+    assert set(server.members["a"].memory["fedbn.own"]) == {
+        n for part in ("decoder", "encoder:0", "agd") for n in names[part] if "norms" in n
+    }
+
+
+def test_a_group_without_an_expert_takes_the_mean_of_all() -> None:
+    """fednorm: group portal is site a, which has no spleen."""
+    method = fedmenu("fednorm")
+    state = play(method, federation(affine), net=affine())
+    at_a, at_b = (method.eval_members(state, site)[0].model for site in "ab")
+    spleen = [n for n in parts(affine())["encoder:1"] if "norms" in n]
+    assert spleen and all(torch.equal(at_a[n], state.model[n]) for n in spleen)
+    assert any(not torch.equal(at_b[n], state.model[n]) for n in spleen)
+
+
+def test_fedavgm_steps_along_the_expert_mean() -> None:
+    """After two rounds: w2 = w1 + beta (w1 - w0) + Delta2, with Delta2 from w1 by the rule of every part."""
+    method, server = fedmenu("fedavgm", beta=0.5), federation(affine)
+    w0 = tensors_of(affine())
+    once = play(method, server, rounds=1, net=affine())
+    ends = []
+    for site in server.sites:
+        member = cast(Any, server.members[site])
+        member.round = 1
+        ends.append(method.local_update(member, model=once.model, round=1, rounds=2)["model"])
+    again = federation(affine)
+    play(method, again, rounds=1, net=affine())
+    state = method.round(dataclasses.replace(once, rounds=2), cast(Any, again))
+    owns = [{1, 2} & ANNOTATED[site] != set() for site in server.sites]
+    weights = torch.tensor(expert_weights(owns, 0.5), dtype=torch.float64)
+    for name in parts(affine())["encoder:0"]:
+        mean = sum(w * end[name].double() for w, end in zip(weights, ends, strict=True)) / weights.sum()
+        expected = mean + 0.5 * (once.model[name].double() - w0[name].double())
+        torch.testing.assert_close(state.model[name].double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_strategies_that_do_not_fit() -> None:
+    def check(name: str, **options: Any) -> None:
+        FedMENU(strategy=StrategyChoice(name=cast(Any, name), options=options)).check(SPACE)
+
+    with pytest.raises(FederationError, match=r"fedprox: the option 'nu' does not exist.*known: mu"):
+        check("fedprox", nu=1)
+    with pytest.raises(FederationError, match=r"fedprox: the option 'loss' does not exist"):
+        check("fedprox", loss={"name": "auto"})
+    with pytest.raises(FederationError, match="fedprox: mu: got -1"):
+        check("fedprox", mu=-1)
+    with pytest.raises(FederationError, match="allowed: steps"):
+        check("scaffold", control="weights")
+    with pytest.raises(FederationError, match="training site 'x' does not exist"):
+        method = FedMENU(strategy=StrategyChoice(name="fednorm", options={"groups": {"p": ["x"]}}))
+        method.start(menunet(), cast(Any, federation()))
+    with pytest.raises(FederationError, match="the part"):
+        method = FedMENU(strategy=StrategyChoice(name="fedbn", options={"keep": ["stem"]}))
+        method.start(menunet(), cast(Any, federation()))
