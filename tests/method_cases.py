@@ -19,7 +19,10 @@ PHASES = {
     "fedmatch_plus": PHASE | {"h_interval": 1},
 }
 """What a method needs to go through all that it does in two rounds, in a second."""
-NETS: dict[str, dict[str, Any]] = {"fedmenu": {"name": "menunet", "width": 2, "levels": 2}}
+NETS: dict[str, dict[str, Any]] = {
+    "fedmenu": {"name": "menunet", "width": 2, "levels": 2},
+    "fed_dodnet": {"name": "dodnet", "filters": [8, 8]},
+}
 """The net of a method that needs one of its own."""
 
 

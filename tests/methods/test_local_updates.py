@@ -329,7 +329,10 @@ def test_changed_labels_of_other_classes_change_nothing(name: str) -> None:
             "menunet", {"width": 2, "levels": 2}, in_channels=1, classes=4, spatial_dims=2, seed=3
         )
 
-    make = menunet if name == "fedmenu" else small_unet
+    def dodnet() -> nn.Module:
+        return nets.build("dodnet", {"filters": [8, 8]}, in_channels=1, classes=4, spatial_dims=2, seed=3)
+
+    make = {"fedmenu": menunet, "fed_dodnet": dodnet}.get(name, small_unet)
 
     def run(kind: type[FakeSite]) -> State:
         sites = [kind("x", {1}, 3, make)]

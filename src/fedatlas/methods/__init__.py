@@ -23,6 +23,7 @@ REGISTRY: dict[str, str] = {
     "condistfl": "fedatlas.methods.condistfl:ConDistFL",
     "kim": "fedatlas.methods.kim:Kim",
     "fedmenu": "fedatlas.methods.fedmenu:FedMENU",
+    "fed_dodnet": "fedatlas.methods.fed_dodnet:FedDoDNet",
     "standalone": "fedatlas.methods.standalone:Standalone",
     "centralized": "fedatlas.methods.centralized:Centralized",
 }

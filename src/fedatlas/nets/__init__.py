@@ -12,6 +12,7 @@ from fedatlas import seeds
 from fedatlas.errors import FederationError
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
 from fedatlas.nets.deeplab import DeepLabV3Plus
+from fedatlas.nets.dodnet import DoDNet, DoDNetModule
 from fedatlas.nets.heads import SimSiamHeads
 from fedatlas.nets.kim_unet import KimUNet
 from fedatlas.nets.mednext import MedNeXt
@@ -37,13 +38,14 @@ REGISTRY: dict[str, type] = {
     "kim_unet": KimUNet,
     "organ_heads": OrganHeads,
     "menunet": MENUNet,
+    "dodnet": DoDNet,
     "cnn": CNN,
     "densenet121": DenseNet121,
     "simsiam_heads": SimSiamHeads,
 }
 
 FOR_LEVEL: dict[str, tuple[str, ...]] = {
-    "voxel": ("unet", "mednext", "deeplabv3plus", "kim_unet", "organ_heads", "menunet"),
+    "voxel": ("unet", "mednext", "deeplabv3plus", "kim_unet", "organ_heads", "menunet", "dodnet"),
     "image": ("cnn", "densenet121"),
 }
 """Which nets fit labels of voxels, and of whole images."""
@@ -116,7 +118,7 @@ def check_level(name: str, net: nn.Module, level: str) -> None:
 
 def check_classes(name: str, net: nn.Module, exclusive: bool) -> None:
     """Raises FederationError for a net that is made for exclusive classes only, where they overlap."""
-    if isinstance(net, OrganHeadsNet | MENUNetModule) and not exclusive:
+    if isinstance(net, OrganHeadsNet | MENUNetModule | DoDNetModule) and not exclusive:
         raise FederationError(
             f"net {name}: is for exclusive classes, and labels.exclusive is false; take another net, as unet"
         )

@@ -70,9 +70,11 @@ class OrganHeads:
     def _options(self) -> Any:
         from fedatlas import nets
 
-        name = self.backbone.get("name")
-        if name not in nets.FOR_LEVEL["voxel"] or name == "organ_heads":
-            allowed = ", ".join(n for n in nets.FOR_LEVEL["voxel"] if n != "organ_heads")
-            raise FederationError(f"net organ_heads: backbone.name is {name!r}; allowed: {allowed}")
+        name, by_organ = self.backbone.get("name"), ("organ_heads", "menunet", "dodnet")
+        allowed = [other for other in nets.FOR_LEVEL["voxel"] if other not in by_organ]
+        if name not in allowed:
+            raise FederationError(
+                f"net organ_heads: backbone.name is {name!r}; allowed: {', '.join(allowed)}"
+            )
         chosen = {key: value for key, value in self.backbone.items() if key != "name"}
         return from_dict(nets.get(name), chosen, what=f"net {name}")

@@ -1,0 +1,178 @@
+"""Fed-DoDNet: a net with a dynamic head, in a federation.
+
+The net: Zhang, Xie, Xia, Shen. DoDNet: learning to segment multi-organ and tumors from multiple partially labeled
+datasets. CVPR 2021 (`nets.dodnet`). In a federation: Xu, Deng, Gateno, Yan. Federated multi-organ segmentation with
+inconsistent labels. IEEE Trans. Med. Imaging, 2023, Table VI: FedAvg of all its parameters.
+
+A task is an organ with its lesions. A site trains the tasks of which a sample of the batch annotates a class; the
+loss is Dice and binary cross-entropy of the heads' sigmoids over what is annotated. All parts of the net are averaged
+over all sites, whatever they annotate: the controller makes the heads of all organs.
+
+With `own: [decoder, controller]` it is DOD*, a baseline of UFPS, without the latter's pseudo-labels: these parts stay
+with the site, and it is evaluated as it was trained, before averaging. For training a site takes them from its own
+memory. It sends them all the same, because the server asks for evaluations; they reach no other site by themselves. A
+site that trains nothing is given the mean of everything.
+
+Differences from the papers: a sample may annotate several organs, which are learnt from one pass of encoder and
+decoder, or an organ without its lesions. The tasks are those of the net (`net.groups`). The deep supervision that UFPS
+mentions is not here.
+
+Shapes: B batch, C classes with the background, H channels of all heads (C - 1), *S spatial.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas import losses
+from fedatlas.data.batch import Batch
+from fedatlas.errors import FederationError
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.method import Clients, Member, Site, State, at_site
+from fedatlas.methods.fedbn import chosen
+from fedatlas.methods.kim import head_known, head_space, head_target
+from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
+from fedatlas.options import not_known, option, options
+from fedatlas.organs import Groups
+from fedatlas.tensors import Tensors, forms_of, parts, tensors_of
+from fedatlas.training import Local, Loss, train
+
+MEMORY = "fed_dodnet.own"
+"""The key of a site's memory with the tensors that it keeps."""
+
+
+@runtime_checkable
+class DynamicHead(Protocol):
+    """A net whose controller makes a head per task; `forward(x, tasks=...)` gives the heads, see `nets.dodnet`."""
+
+    organs: Groups
+    controller: nn.Module
+
+
+@dataclass(frozen=True)
+class DoDState(State):
+    """model: the mean of everything. kept: the tensors that sites keep, by name. models: site -> the tensors that take
+    the place of the mean's when it is evaluated."""
+
+    kept: tuple[str, ...] = ()
+    models: dict[str, Tensors] = field(default_factory=dict)
+
+
+@options
+class FedDoDNet:
+    """FedAvg of DoDNet, whose head is made for every organ; all of it shared, or parts kept (Zhang 2021, Xu 2023)."""
+
+    state: ClassVar[type[State]] = DoDState
+    tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
+    sends: ClassVar[dict[str, str]] = SENDS
+
+    own: list[str] = option(
+        [], "Parts of the net that a site keeps; none (Fed-DoDNet), or decoder and controller (DOD* of UFPS)."
+    )
+    evaluate: Literal["before", "after"] = option(
+        "before",
+        "Where sites keep parts: whether a site is evaluated before averaging, as it was trained, or after, with the "
+        "mean of all other parts.",
+    )
+    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
+    loss: LossChoice = option(
+        LossChoice(name="masked_dice_bce", options={"smooth_denominator": 1.0, "pooled": False}),
+        "The loss of the heads; one for classes that are not exclusive.",
+    )
+    local: Local = option(Local(), "Training at a site between two exchanges.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        if not space.exclusive:
+            raise FederationError(
+                "method fed_dodnet: is for exclusive classes, and labels.exclusive is false; its heads are of organs "
+                "with the lesions in them, which are read out as exclusive classes"
+            )
+        losses.make(self.loss, head_space(space))
+
+    @property
+    def summed(self) -> Weighting | None:
+        return None if self.own else self.weights
+
+    def start(self, net: nn.Module, clients: Clients) -> DoDState:
+        tasks_of(net)
+        known = parts(net)
+        for part in self.own:
+            if part not in known:
+                raise not_known(f"method fed_dodnet: own: the part of {type(net).__name__}", part, known)
+        kept = {name for part in self.own for name in known[part]}
+        return DoDState(tensors_of(net), kept=tuple(name for name in forms_of(net) if name in kept))
+
+    def round(self, state: DoDState, clients: Clients) -> DoDState:
+        replies = clients.call(
+            self.local_update,
+            model=state.model,
+            kept=list(state.kept),
+            round=state.round,
+            rounds=state.rounds,
+        )
+        model, models = mean(replies, state, self.weights), dict(state.models)
+        if state.kept:
+            for site, values in zip(replies.sites, replies.each("model"), strict=True):
+                models[site] = values if self.evaluate == "before" else chosen(values, state.kept)
+        return dataclasses.replace(state, model=model, models=models, round=state.round + 1)
+
+    def eval_members(self, state: DoDState, site: str) -> list[Member]:
+        """The site's own model where it keeps parts, as `evaluate` says; the mean where it has trained nothing."""
+        return [Member(state.model | state.models.get(site, {}))]
+
+    @at_site
+    def local_update(
+        self, site: Site, model: Tensors, kept: list[str], round: int, rounds: int
+    ) -> dict[str, Any]:
+        own: Any = site.memory.get(MEMORY, {})
+        net = site.network(model | own)
+        loss = self.L(tasks_of(net), site.labels.space)
+        train(site, net, loss, self.local, round=round, rounds=rounds)
+        reply = answer(site, net, per_class=False)
+        if kept:
+            site.memory[MEMORY] = dict(chosen(reply["model"], kept))
+        return reply
+
+    def L(self, organs: Groups, space: LabelSpace) -> Loss:
+        """The local objective: the loss of the heads of the tasks that a batch annotates. organs: the classes of each
+        task, the organ first."""
+        space = dataclasses.replace(space, groups=tuple(map(tuple, organs)))
+        L_heads = losses.make(self.loss, head_space(space))
+
+        def of(net: nn.Module, batch: Batch) -> Tensor:
+            known = head_known(batch.known, space)
+            annotated = batch.known.any(0).tolist()
+            # where there is none, one head that takes no part: its gradient is 0
+            tasks = [m for m, organ in enumerate(organs) if any(annotated[c] for c in organ)] or [0]
+            found = net(batch.image, tasks=tasks)
+            z = all_heads(found, [organs[m] for m in tasks], known.shape[1])
+            return L_heads(z, head_target(batch.target, batch.known, space), known)
+
+        return of
+
+
+def all_heads(found: Sequence[Tensor], organs: Groups, H: int) -> Tensor:
+    """[B, H, *S] logits: class c is channel c - 1, and 0 where it is of none of the organs. found: of each organ,
+    [B, its classes, *S]."""
+    z = [torch.zeros_like(found[0][:, 0])] * H
+    for organ, head in zip(organs, found, strict=True):
+        for c, logit in zip(organ, head.unbind(1), strict=True):
+            z[c - 1] = logit
+    return torch.stack(z, 1)
+
+
+def tasks_of(net: nn.Module) -> Groups:
+    """The classes of every task of the net with a dynamic head that `net` is, or wraps. Raises FederationError where
+    there is none."""
+    found = next((module for module in net.modules() if isinstance(module, DynamicHead)), None)
+    if found is None:
+        raise FederationError(
+            f"method fed_dodnet: the net {type(net).__name__} has no dynamic head; set net.name to dodnet"
+        )
+    return found.organs
