@@ -50,6 +50,13 @@ def started(request, tmp_path_factory) -> Iterator[Callable[[dict[str, Any]], De
         deployment.close()
 
 
+def mainly_on(*engines: str) -> pytest.MarkDecorator:
+    """Tests on these engines by default, and on the others in the slow suite: every party is a process that takes
+    seconds to start, and what is tested is the same code of ours on all of them."""
+    chosen = [pytest.param(e, marks=[] if e in engines else pytest.mark.slow) for e in sorted(ENGINES)]
+    return pytest.mark.parametrize("started", chosen, indirect=True)
+
+
 @pytest.fixture
 def busy(small) -> dict[str, Any]:
     """A federation whose rounds last long enough to be disturbed in the middle."""
@@ -94,6 +101,7 @@ def in_the_middle(path: Path, round: int, do: Callable[[], None], after: float =
     return thread
 
 
+@mainly_on("flower")
 def test_a_training_process_that_is_killed_costs_nothing(started, busy, tmp_path) -> None:
     """As the system does for memory: the engine's job lives on, and the call is done again."""
     deployment = started(busy)
@@ -114,6 +122,7 @@ def test_a_training_process_that_is_killed_costs_nothing(started, busy, tmp_path
     assert log["lost"] == {}
 
 
+@mainly_on("nvflare")
 def test_a_hospital_that_loses_power_comes_back(started, busy, tmp_path) -> None:
     busy["faults"] = {"on_lost": "wait", "deadline": 100}
     deployment = started(busy)
@@ -132,6 +141,7 @@ def test_a_hospital_that_loses_power_comes_back(started, busy, tmp_path) -> None
     assert killed
 
 
+@mainly_on("flower")
 def test_a_server_that_is_killed_is_started_again_and_asked_again(started, busy, tmp_path) -> None:
     deployment = started(busy)
     told: list[str] = []
@@ -148,16 +158,17 @@ def test_a_server_that_is_killed_is_started_again_and_asked_again(started, busy,
     assert any("a new one is started, nothing is lost" in text for text in told), told
 
 
+@mainly_on()
 def test_a_slow_site_is_dropped_for_the_round(started, busy, tmp_path) -> None:
     """It stops in the middle of round 2 and is continued after the deadline: it is in round 3 again."""
-    busy |= {"rounds": 3, "faults": {"on_lost": "drop", "min_sites": 2, "deadline": 20}}
+    busy |= {"rounds": 3, "faults": {"on_lost": "drop", "min_sites": 2, "deadline": 45}}
     deployment = started(busy)
 
     def stall() -> None:
         pid = deployment.worker("s0")
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(20)
+        time.sleep(45)
         with contextlib.suppress(ProcessLookupError):  # the next question has ended it already
             os.kill(pid, signal.SIGCONT)
 
@@ -180,6 +191,7 @@ def stop_after(round: int) -> Callable[[Any, Any], None]:
     return stop
 
 
+@mainly_on("flower")
 def test_a_run_does_not_go_on_without_what_a_site_remembers(started, busy, tmp_path) -> None:
     """The moments of a site's optimizer are in its kit; the local engine does not have them, and says so."""
     deployment = started(busy)
@@ -224,18 +236,18 @@ def test_a_site_that_is_not_there_is_told(started, busy, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [("nvflare", "flower")])
-def test_a_run_goes_on_with_any_other_engine(first, second, busy, tmp_path) -> None:
+def test_a_run_goes_on_with_any_other_engine(first, second, small, tmp_path) -> None:
     """A round here, a round on one engine, a round on the other: the bits of a run that was never stopped."""
     for package in ("nvflare", "flwr"):
         pytest.importorskip(package)
-    federation = parse_federation(busy := busy | {"rounds": 3}, base=Path())
+    federation = parse_federation(small := small | {"rounds": 3}, base=Path())
     path, quiet = tmp_path / "run", {"tell": lambda text: None, "resume": True}
     with pytest.raises(KeyboardInterrupt):
         run_federation(federation, path, after_round=stop_after(1), **quiet)
     with pytest.raises(KeyboardInterrupt):
         run_federation(federation, path, after_round=stop_after(2), gather=gather_trial(first), **quiet)
     run_federation(federation, path, gather=gather_trial(second), **quiet)
-    assert (path / "models" / "last.fa").read_bytes() == local(busy, tmp_path / "local")
+    assert (path / "models" / "last.fa").read_bytes() == local(small, tmp_path / "local")
     engines = {line["function"] for line in logs_of(path)["s0"]}
     assert {"hello", "join", "local_update", "evaluate"} == engines
 
