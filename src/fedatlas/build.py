@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -27,26 +28,36 @@ POOLED = "pooled"
 """The one site that trains where a method merges all sites' data."""
 
 
+def training_sites(federation: Federation) -> list[str]:
+    """The sorted names of the sites that train, as the file says; equal at the server and at every site."""
+    return sorted(site.name for site in federation.sites if site.role == "train")
+
+
 def build_net(
-    federation: Federation, method: Any, name: str, *, channels: int, classes: int, initial: bool = False
+    federation: Federation, method: Any, name: str, *, channels: int, space: LabelSpace, initial: bool = False
 ) -> nn.Module:
-    """The federation's net ("main"), or one that the method declares, for images of so many channels.
+    """The federation's net ("main"), or one that the method declares, for images of so many channels. A net that has
+    something for every organ takes the organs of `labels.groups`, unless its own option `groups` names others.
 
     initial: whether a file of weights that the net's options name is read; only the model with which the federation
     starts needs it, so that no site does.
     """
-    task = task_of(federation)
+    task, classes = task_of(federation), len(space)
     inputs: int = task.net_channels(federation, channels)
     if name == "main":
         kind = federation.net["name"]
         chosen = {key: value for key, value in federation.net.items() if key != "name"}
+        if "groups" in {option.name for option in fields(nets.get(kind))}:
+            chosen = {"groups": space.groups} | chosen
     else:
         wanted = declared(method, "nets")
         if name not in wanted:
             raise not_known(f"method {federation.method['name']}: the net", name, wanted)
         kind, chosen = wanted[name].name, wanted[name].options
+        if wanted[name].outputs == "sites":
+            classes = len(training_sites(federation))
         if wanted[name].on == "features":
-            main = build_net(federation, method, "main", channels=channels, classes=classes)
+            main = build_net(federation, method, "main", channels=channels, space=space)
             inputs = main.n_features  # type: ignore[assignment]
     return nets.build(
         kind,
@@ -110,9 +121,8 @@ class Design:
 
     def make_net(self, name: str = "main", *, initial: bool = True) -> nn.Module:
         """A net of the federation, with the values that follow from the seed; initial: as in `build_net`."""
-        classes = len(self.space)
         return build_net(
-            self.federation, self.method, name, channels=self.channels, classes=classes, initial=initial
+            self.federation, self.method, name, channels=self.channels, space=self.space, initial=initial
         )
 
     def check_net(self, *, initial: bool = True) -> nn.Module:
@@ -124,6 +134,13 @@ class Design:
         nets.check_classes(self.federation.net["name"], net, self.space.exclusive)
         nets.check_patch(net, size)
         nets.check_output(net, len(self.space), in_channels=inputs, patch=size)
+        for name, spec in declared(self.method, "nets").items():
+            if spec.on == "images":
+                try:
+                    nets.check_patch(self.make_net(name), size)
+                except FederationError as error:
+                    told = f"method {self.federation.method['name']}: its net {name!r}"
+                    raise FederationError(f"{told}: {error}") from None
         _ = self.evaluator  # refuses options that do not fit the classes
         check = getattr(self.method, "check", None)
         if check:

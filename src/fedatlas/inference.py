@@ -1,16 +1,18 @@
 """From a net and a volume to class probabilities: windows in 3D, slices with their neighbours in 2.5D.
 
-Shapes: C classes, F findings, I input channels, *S spatial.
+Shapes: C classes, F findings, I input channels, *S spatial, K models to choose among.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 
+from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
 from fedatlas.options import option, options
 from fedatlas.outputs import Mixed, voxel_logits
@@ -35,10 +37,21 @@ class Inference:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Probabilities of a case, float32 on the CPU: voxels [C, *S]; findings [F], None where the net tells none."""
+    """Probabilities of a case, float32 on the CPU: voxels [C, *S]; findings [F], None where the net tells none.
+    chosen: the output of a selector, from 0, whose model said it; None where none was chosen."""
 
     voxels: Tensor
     findings: Tensor | None = None
+    chosen: int | None = None
+
+
+class Speaker(Protocol):
+    """What is asked of a `method.Member` here."""
+
+    @property
+    def classes(self) -> Sequence[int] | None: ...
+    @property
+    def chooses(self) -> float | None: ...
 
 
 def neighbours(image: Tensor, index: Tensor, context: int) -> Tensor:
@@ -69,40 +82,151 @@ def predict(
     volume is as probable as in the window, or slice, that says most. A volume smaller than a patch is padded with 0 on
     both sides. The mode of the net and of each of its modules is put back.
     """
+    told: list[Tensor] = []
+
+    def of_windows(windows: Tensor) -> Tensor:
+        outputs = net(windows)
+        if isinstance(outputs, Mixed):
+            told.append(outputs.findings.float().sigmoid().amax(0).cpu())
+        logits = voxel_logits(outputs).float()
+        return logits.softmax(1) if exclusive else logits.sigmoid()
+
+    with evaluating(net):
+        voxels = over_windows(of_windows, image, patch, context, options, device=_device(net, image))
+    return Prediction(voxels, torch.stack(told).amax(0) if told else None)
+
+
+def over_windows(
+    of_windows: Callable[[Tensor], Tensor],
+    image: Tensor,
+    patch: Sequence[int],
+    context: int,
+    options: Inference,
+    *,
+    device: torch.device,
+) -> Tensor:
+    """What a function gives for the windows of an image [I, *S], blended: [C, *S], on the CPU. It is given windows
+    [N, I, *patch], or slices with their neighbours, on the device, and gives [N, C, *patch], memory of its own: MONAI
+    blends in place, and windows may be views of the image."""
+
+    def slide(inputs: Tensor) -> Tensor:
+        if tuple(inputs.shape[2:]) == tuple(patch):
+            return of_windows(inputs)
+        found = sliding_window_inference(
+            inputs, tuple(patch), options.batch, of_windows, overlap=options.overlap, mode=options.blend
+        )
+        assert isinstance(found, Tensor)
+        return found
+
+    image = image.float()
+    if len(patch) == 3:
+        return slide(image[None].to(device))[0].cpu()
+    slices = []
+    for index in torch.arange(image.shape[-1]).split(options.batch):
+        slices.append(slide(neighbours(image, index, context).to(device)).cpu())
+    return torch.cat(slices).movedim(0, -1).contiguous()
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """The net in evaluation mode; the mode of each of its modules is put back."""
     modes = [(module, module.training) for module in net.modules()]
     net.eval()
-    told: list[Tensor] = []
     try:
-        device = next((tensor.device for tensor in net.parameters()), image.device)
-
-        def of_windows(windows: Tensor) -> Tensor:
-            outputs = net(windows)
-            if isinstance(outputs, Mixed):
-                told.append(outputs.findings.float().sigmoid().amax(0).cpu())
-            logits = voxel_logits(outputs).float()
-            return logits.softmax(1) if exclusive else logits.sigmoid()
-
-        def slide(inputs: Tensor) -> Tensor:
-            if tuple(inputs.shape[2:]) == tuple(patch):
-                return of_windows(inputs)
-            found = sliding_window_inference(
-                inputs, tuple(patch), options.batch, of_windows, overlap=options.overlap, mode=options.blend
-            )
-            assert isinstance(found, Tensor)
-            return found
-
-        image = image.float()
-        if len(patch) == 3:
-            voxels = slide(image[None].to(device))[0].cpu()
-        else:
-            slices = []
-            for index in torch.arange(image.shape[-1]).split(options.batch):
-                slices.append(slide(neighbours(image, index, context).to(device)).cpu())
-            voxels = torch.cat(slices).movedim(0, -1).contiguous()
-        return Prediction(voxels, torch.stack(told).amax(0) if told else None)
+        yield
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _device(net: nn.Module, image: Tensor) -> torch.device:
+    return next((tensor.device for tensor in net.parameters()), image.device)
+
+
+@torch.inference_mode()
+def selected(
+    selector: nn.Module, image: Tensor, patch: Sequence[int], context: int, options: Inference
+) -> Tensor:
+    """[K] float64 on the CPU: the softmax of a selector, the mean over the very windows of an image that `predict`
+    gives to a net, with the same arguments: a case is of one site."""
+    told: list[Tensor] = []
+
+    def of_windows(windows: Tensor) -> Tensor:
+        told.append(selector(windows).double().softmax(1).cpu())
+        return windows.new_zeros(len(windows), 1, *windows.shape[2:])  # blended, and not used
+
+    with evaluating(selector):
+        over_windows(of_windows, image, patch, context, options, device=_device(selector, image))
+    return torch.cat(told).mean(0)
+
+
+def chooser(members: Sequence[Speaker]) -> int | None:
+    """The place of the selector among the members of an evaluation; None without one.
+
+    Raises FederationError where there are two, where it has no member before it to fall back on, and where it or one
+    of those that it chooses among names classes."""
+    places = [place for place, member in enumerate(members) if member.chooses is not None]
+    if not places:
+        return None
+    if len(places) > 1 or places[0] == 0:
+        raise FederationError(
+            f"members: the selectors are at the places {places} of {len(members)}; allowed is one, after the models that "
+            "speak where it is not certain and before those that it chooses among"
+        )
+    if any(member.classes is not None for member in members[places[0] :]):
+        raise FederationError(
+            "members: a selector, or a model that it chooses among, may speak for some classes only; allowed is None"
+        )
+    return places[0]
+
+
+def chosen_by(told: Tensor, members: Sequence[Speaker]) -> int | None:
+    """Which of its K models a selector chooses, from 0, by its softmax [K]: the most probable one, if that is more
+    probable than `chooses`; else None. Raises FederationError where it does not have one output for each."""
+    at = chooser(members)
+    assert at is not None
+    limit = members[at].chooses
+    assert limit is not None
+    if len(told) != len(members) - at - 1:
+        raise FederationError(
+            f"members: a selector with {len(told)} outputs chooses among {len(members) - at - 1} models; give it one "
+            "output for each"
+        )
+    best = int(told.argmax())
+    return best if float(told[best]) > limit else None
+
+
+def speakers(members: Sequence[Speaker], chosen: int | None) -> range:
+    """The places of the members that speak: the chosen one alone; without a choice those before the selector, or all
+    where there is none."""
+    at = chooser(members)
+    if at is None:
+        return range(len(members))
+    return range(at) if chosen is None else range(at + 1 + chosen, at + 2 + chosen)
+
+
+def predict_together(
+    members: Sequence[Speaker],
+    net_of: Callable[[int], nn.Module],
+    image: Tensor,
+    patch: Sequence[int],
+    context: int,
+    options: Inference,
+    space: LabelSpace,
+) -> Prediction:
+    """What the members of an evaluation say of an image together: of those that speak (`speakers`), what `together`
+    makes of their predictions. net_of: the net of a member, by its place; asked for those alone that are needed."""
+    at, chosen = chooser(members), None
+    if at is not None:
+        chosen = chosen_by(selected(net_of(at), image, patch, context, options), members)
+    found = [
+        (
+            predict(net_of(i), image, patch, context, options, exclusive=space.exclusive),
+            members[i].classes,
+        )
+        for i in speakers(members, chosen)
+    ]
+    return replace(together(found, space, options.gate), chosen=chosen)
 
 
 def together(

@@ -35,21 +35,42 @@ class State:
 @dataclass(frozen=True)
 class NetSpec:
     """A net by its registered name, with its options. on: what it is given, the federation's images, or the features
-    [B, d] that the federation's net ("main", a classifier) makes of them."""
+    [B, d] that the federation's net ("main", a classifier) makes of them. outputs: one for each class of the label
+    space, or for each site that trains, in the order of their names."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     on: Literal["images", "features"] = "images"
+    outputs: Literal["classes", "sites"] = "classes"
 
 
 @dataclass(frozen=True)
 class Member:
     """One model offered for evaluation. `classes`: the foreground classes it may speak for (None: all);
     the probability of any other is given to the background. Several members are merged (A8): per voxel the
-    foreground class of highest probability among the members that predict foreground there."""
+    foreground class of highest probability among the members that predict foreground there.
+
+    net: the one whose values `model` holds, "main" or one that the method declares. chooses: makes the member a
+    selector, which says nothing itself: its outputs stand for the members after it, one for each. In a case (where
+    labels are of whole images: an image) to which it gives a softmax above `chooses`, the most probable of these speaks
+    alone; in any other those before the selector do, merged. None of them but those before it may name classes."""
 
     model: Tensors
     classes: tuple[int, ...] | None = None
+    net: str = "main"
+    chooses: float | None = None
+
+    def to_payload(self) -> dict[str, Any]:
+        """As it travels to a site."""
+        classes = None if self.classes is None else list(self.classes)
+        return {"model": self.model, "classes": classes, "net": self.net, "chooses": self.chooses}
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> "Member":
+        """What `to_payload` gave; "net" and "chooses" may be left out."""
+        given = dict(payload)
+        classes = given.pop("classes")
+        return cls(classes=None if classes is None else tuple(classes), **given)
 
 
 class Site(Protocol):

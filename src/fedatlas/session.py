@@ -39,7 +39,7 @@ from fedatlas.experiment import (
     resolved,
     selects,
 )
-from fedatlas.method import State, eval_members
+from fedatlas.method import Member, State, eval_members
 from fedatlas.tensors import n_bytes, tensors_of
 
 Watch = Callable[[str, str, dict[str, float], dict[str, float]], None]
@@ -188,7 +188,7 @@ class Running:
     ) -> "Evaluated":
         """One site's local model at every site that has cases of the split."""
         kept: Any = wire.decode(read_whole(file), copy=False)
-        shared = {"members": [{"model": kept["model"], "classes": kept["classes"]}]}
+        shared = {"members": _members([_local(kept)])}
         what = {"split": split, "model": f"local/{site}", "round": round, "grid": "original"}
         return self._ask(None, shared, **what, metrics=list(metrics), overlays=False, **more)
 
@@ -199,7 +199,7 @@ class Running:
         for site, reply in self.clients.models or ():
             if not self.parties.summaries.get(site, {"cases": {"validation": 0}})["cases"]["validation"]:
                 continue
-            each = {site: {"members": [{"model": reply["model"], "classes": reply.get("classes")}]}}
+            each = {site: {"members": _members([_local(reply)])}}
             what = {"split": "validation", "model": f"local/{site}", "round": round, "grid": "federation"}
             told = self.evaluators.call(
                 self.design.evaluator.evaluate, each=each, **what, metrics=list(metrics), overlays=False
@@ -233,13 +233,19 @@ class Evaluated:
     histograms: list[dict[str, Any]]
 
 
+def _local(kept: Mapping[str, Any]) -> Member:
+    """A site's local model, as it answered or was kept."""
+    return Member.from_payload({"model": kept["model"], "classes": kept.get("classes")})
+
+
 def _members(members: Iterable[Any]) -> list[dict[str, Any]]:
-    return [{"model": m.model, "classes": None if m.classes is None else list(m.classes)} for m in members]
+    return [member.to_payload() for member in members]
 
 
 def _same_members(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
     return len(one) == len(other) and all(
-        a["model"] is b["model"] and a["classes"] == b["classes"] for a, b in zip(one, other, strict=True)
+        a["model"] is b["model"] and {**a, "model": None} == {**b, "model": None}
+        for a, b in zip(one, other, strict=True)
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import inference
-from fedatlas.build import build_net, cache_folder
+from fedatlas.build import build_net, cache_folder, training_sites
 from fedatlas.data import flat
 from fedatlas.data.site_data import SiteConfig, SiteData, read_site
 from fedatlas.data.transforms import FileError, Preprocessing, load_scan, saved, write_label_map
@@ -71,7 +71,7 @@ class Trained:
             if site not in local:
                 raise not_known(f"{self.folder.path}: the local model", site, local)
             kept: Any = wire.decode(read_whole(local[site]), copy=False)
-            return [Member(kept["model"], None if kept["classes"] is None else tuple(kept["classes"]))]
+            return [Member.from_payload({"model": kept["model"], "classes": kept["classes"]})]
         if self.model not in ("best", "last"):
             raise RunFolderError(f"model {self.model!r}: not known; allowed: best, last, local/<site>")
         file = self.folder.path / "models" / f"{self.model}.fa"
@@ -88,21 +88,28 @@ class Trained:
 
     def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
         """The federation's net with the given values, on the chosen device."""
-        net = build_net(self.federation, self.method, name, channels=self.channels, classes=len(self.space))
+        net = build_net(self.federation, self.method, name, channels=self.channels, space=self.space)
         if model is not None:
             load(net, model)
         return net.to(self.device)
 
     def predict(self, image: Tensor) -> inference.Prediction:
-        """Of an image [I, *S] on the federation's grid; several models are merged as the method says."""
+        """Of an image [I, *S] on the federation's grid; several models are merged, or one is chosen, as the method
+        says. Nets are made for those models alone that speak."""
+
+        def net_of(place: int) -> nn.Module:
+            return self.network(self.members[place].model, self.members[place].net)
+
         preprocessing, options = self.preprocessing, self.federation.evaluation.inference
-        found = []
-        for member in self.members:
-            net, exclusive = self.network(member.model), self.space.exclusive
-            patch, context = preprocessing.patch, preprocessing.context
-            one = inference.predict(net, image.to(self.device), patch, context, options, exclusive=exclusive)
-            found.append((one, member.classes))
-        return inference.together(found, self.space, options.gate)
+        return inference.predict_together(
+            self.members, net_of, image, preprocessing.patch, preprocessing.context, options, self.space
+        )
+
+    def choice(self, found: inference.Prediction) -> dict[str, str | None]:
+        """{"chosen": the site whose model a selector took, None where it took none}; {} for models without a selector."""
+        if inference.chooser(self.members) is None:
+            return {}
+        return {"chosen": None if found.chosen is None else training_sites(self.federation)[found.chosen]}
 
     def probabilities(self, image: Tensor) -> Tensor:
         """[C, *S] the voxels of `predict`."""
@@ -126,7 +133,8 @@ def predict_scans(
 
     scans: the NIfTI files of each, one per channel, or a picture each; of pictures PNG files are written, see
     `flat.write_labels`, and predictions.csv with the pixels of every class and the probability of every finding.
-    Returns what was written and the volume, or the pixels, found per class.
+    Returns what was written and the volume, or the pixels, found per class, and where a selector chooses among models
+    the site whose model it took (`Trained.choice`).
     """
     trained = Trained(path, model, device)
     names = trained.space.names
@@ -150,12 +158,14 @@ def predict_scans(
             raise DataError(
                 f"{files[0]}: has {volume.image.shape[0]} channels; the model was trained on {trained.channels}"
             )
-        labels = volume.restore(trained.probabilities(volume.image))
+        found = trained.predict(volume.image)
+        labels = volume.restore(found.voxels)
         write_label_map(target, labels, files[0])
         millilitres = float(np.prod(volume.raw_spacing)) / 1000
         masks = {c: labels == c if trained.space.exclusive else labels[c] for c in trained.space.foreground}
         sizes = {names[c]: round(int(mask.sum()) * millilitres, 3) for c, mask in masks.items() if mask.any()}
-        written.append({"scan": [str(file) for file in files], "labels": str(target), "millilitres": sizes})
+        told = {"scan": [str(file) for file in files], "labels": str(target), "millilitres": sizes}
+        written.append(told | trained.choice(found))
     classes = {str(index): name for index, name in enumerate(names)}
     write_atomic(out / "classes.json", to_json(classes))
     if table:
@@ -216,7 +226,7 @@ def _predict_picture(
         "findings": findings,
         "millilitres": {},
     }
-    return entry, rows
+    return entry | trained.choice(told), rows
 
 
 def _refuse_scale(trained: Trained, file: Path) -> None:
@@ -298,9 +308,7 @@ def evaluate_folder(
         )
     evaluator = task_of(federation).evaluator(federation, space)
     rows: list[dict[str, Any]] = []
-    members = [
-        {"model": m.model, "classes": None if m.classes is None else list(m.classes)} for m in trained.members
-    ]
+    members = [member.to_payload() for member in trained.members]
     for split in ("train", "test"):
         site = Visitor(name, source, trained)
         what = {"split": split, "model": model, "round": 0, "grid": "original"}

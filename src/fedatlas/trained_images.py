@@ -18,6 +18,7 @@ from fedatlas.data.picture import PictureError
 from fedatlas.engine.run import read_json
 from fedatlas.engine.store import write_atomic
 from fedatlas.errors import DataError, FederationError
+from fedatlas.evaluation.image_evaluation import Panel
 from fedatlas.evaluation.statistics import write_rows
 from fedatlas.options import not_known
 from fedatlas.tasks import task_of
@@ -32,18 +33,9 @@ def thresholds_of(trained: Trained) -> dict[str, float | None]:
 
 
 def probabilities(trained: Trained, images: Tensor) -> Tensor:
-    """[N, C] for prepared images [N, I, H, W]; NaN for a class for which none of the models may speak."""
-    sums = torch.zeros(len(images), len(trained.space))
-    speaking = torch.zeros(len(trained.space))
-    for member in trained.members:
-        net = trained.network(member.model).eval()
-        classes = range(len(trained.space)) if member.classes is None else member.classes
-        may = torch.zeros(len(trained.space))
-        may[list(classes)] = 1
-        with torch.no_grad():
-            sums += net(images.to(trained.device)).sigmoid().cpu() * may
-        speaking += may
-    return sums / speaking
+    """[N, C] float64 for prepared images [N, I, H, W]; NaN for a class for which none of the models may speak."""
+    nets = [trained.network(member.model, member.net) for member in trained.members]
+    return torch.from_numpy(Panel(trained.members, nets).predict(images).scores)
 
 
 def predict_images(
@@ -129,9 +121,7 @@ def evaluate_images(
         )
     source = ImageData(index, space, federation.images, cache=cache_folder(federation, path.parent))
     source.prepare()
-    members: list[dict[str, Any]] = [
-        {"model": m.model, "classes": None if m.classes is None else list(m.classes)} for m in trained.members
-    ]
+    members = [member.to_payload() for member in trained.members]
     evaluator: Any = task_of(federation).evaluator(federation, space)
     reply = evaluator.evaluate(
         Visitor(config.name, source, trained),

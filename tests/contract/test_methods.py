@@ -20,14 +20,16 @@ from method_cases import METHODS, NETS, PAIRS, with_method
 from torch import Tensor
 
 from fedatlas import methods
-from fedatlas.build import Experiment
+from fedatlas.build import Design, Experiment
 from fedatlas.engine import wire
 from fedatlas.engine.local import InProcess
 from fedatlas.engine.run import RunFolder
-from fedatlas.experiment import parse_federation
-from fedatlas.method import declared, functions_of, sends_of
+from fedatlas.experiment import make_method, parse_federation
+from fedatlas.labels import LabelSpace
+from fedatlas.method import declared, eval_members, functions_of, sends_of
+from fedatlas.methods.strategies import STRATEGIES
 from fedatlas.session import Hosts, Parties, Running, gather_local, run_federation
-from fedatlas.tensors import from_tree, to_tree
+from fedatlas.tensors import Tensors, from_tree, to_tree
 
 
 @pytest.fixture
@@ -115,6 +117,72 @@ def test_what_is_sent_is_what_is_declared(name, task, federation, tmp_path, phan
             assert len(plain) <= 1 + len(experiment.space), "more plain values than a count and one per class"
 
 
+STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {"fednorm": {"groups": {"portal": ["s0"]}}}
+
+
+def with_strategy(small: dict[str, Any], name: str) -> dict[str, Any]:
+    chosen = {"name": name, "options": STRATEGY_OPTIONS.get(name, {})}
+    return with_method(small, "fedmenu", strategy=chosen) | {"net": NETS["fedmenu"] | {"affine": True}}
+
+
+PLAIN: dict[str, Tensors] = {}
+
+
+@pytest.fixture
+def plain_menu(small, tmp_path_factory) -> Tensors:
+    """The model of Fed-MENU with FedAvg, trained once."""
+    if not PLAIN:
+        federation, path = with_strategy(small, "fedavg"), tmp_path_factory.mktemp("plain") / "run"
+        run_small(federation, path)
+        method = make_method(parse_federation(federation, base=Path()))
+        PLAIN["model"] = RunFolder(path).state(path / "models" / "last.fa", method).model
+    return PLAIN["model"]
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_every_strategy_with_menunet(name, small, tmp_path, plain_menu) -> None:
+    """Two rounds, and the same bits after a resume; all but FedAvg differ from it in a tensor of the decoder of a model
+    that is evaluated."""
+    federation, path = with_strategy(small, name), tmp_path / "run"
+    whole = run_small(federation, path)
+    folder, method = RunFolder(path), make_method(parse_federation(federation, base=Path()))
+    state = folder.state(path / "models" / "last.fa", method)
+    evaluated = [m.model for site in ("s0", "") for m in eval_members(method, state, site) if m.net == "main"]
+    different = {
+        tensor
+        for model in evaluated
+        for tensor, value in model.items()
+        if "decoder" in tensor and not torch.equal(value, plain_menu[tensor])
+    }
+    assert bool(different) == (name != "fedavg")
+    (folder.rounds / "0002").rename(folder.rounds / ".0002.part")
+    assert run_small(federation, path) == whole
+
+
+def test_the_organs_of_a_net_are_those_of_the_labels(small, tmp_path) -> None:
+    """And those of its own option where it has any."""
+    names = ["background", "liver", "tumour", "spleen"]
+    labels = {"names": names, "groups": [["liver", "tumour"]]}
+    aliases = {"aliases": {"kidney": "tumour"}}
+    for net in NETS.values():
+        organs = []
+        for own in ({}, {"groups": [[2, 3]]}, {"groups": []}):
+            chosen = {"labels": labels, "net": net | own, "sites": [s | aliases for s in small["sites"]]}
+            parsed = parse_federation(small | chosen, base=Path())
+            organs.append(Design(parsed, LabelSpace(tuple(names), ((1, 2),)), 1).make_net().organs)
+        assert organs == [((1, 2), (3,)), ((1,), (2, 3)), ((1,), (2,), (3,))]
+
+
+def test_centralized_menunet_trains_every_sub_encoder_at_one_site(small, tmp_path) -> None:
+    federation = with_method(small, "fedmenu", pooled=True) | {"rounds": 1}
+    run_small(federation, tmp_path / "run")
+    parsed = parse_federation(federation, base=Path())
+    state = RunFolder(tmp_path / "run").state(tmp_path / "run" / "models" / "last.fa", make_method(parsed))
+    start = Experiment(parsed, tmp_path / "cache").make_net().state_dict()
+    for part in (f"encoder:{m}" for m in range(len(state.organs))):
+        assert any(not torch.equal(state.model[n], start[n]) for n in state.parts[part]), part
+
+
 def leaves(tree: Any) -> list[Any]:
     if isinstance(tree, dict):
         return [leaf for item in tree.values() for leaf in leaves(item)]
@@ -197,7 +265,14 @@ def test_only_marked_functions_can_be_called(name) -> None:
 
 DEFAULTS = {
     "fedavg": {"weights": "cases"},
-    "fedmenu": {"agg": "expert_half", "non_expert": 0.5, "agd": "shared", "weights": "cases"},
+    "fedmenu": {
+        "agg": "expert_half",
+        "non_expert": 0.5,
+        "agd": "shared",
+        "weights": "cases",
+        "pooled": False,
+    },
+    "fed_dodnet": {"own": [], "evaluate": "before", "weights": "cases"},
     "fedprox": {"mu": 0.01},
     "fedavgm": {"beta": 0.9, "damping": 0, "weights": "cases"},
     "fedopt": {
@@ -251,7 +326,7 @@ ONE_SITE = [
     pair
     for pair in PAIRS
     if not pair[0].startswith(
-        ("fedmatch", "mixup", "kim")
+        ("fedmatch", "mixup", "kim", "fed_dodnet")
     )  # halves of a model in turn; mixed images; own loss
 ]
 

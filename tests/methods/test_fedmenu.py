@@ -60,7 +60,7 @@ class Site:
         self.logged: dict[str, float] = {}
 
     def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
-        net = self.make()
+        net = self.make() if name == "main" else selector()
         if model is not None:
             load(net, model)
         return net.train()
@@ -82,9 +82,22 @@ class Site:
         self.logged.update(numbers)
 
 
+class Clients(Server):
+    """With the server's own nets."""
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        return next(iter(self.members.values())).network(model, name).eval()
+
+
+def selector() -> nn.Module:
+    """Of fedsm: an output per site."""
+    chosen = {"filters": [2], "convolutions": [1], "norm": "none"}
+    return nets.build("cnn", chosen, in_channels=1, classes=len(ANNOTATED), spatial_dims=2, seed=4)
+
+
 def federation(make: Callable[[], nn.Module] = menunet, **annotated: set[int]) -> Server:
     chosen = annotated or ANNOTATED
-    return Server(*(Site(name, classes, 3 + n, make) for n, (name, classes) in enumerate(chosen.items())))
+    return Clients(*(Site(name, classes, 3 + n, make) for n, (name, classes) in enumerate(chosen.items())))
 
 
 def play(method: Any, server: Server, rounds: int = 2, net: nn.Module | None = None) -> Any:

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_fedmenu import ANNOTATED, LOCAL, SPACE, federation, menunet, play, same
+from test_fedmenu import ANNOTATED, LOCAL, SPACE, federation, menunet, play, same, selector
 from torch import nn
 
 from fedatlas.engine import egress
@@ -42,7 +42,7 @@ def differing(a: Tensors, b: Tensors) -> set[str]:
     return {name for name in a if not torch.equal(a[name], b[name])}
 
 
-@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"fedavg"}))
+@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"fedavg", "fedsm"}))
 def test_every_strategy_differs_from_fedavg_in_named_tensors(name: str) -> None:
     """In the model that is evaluated at a site; a sub-encoder that nobody trains stays as it was in all of them."""
     plain, own, method = trained("fedavg"), trained(name), fedmenu(name)
@@ -80,10 +80,14 @@ def test_the_first_round_of_scaffold_is_fedavg() -> None:
 @pytest.mark.parametrize("agd", ["shared", "local", "none"])
 def test_what_a_site_answers(name: str, agd: Any) -> None:
     """It is declared; foreign sub-encoders are bit for bit as they came (I2); of a local AGD nothing leaves (I3)."""
+    if (name, agd) == ("fedsm", "local"):
+        with pytest.raises(FederationError, match="set agd to shared or none"):
+            fedmenu(name, agd).check(SPACE)
+        return
     method, server = fedmenu(name, agd), federation(affine)
     start = tensors_of(affine())
     state = dataclasses.replace(play(method, server, rounds=1, net=affine()), rounds=2)
-    named, forms = parts(affine()), forms_of(affine())
+    named, forms = parts(affine()), {"main": forms_of(affine()), "selector": forms_of(selector())}
     strategy: Any = method
     for site in ANNOTATED:
         member = cast(Any, server.members[site])
@@ -101,12 +105,15 @@ def test_what_a_site_answers(name: str, agd: Any) -> None:
             strategy.round(state, cast(Any, Listening()))
         reply = method.local_update(member, **told)
         egress.check(
-            reply, sends_of(method)["local_update"], what="", classes=len(SPACE), forms=lambda net: forms
+            reply, sends_of(method)["local_update"], what="", classes=len(SPACE), forms=forms.__getitem__
         )
         foreign = {m for m in range(3) if not ANNOTATED[site] & ({1, 2}, {3}, {4})[m]}
         came = state.model | told["told_to"].get("norms", {})
         for m in foreign:
             assert not differing({n: came[n] for n in named[f"encoder:{m}"]}, reply["model"]), (site, m)
+            if "person" in reply:
+                person = told["told_to"]["person"]
+                assert not differing({n: person[n] for n in named[f"encoder:{m}"]}, reply["person"])
         if agd == "local":
             assert not differing({n: start[n] for n in named["agd"]}, reply["model"])
             assert not set(reply.get("control", {})) & set(named["agd"])
@@ -156,6 +163,27 @@ def test_a_group_without_an_expert_takes_the_mean_of_all() -> None:
     spleen = [n for n in parts(affine())["encoder:1"] if "norms" in n]
     assert spleen and all(torch.equal(at_a[n], state.model[n]) for n in spleen)
     assert any(not torch.equal(at_b[n], state.model[n]) for n in spleen)
+
+
+def test_fedsm_has_the_global_model_of_fedavg_and_models_of_its_own() -> None:
+    """E7: with lam 1 nobody else's comes in, with lam 1/K all are the mean. The site's two models have optimizers of
+    their own, which see other batches."""
+    plain, server = trained("fedavg"), federation(affine)
+    method = fedmenu("fedsm", lam=1.0)
+    state = play(method, server, net=affine())
+    assert same(state.model, plain.model)
+    persons = state.kept["persons"]
+    site = server.members["a"]
+    assert {"optimizer", "auxiliary optimizer", "fedsm.person optimizer"} <= set(site.memory)
+    assert not differing(tensors_of(affine()), persons["d"]), "a site that annotates nothing, alone"
+    named = parts(affine())
+    assert not differing(tensors_of(affine()), persons["a"]) & set(named["encoder:1"])
+    assert differing(persons["a"], persons["b"]) & set(named["decoder"])
+    alike = trained("fedsm", lam=0.25).kept["persons"]
+    assert all(same(alike["a"], alike[other]) for other in "bcd")
+    members = method.eval_members(state, "a")
+    assert [m.net for m in members] == ["main", "selector", *["main"] * 4] and members[1].chooses == 0.9
+    assert same(members[2].model, persons["a"])
 
 
 def test_fedavgm_steps_along_the_expert_mean() -> None:

@@ -174,8 +174,8 @@ def test_only_the_first_model_is_read_from_the_file(small, weights, tmp_path) ->
         assert not has(model, values)
         assert list(tensors_of(model)) == list(tensors_of(first))
         assert torch.equal(model.image_head.weight, first.image_head.weight)  # type: ignore[union-attr, arg-type]
-    method, classes = make_method(federation), len(experiment.space)
-    build_net(federation, method, "main", channels=1, classes=classes)
+    method = make_method(federation)
+    build_net(federation, method, "main", channels=1, space=experiment.space)
     for ask in (experiment.make_net, experiment.check_net):
         with pytest.raises(FederationError, match=r"first\.safetensors: there is no such file"):
             ask()

@@ -23,7 +23,7 @@ from fedatlas.evaluation.metrics import METRICS, EmptyPolicy, score, whole_organ
 from fedatlas.evaluation.statistics import client_wise_index, macro_over_classes, select
 from fedatlas.inference import Inference
 from fedatlas.labels import LabelSpace
-from fedatlas.method import at_site
+from fedatlas.method import Member, at_site
 from fedatlas.options import not_known, option, options
 from fedatlas.tensors import Tensors
 
@@ -168,17 +168,18 @@ class Evaluator:
     ) -> dict[str, Any]:
         """Rows for every case of a split, and every class that has a truth there.
 
-        members: of the model to evaluate, {"model": tensors, "classes": those it may speak for or None}.
-        grid: "original" scores on the file's voxels, "federation" on the common grid. overlays: keep pictures
-        in the site's own folder; they are never part of the answer, and need dice among the metrics.
+        members: of the model to evaluate, as `Member.to_payload` gives them. grid: "original" scores on the file's
+        voxels, "federation" on the common grid. overlays: keep pictures in the site's own folder; they are never part
+        of the answer, and need dice among the metrics.
         """
-        nets = [site.network(member["model"]) for member in members]
+        given = [Member.from_payload(member) for member in members]
+        nets = [site.network(member.model, member.net) for member in given]
         folder = site.folder / "overlays" / split / model.replace("/", "_")
         pictures = _Pictures(self.space, folder) if overlays else None
         rows: list[dict[str, Any]] = []
         findings = Findings(self.space)
         for volume in site.volumes(split):
-            told = self._predict(nets, members, volume.image)
+            told = self.predict(given, nets, volume.image)
             found = told.voxels
             findings.see(volume, told.findings)
             if grid == "original":
@@ -224,16 +225,13 @@ class Evaluator:
             rows.append(Row(split, grid, model, round, site.name, "", known=known, **cell).to_dict())
         return {"rows": rows}
 
-    def _predict(
-        self, nets: Sequence[nn.Module], members: Sequence[Mapping[str, Any]], image: Tensor
+    def predict(
+        self, members: Sequence[Member], nets: Sequence[nn.Module], image: Tensor
     ) -> inference.Prediction:
-        chosen, exclusive = self.options.inference, self.space.exclusive
-        found = [
-            inference.predict(net, image, self.patch, self.context, chosen, exclusive=exclusive)
-            for net in nets
-        ]
-        speak = [member["classes"] for member in members]
-        return inference.together(list(zip(found, speak, strict=True)), self.space, chosen.gate)
+        """What the members say of an image [I, *S] together; nets: theirs, one each."""
+        return inference.predict_together(
+            members, nets.__getitem__, image, self.patch, self.context, self.options.inference, self.space
+        )
 
 
 def _decide(probabilities: Tensor, exclusive: bool) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedatlas import inference
 from fedatlas.analysis.gradcam import gradcam, has_maps
 from fedatlas.data.batch import ImageSample
 from fedatlas.errors import DataError
@@ -31,7 +32,7 @@ from fedatlas.evaluation.classification import (
 )
 from fedatlas.evaluation.evaluate import Evaluation, Row
 from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.method import at_site
+from fedatlas.method import Member, at_site
 from fedatlas.seeds import seed_of
 from fedatlas.tensors import Tensors
 
@@ -76,8 +77,9 @@ class ImageEvaluator:
     ) -> dict[str, Any]:
         """{"rows", "histograms"} over all images of a split, for every class that has a truth at the site.
 
-        members: of the model to evaluate, {"model": tensors, "classes": those it may speak for or None}; a class's
-        probability is the mean over the members that may speak for it. grid: "original" is the final evaluation,
+        members: of the model to evaluate, as `Member.to_payload` gives them; a class's probability is the mean over the
+        members that may speak for it, or that of the one that is chosen for the image. grid: "original" is the final
+        evaluation,
         which adds intervals by patient (<metric>_low, <metric>_high, and <metric>_undefined, the share of resamples
         without a value) and the histograms; "federation" is a validation between rounds. thresholds: per class, None
         where there is none. overlays: keep pictures in the site's own folder; they are never part of the answer.
@@ -90,9 +92,9 @@ class ImageEvaluator:
         thresholds than classes.
         """
         final = grid == "original"
-        nets = [site.network(member["model"]) for member in members]
-        speaking = [[_speaks(member, c) for member in members] for c in range(len(self.space))]
-        seen = self._predict(site, nets, np.array(speaking, dtype=bool), split, full=final)
+        given = [Member.from_payload(member) for member in members]
+        panel = Panel(given, [site.network(member.model, member.net) for member in given])
+        seen, chosen = self._predict(site, panel, split, full=final)
         limits = _limits(thresholds, len(self.space))
         rows: list[dict[str, Any]] = []
         histograms: dict[str, Any] = {}
@@ -100,7 +102,7 @@ class ImageEvaluator:
         for c, name in enumerate(self.space.names):
             if not seen.known[:, c].any():
                 continue
-            silent = not any(speaking[c])
+            silent = not panel.speaks(c)
             found = _one_class(seen, c)
             cut = [limits[c]]
             columns = cells(score(found, metrics, cut, bins=self.options.bins), [name])
@@ -133,15 +135,16 @@ class ImageEvaluator:
             rows += [Row(**place, known=known, **cell).to_dict() for cell in columns]
         if overlays:
             folder = site.folder / "overlays" / split / model.replace("/", "_")
-            self._keep_pictures(site, nets, speaking, seen, limits, split, folder)
+            self._keep_pictures(site, panel, seen, chosen, limits, split, folder)
         return {"rows": rows, "histograms": histograms}
 
     def _predict(
-        self, site: ImageSite, nets: Sequence[nn.Module], speaking: np.ndarray, split: str, *, full: bool
-    ) -> Predictions:
-        """scores float64; those of a class that nobody speaks for are NaN. speaking [C, members]. full: fill the last
-        batch up, as the bits of a net's output depend on how many images it is given at once."""
+        self, site: ImageSite, panel: "Panel", split: str, *, full: bool
+    ) -> tuple[Predictions, list[int | None]]:
+        """scores float64, as a panel's; and which model was chosen for every image. full: fill the last batch up, as
+        the bits of a net's output depend on how many images it is given at once."""
         scores, truth, known, patients = [], [], [], []
+        chosen: list[int | None] = []
         samples = iter(site.volumes(split))
         while batch := list(itertools.islice(samples, self.options.batch)):
             shapes = {tuple(sample.image.shape) for sample in batch}
@@ -153,22 +156,24 @@ class ImageEvaluator:
             images = torch.stack([sample.image for sample in batch])
             if full and len(batch) < self.options.batch:
                 images = torch.cat([images, images[:1].expand(self.options.batch - len(batch), -1, -1, -1)])
-            given = np.stack([_probabilities(net, images)[: len(batch)] for net in nets])
-            scores.append(_merged(given, speaking))
+            found = panel.predict(images)
+            scores.append(found.scores[: len(batch)])
+            chosen += found.chosen[: len(batch)]
             truth.append(torch.stack([sample.truth for sample in batch]).numpy())
             known.append(torch.stack([sample.scored for sample in batch]).numpy())
             patients += [sample.patient for sample in batch]
         if not scores:
             empty = np.zeros((0, len(self.space)))
-            return Predictions(empty, empty, empty.astype(bool), [])
-        return Predictions(np.concatenate(scores), np.concatenate(truth), np.concatenate(known), patients)
+            return Predictions(empty, empty, empty.astype(bool), []), chosen
+        seen = Predictions(np.concatenate(scores), np.concatenate(truth), np.concatenate(known), patients)
+        return seen, chosen
 
     def _keep_pictures(
         self,
         site: ImageSite,
-        nets: Sequence[nn.Module],
-        speaking: Sequence[Sequence[bool]],
+        panel: "Panel",
         seen: Predictions,
+        chosen: Sequence[int | None],
         limits: Sequence[Threshold],
         split: str,
         folder: Path,
@@ -178,19 +183,19 @@ class ImageEvaluator:
         <class>--<present|absent>-<high|low>-<number>.npz, the name percent-encoded, the number from 1, the most
         extreme first; the whole folder replaces that of an earlier evaluation.
         """
-        chosen: dict[int, list[tuple[int, str]]] = {}
+        shown: dict[int, list[tuple[int, str]]] = {}
         for c in range(len(self.space)):
             for position, kind in _extremes(seen, c):
-                chosen.setdefault(position, []).append((c, kind))
+                shown.setdefault(position, []).append((c, kind))
         scratch = folder.with_name(f".{folder.name}.part")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        last = max(chosen, default=-1)
+        last = max(shown, default=-1)
         for position, sample in enumerate(islice(site.volumes(split), last + 1)):
-            if position not in chosen:
+            if position not in shown:
                 continue
             image = _shown(sample.image)
-            for c, kind in chosen[position]:
+            for c, kind in shown[position]:
                 limit = limits[c].value
                 told: dict[str, Any] = {
                     "image": image,
@@ -200,7 +205,7 @@ class ImageEvaluator:
                     "truth": bool(seen.truth[position, c] == 1),
                     "threshold": np.nan if limit is None else limit,
                 }
-                cam = _cam(nets, speaking[c], sample.image, c)
+                cam = _cam(panel.speaking(c, chosen[position]), sample.image, c)
                 if cam is not None:
                     told["cam"] = cam
                 name = f"{quote(self.space.names[c], safe=' ')}--{kind}.npz"
@@ -209,8 +214,54 @@ class ImageEvaluator:
         _replace(folder, scratch)
 
 
-def _speaks(member: Mapping[str, Any], c: int) -> bool:
-    return member["classes"] is None or c in member["classes"]
+@dataclass(frozen=True)
+class Said:
+    """What a panel says of images. scores [N, C] float64, NaN for a class that nobody speaks for. chosen: of every
+    image the output of the selector, from 0, whose model spoke; None where none was chosen."""
+
+    scores: np.ndarray
+    chosen: list[int | None]
+
+
+class Panel:
+    """The members of an evaluation as one classifier; nets: theirs, one each."""
+
+    def __init__(self, members: Sequence[Member], nets: Sequence[nn.Module]) -> None:
+        self.members, self.nets, self.selector = members, nets, inference.chooser(members)
+
+    def speaking(self, c: int, chosen: int | None) -> list[nn.Module]:
+        """The nets that speak for a class in an image for which this was chosen."""
+        who = inference.speakers(self.members, chosen)
+        return [self.nets[i] for i in who if self._may(i, c)]
+
+    def speaks(self, c: int) -> bool:
+        """Can anybody speak for a class?"""
+        # those that a selector chooses among speak for all, and are chosen in some images only
+        return bool(self.speaking(c, None))
+
+    def predict(self, images: Tensor) -> Said:
+        """Of images [N, I, H, W]. All nets are given all of them: what one says of an image depends on no choice."""
+        chosen: list[int | None] = [None] * len(images)
+        if self.selector is not None:
+            told = torch.from_numpy(_outputs(self.nets[self.selector], images)).softmax(1)
+            chosen = [inference.chosen_by(of_one, self.members) for of_one in told]
+        scores: np.ndarray | None = None
+        for choice in dict.fromkeys(chosen):
+            where = [i for i, of_one in enumerate(chosen) if of_one == choice]
+            who = inference.speakers(self.members, choice)
+            given = np.stack([_probabilities(self.nets[i], images) for i in who])
+            if scores is None:
+                scores = np.full(given.shape[1:], np.nan)
+            for c in range(given.shape[2]):
+                may = [j for j, i in enumerate(who) if self._may(i, c)]
+                if may:
+                    scores[where, c] = given[may, :, c].mean(0)[where]
+        assert scores is not None
+        return Said(scores, chosen)
+
+    def _may(self, place: int, c: int) -> bool:
+        own = self.members[place].classes
+        return own is None or c in own
 
 
 def _limits(thresholds: Sequence[float | None] | None, classes: int) -> list[Threshold]:
@@ -222,20 +273,16 @@ def _limits(thresholds: Sequence[float | None] | None, classes: int) -> list[Thr
 
 
 @torch.no_grad()
-def _probabilities(net: nn.Module, images: Tensor) -> np.ndarray:
-    """[N, C] float64 of images [N, I, H, W]; the net is left in evaluation mode."""
+def _outputs(net: nn.Module, images: Tensor) -> np.ndarray:
+    """[N, outputs] float64 of images [N, I, H, W]; the net is left in evaluation mode."""
     net.eval()
     device = next((p.device for p in net.parameters()), images.device)
-    return net(images.to(device)).double().sigmoid().cpu().numpy()
+    return net(images.to(device)).double().cpu().numpy()
 
 
-def _merged(given: np.ndarray, speaking: np.ndarray) -> np.ndarray:
-    """[members, N, C] -> [N, C]; NaN for a class that nobody speaks for. speaking [C, members]."""
-    found = np.full(given.shape[1:], np.nan)
-    for c, who in enumerate(speaking):
-        if who.any():
-            found[:, c] = given[who, :, c].mean(0)
-    return found
+def _probabilities(net: nn.Module, images: Tensor) -> np.ndarray:
+    """[N, C] float64."""
+    return torch.from_numpy(_outputs(net, images)).sigmoid().numpy()
 
 
 def _one_class(seen: Predictions, c: int) -> Predictions:
@@ -269,11 +316,10 @@ def _shown(image: Tensor) -> np.ndarray:
     return np.clip((grey - low) / max(high - low, 1e-6), 0, 1).astype(np.float32)
 
 
-def _cam(nets: Sequence[nn.Module], speaking: Sequence[bool], image: Tensor, c: int) -> np.ndarray | None:
-    """The mean of the members' Grad-CAM maps, its largest value 1; None where no member's net has maps."""
-    maps = [
-        gradcam(net, image, c) for net, speaks in zip(nets, speaking, strict=True) if speaks and has_maps(net)
-    ]
+def _cam(nets: Sequence[nn.Module], image: Tensor, c: int) -> np.ndarray | None:
+    """The mean of the nets' Grad-CAM maps, its largest value 1; None where no net has maps, or its logits are not made
+    of their means."""
+    maps = [gradcam(net, image, c) for net in nets if has_maps(net) and net.neck is None]
     if not maps:
         return None
     mean = torch.stack(maps).mean(0)

@@ -69,11 +69,16 @@ def client_wise_index(rows: Iterable[RowDict], *, known: bool | None = True) -> 
 
     rows: of one metric, model and split. known: only classes that are (or are not) annotated; None: all.
     """
-    rows = [row for row in rows if known is None or row["known"] == known]
-    return mean_of_defined(
-        mean_of_defined(summarise(group).mean for group in grouped(of_site, "class").values())
-        for of_site in grouped(rows, "site").values()
-    )
+    return site_index(cell_means(row for row in rows if known is None or row["known"] == known))
+
+
+def site_index(cells: Mapping[tuple[str, str], float | None]) -> float | None:
+    """The client-wise global index of (site, class) -> mean over cases: Q = 1/K sum_k 1/C_k sum_c Q_c^k (Fed-MENU,
+    section IV.B), over what is defined; None where nothing is."""
+    of_site: dict[str, list[float | None]] = {}
+    for (site, _), value in cells.items():
+        of_site.setdefault(site, []).append(value)
+    return mean_of_defined(mean_of_defined(values) for values in of_site.values())
 
 
 def macro_over_classes(rows: Iterable[RowDict], *, known: bool | None = True) -> float | None:

@@ -14,6 +14,7 @@ REGISTRY: dict[str, str] = {
     "scaffold": "fedatlas.methods.scaffold:Scaffold",
     "fedbn": "fedatlas.methods.fedbn:FedBN",
     "fednorm": "fedatlas.methods.fednorm:FedNorm",
+    "fedsm": "fedatlas.methods.fedsm:FedSM",
     "fedpsl": "fedatlas.methods.fedpsl:FedPSL",
     "fedssp": "fedatlas.methods.fedssp:FedSSP",
     "fedmatch": "fedatlas.methods.fedmatch:FedMatch",

@@ -43,7 +43,7 @@ from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.losses.marginal import MarginalDiceCE
-from fedatlas.method import Clients, Member, Replies, Site, State, at_site
+from fedatlas.method import Clients, Member, NetSpec, Replies, Site, State, at_site
 from fedatlas.methods.strategies import Averaging, MakeStep, Place, StrategyChoice, make_strategy
 from fedatlas.methods.weighting import Weighting, site_weights
 from fedatlas.options import option, options
@@ -99,18 +99,29 @@ class FedMENU:
     strategy: StrategyChoice = option(
         StrategyChoice(), "The federated strategy: fedavg, or another that works on the means of the parts."
     )
+    pooled: bool = option(
+        False, "Centralized training, no federation: one site that holds the cases of all sites (Table II)."
+    )
     loss: LossChoice = option(LossChoice(name="marginal_dice_ce_exclusion"), "The loss of S1.")
     local: Local = option(Local(), "Training at a site between two exchanges; S1 and S2 alike.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""
-        make_strategy(self.strategy)
+        if make_strategy(self.strategy).personal and self.agd == "local":
+            raise FederationError(
+                f"method fedmenu: agd is local and strategy {self.strategy.name}, whose sites send models of their own, "
+                "auxiliary decoder and all; set agd to shared or none"
+            )
         losses.make(self.loss, space)
         if not space.exclusive:
             raise FederationError(
                 "method fedmenu: is for exclusive classes, and labels.exclusive is false; its auxiliary decoder tells "
                 "one organ from all the rest"
             )
+
+    @property
+    def nets(self) -> Mapping[str, NetSpec]:
+        return make_strategy(self.strategy).nets
 
     @property
     def sends(self) -> dict[str, str]:
@@ -122,7 +133,7 @@ class FedMENU:
             tensors_of(net),
             organs=[list(organ) for organ in menu.organs],
             parts={part: list(names) for part, names in parts(net).items()},
-            kept=make_strategy(self.strategy).start(net, clients.sites),
+            kept=make_strategy(self.strategy).start(net, clients),
         )
 
     def round(self, state: MENUState, clients: Clients) -> MENUState:
@@ -175,7 +186,7 @@ class FedMENU:
         idle = {f"{ENCODER}{m}" for m in range(len(menu.organs)) if m not in own}
         private = named[AGD] if self.agd == "local" else ()
 
-        def fit(net: nn.Module, *, step: MakeStep = Step) -> None:
+        def fit(net: nn.Module, *, step: MakeStep = Step, memory: str = "") -> None:
             if own:
                 L_seg = losses.supervised(self.loss, site)
                 auxiliary = self.agd != "none"
@@ -189,10 +200,13 @@ class FedMENU:
                     round=round,
                     rounds=rounds,
                     step=step,
+                    memory=memory,
                 )
 
         trained = {name for part, names in named.items() if own and part not in idle for name in names}
-        place = Place(site, net, {**(told or {}), **(told_to or {})}, trained, frozenset(private), fit)
+        place = Place(
+            site, net, {**(told or {}), **(told_to or {})}, trained, frozenset(private), self.local.batch, fit
+        )
         reply = make_strategy(self.strategy).update(place)
         if private:
             site.memory[AGD] = cast(Tree, {name: reply["model"][name] for name in private})
@@ -211,10 +225,12 @@ def train_experts(
     round: int,
     rounds: int,
     step: MakeStep = Step,
+    memory: str = "",
 ) -> dict[str, float]:
     """Trains a MENU-Net in place for one round, its sub-encoders `own` only; returns the mean losses.
 
-    auxiliary: whether S2 is taken. step: makes the steps of both optimizers. The moments of both optimizers stay at the site as `local.opt_state` says.
+    auxiliary: whether S2 is taken. step: makes the steps of both optimizers. The moments of both stay at the site as
+    `local.opt_state` says, under keys that begin with `memory`.
     """
     menu = menu_of(net, agd=auxiliary)
     modules = {name: _listed(value) for name, value in menu.parts().items()}
@@ -224,20 +240,40 @@ def train_experts(
     _only(net, (module for name in S1 for module in modules[name]))
     first = make_optimizer(net, local)
     if not auxiliary:
-        return train(site, net, L_seg, local, round=round, rounds=rounds, optimizer=first, step=step)
+        return train(
+            site,
+            net,
+            L_seg,
+            local,
+            round=round,
+            rounds=rounds,
+            optimizer=first,
+            step=step,
+            memory=f"{memory}optimizer",
+        )
     _only(net, (module for name in S2 for module in modules[name]))
-    second, memory = make_optimizer(net, local), "auxiliary optimizer"
+    second, key = make_optimizer(net, local), f"{memory}auxiliary optimizer"
     _only(net, (module for name in {*S1, *S2} for module in modules[name]))
-    if local.opt_state == "persist" and memory in site.memory:
-        restore_optimizer(second, net, site.memory[memory])
+    if local.opt_state == "persist" and key in site.memory:
+        restore_optimizer(second, net, site.memory[key])
 
     def both(optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
         S1, S2 = step(optimizer, local, device), step(second, local, device)
         return TwoSteps(S1, S2, organs=menu.organs, own=own)
 
-    means = train(site, net, L_seg, local, round=round, rounds=rounds, optimizer=first, step=both)
+    means = train(
+        site,
+        net,
+        L_seg,
+        local,
+        round=round,
+        rounds=rounds,
+        optimizer=first,
+        step=both,
+        memory=f"{memory}optimizer",
+    )
     if local.opt_state == "persist":
-        site.memory[memory] = optimizer_tree(second, net)
+        site.memory[key] = optimizer_tree(second, net)
     return means
 
 

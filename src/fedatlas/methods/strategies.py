@@ -8,6 +8,8 @@ The paper names its strategies (Table VI) and says no more. Here the rule of eve
     scaffold           the same; control variates see the gradients of both steps
     fedbn              a site keeps the normalisation of what it trains, and takes that of other sub-encoders as it comes
     fednorm            the mean of that rule within a group; of a sub-encoder without an expert in the group, over all
+    fedsm              the global model by that rule; a site trains its personalised model in the same two steps, and all
+                       parts of it are pulled alike
 
 What is in no optimizer of a site (the sub-encoders of other organs) is corrected by none of them. The parameters of a
 strategy are the options of its method, which has the citation and the equations.
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas.errors import FederationError
-from fedatlas.method import Clients, Member, Replies, Site
+from fedatlas.method import Clients, Member, NetSpec, Replies, Site
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedavgm import FedAvgM
 from fedatlas.methods.fedbn import MEMORY as OWN_MEMORY
@@ -31,14 +33,24 @@ from fedatlas.methods.feddyn import MEMORY as DYNAMIC_MEMORY
 from fedatlas.methods.feddyn import Dynamic, FedDyn, server_rule
 from fedatlas.methods.fednorm import FedNorm
 from fedatlas.methods.fedprox import FedProx
+from fedatlas.methods.fedsm import (
+    PERSON,
+    FedSM,
+    SelectorState,
+    routed,
+    selector_mean,
+    selector_of,
+    soft_pull,
+    train_selector,
+)
 from fedatlas.methods.scaffold import MEMORY as CONTROL_MEMORY
 from fedatlas.methods.scaffold import Control, CorrectedStep, Scaffold, moved, renewed
 from fedatlas.methods.server_step import Rule, StepState, started, stepped
 from fedatlas.options import from_dict, not_known, option, options
-from fedatlas.tensors import Tensors, average, load, tensors_of
+from fedatlas.tensors import Tensors, average, from_tree, load, tensors_of, to_tree
 from fedatlas.training import Local, Step
 
-Name = Literal["fedavg", "fedprox", "fedavgm", "feddyn", "scaffold", "fedbn", "fednorm"]
+Name = Literal["fedavg", "fedprox", "fedavgm", "feddyn", "scaffold", "fedbn", "fednorm", "fedsm"]
 
 MakeStep = Callable[[torch.optim.Optimizer, Local, torch.device], Step]
 
@@ -49,7 +61,7 @@ class StrategyChoice:
 
     name: Name = option(
         "fedavg",
-        "fedavg, fedprox, fedavgm, feddyn, scaffold, fedbn or fednorm; fedavg takes the mean as it is.",
+        "fedavg, fedprox, fedavgm, feddyn, scaffold, fedbn, fednorm or fedsm; fedavg takes the mean as it is.",
     )
     options: dict[str, Any] = option(
         {}, "The parameters of that method; its loss, local training and weights are those of fedmenu."
@@ -57,9 +69,10 @@ class StrategyChoice:
 
 
 class Fit(Protocol):
-    """Trains a net in place for one round, as the method that has the strategy does. step: makes the steps."""
+    """Trains a net in place for one round, as the method that has the strategy does. step: makes the steps. memory:
+    begins the keys of the site's memory that hold the optimizers, where a site trains several nets."""
 
-    def __call__(self, net: nn.Module, *, step: MakeStep = Step) -> None: ...
+    def __call__(self, net: nn.Module, *, step: MakeStep = Step, memory: str = "") -> None: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,8 @@ class Place:
     """A site in one round, as a strategy sees it.
 
     net: holds the global model, and what the site keeps for itself. told: by the strategy's `told` and `told_to`. trained: the names
-    of the tensors that the site trains. private: those that never leave it, which no strategy touches.
+    of the tensors that the site trains. private: those that never leave it, which no strategy touches. batch: samples at a
+    time.
     """
 
     site: Site
@@ -75,6 +89,7 @@ class Place:
     told: Mapping[str, Any]
     trained: Collection[str]
     private: Collection[str]
+    batch: int
     fit: Fit
 
 
@@ -130,8 +145,11 @@ class Strategy:
 
     sends: ClassVar[dict[str, str]] = {"model": "model"}
     """What `update` answers, as `method.Defaults.sends`."""
+    nets: ClassVar[Mapping[str, NetSpec]] = {}
+    personal: ClassVar[bool] = False
+    """Whether whole models of single sites are sent."""
 
-    def start(self, net: nn.Module, sites: Sequence[str]) -> dict[str, Any]:
+    def start(self, net: nn.Module, clients: Clients) -> dict[str, Any]:
         """`kept` before the first round. Raises FederationError where the strategy does not fit the net or the sites."""
         return {}
 
@@ -181,7 +199,7 @@ class Proximal(Strategy):
 class Stepped(Strategy):
     """A server that walks along the mean, with one moment."""
 
-    def start(self, net: nn.Module, sites: Sequence[str]) -> dict[str, Any]:
+    def start(self, net: nn.Module, clients: Clients) -> dict[str, Any]:
         return {"moment": started(net, initial=(0.0,), per_class=False).moments[0]}
 
     def walked(
@@ -261,7 +279,7 @@ class OwnNormalisation(Strategy):
     def __init__(self, method: FedBN) -> None:
         self.method = method
 
-    def start(self, net: nn.Module, sites: Sequence[str]) -> dict[str, Any]:
+    def start(self, net: nn.Module, clients: Clients) -> dict[str, Any]:
         return {"names": list(self.method.kept(net)), "own": {}}
 
     def told(self, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,8 +313,8 @@ class GroupNormalisation(Strategy):
     def __init__(self, method: FedNorm) -> None:
         self.method = method
 
-    def start(self, net: nn.Module, sites: Sequence[str]) -> dict[str, Any]:
-        self.method.check_sites(sites)
+    def start(self, net: nn.Module, clients: Clients) -> dict[str, Any]:
+        self.method.check_sites(clients.sites)
         return {"names": list(names_in(net, norm_layers(net))), "groups": {}}
 
     def told_to(self, site: str, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -323,6 +341,51 @@ class GroupNormalisation(Strategy):
         return [Member(model | kept["groups"].get(self.method.group_of(site), {}))]
 
 
+class Personalised(Strategy):
+    """FedSM."""
+
+    personal = True
+
+    def __init__(self, method: FedSM) -> None:
+        self.lam, self.threshold, self.selector = method.lam, method.threshold, method.selector
+        self.sends = {"model": "model", "person": "model:main"} | self.selector.sends  # type: ignore[misc]
+        self.nets = method.nets  # type: ignore[misc]
+
+    def start(self, net: nn.Module, clients: Clients) -> dict[str, Any]:
+        model = tensors_of(net)
+        return {
+            "persons": {site: model for site in clients.sites},
+            "selector": to_tree(selector_of(clients)),
+        }
+
+    def told(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        return {"selector": kept["selector"]}
+
+    def told_to(self, site: str, kept: Mapping[str, Any]) -> dict[str, Any]:
+        return {"person": kept["persons"][site], "label": sorted(kept["persons"]).index(site)}
+
+    def update(self, at: Place) -> dict[str, Any]:
+        at.fit(at.net)
+        person = at.site.network(at.told["person"])
+        at.fit(person, memory=f"{PERSON} ")
+        state = from_tree(SelectorState, at.told["selector"])
+        batch = self.selector.batch or at.batch
+        told = train_selector(at.site, state, at.told["label"], self.selector, batch)
+        return {"model": tensors_of(at.net), "person": tensors_of(person)} | told
+
+    def after(
+        self, kept: Mapping[str, Any], model: Tensors, replies: Replies, mean: Averaging, clients: Clients
+    ) -> tuple[Tensors, dict[str, Any]]:
+        pulled = soft_pull(dict(zip(replies.sites, replies.each("person"), strict=True)), self.lam)
+        state = from_tree(SelectorState, kept["selector"])
+        selector = selector_mean(replies, state, self.selector, mean.common)
+        after = {"persons": kept["persons"] | pulled, "selector": to_tree(selector)}
+        return mean(replies.each("model")), after
+
+    def members(self, kept: Mapping[str, Any], model: Tensors, site: str) -> list[Member]:
+        return routed(model, kept["persons"], kept["selector"]["model"], self.threshold)
+
+
 STRATEGIES: dict[str, tuple[type[Any], Callable[[Any], Strategy]]] = {
     "fedavg": (FedAvg, lambda method: Strategy()),
     "fedprox": (FedProx, Proximal),
@@ -331,6 +394,7 @@ STRATEGIES: dict[str, tuple[type[Any], Callable[[Any], Strategy]]] = {
     "scaffold": (Scaffold, ControlVariates),
     "fedbn": (FedBN, OwnNormalisation),
     "fednorm": (FedNorm, GroupNormalisation),
+    "fedsm": (FedSM, Personalised),
 }
 """Name -> the method, and the strategy that is made of it."""
 

@@ -63,7 +63,8 @@ class DoDNet:
     )
     groups: tuple[tuple[int, ...], ...] = option(
         (),
-        "Organs with lesions, as class indices, the organ first; any other class is an organ without.",
+        "Organs with lesions, as class indices, the organ first; any other class is an organ without. A federation "
+        "gives those of labels.groups.",
     )
 
     def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> "DoDNetModule":

@@ -48,7 +48,8 @@ class MENUNet:
     )
     groups: tuple[tuple[int, ...], ...] = option(
         (),
-        "Organs of several classes, as class indices, the organ first; any other class is an organ of its own.",
+        "Organs of several classes, as class indices, the organ first; any other class is an organ of its own. A "
+        "federation gives those of labels.groups.",
     )
     agd: bool = option(True, "Whether there is an auxiliary generic decoder.")
     deep_supervision: bool = option(False, "Whether every level of the decoder has a head in training.")
