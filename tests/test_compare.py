@@ -447,6 +447,7 @@ def results(metric: str = "auroc", **arms: list[float]) -> dict[str, Any]:
         "seeds": [0, 1], "metric": metric, "split": "test", "model": "best", "sites": None, "known": None,
         "classes": ["a"], "title": None, "pairs": "cell", "costs": {}, "forgetting": {},
         "columns": [{"key": "a", "title": "a", "group": "", "starred": False}],
+        "layout": asdict(compare.Layout()), "own": [], "rows": {},
         "budget": {arm: {"rounds": 2, "steps": 3, "epochs": None, "total": 6} for arm in arms},
         "arms": {
             arm: {

@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedatlas.analysis.gradcam import gradcam
+from fedatlas.analysis.subencoders import activation, has_subencoders
 from fedatlas.errors import FederationError
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
+from fedatlas.nets.menunet import MENUNet, MENUNetModule
 from fedatlas.seeds import generator, isolated
 
 
@@ -103,3 +105,114 @@ def test_what_does_not_fit_is_told() -> None:
         gradcam(small(), image(), 3)
     with pytest.raises(FederationError, match=r"shape \[12, 20\]; expected \[1, H, W\]"):
         gradcam(small(), image()[0], 0)
+
+
+# ---------------------------------------------------------------------------------------------- sub-encoders
+
+
+def menunet(dims: int = 2, **options: object) -> MENUNetModule:
+    with isolated("menunet"):
+        chosen = MENUNet(**{"width": 3, "levels": 3, "agd": False} | options)  # type: ignore[arg-type]
+        return chosen.build(in_channels=1, classes=4, spatial_dims=dims)
+
+
+def slowly(net: MENUNetModule, x: Tensor, organ: int, level: int) -> Tensor:
+    """The whole net written out from the block on, with the gradient of y by the perturbation of every map's mean: the
+    net is run again from the block's output with a little more of each map."""
+    net = net.eval().double()
+    with torch.no_grad():
+        skips = [[*encoder(x[None].double())] for encoder in net.encoders]
+        own = skips[organ][level - 1].clone()
+
+        def y(maps: Tensor, found: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            mine, deeper = [*skips[organ][: level - 1], maps], maps
+            for later in range(level, len(net.strides)):
+                deeper = net.encoders[organ].levels[later](F.max_pool2d(deeper, 2))  # type: ignore[index]
+                mine.append(deeper)
+            each = [mine if m == organ else other for m, other in enumerate(skips)]
+            z = net.head(net.decoder([torch.cat(lists, 1) for lists in zip(*each, strict=True)])[0])
+            found = z.argmax(1) if found is None else found
+            return sum((z[:, c][found == c].sum() for c in net.organs[organ]), torch.zeros(())), found
+
+        _, found = y(own)
+        coarse = torch.zeros_like(own[0, 0])
+        for k in range(own.shape[1]):
+            slope, step = 0.0, 1e-6
+            for place in range(own[0, k].numel()):
+                more, less = own.clone(), own.clone()
+                more[0, k].view(-1)[place] += step
+                less[0, k].view(-1)[place] -= step
+                slope += float(y(more, found)[0] - y(less, found)[0]) / (2 * step)
+            coarse += slope / own[0, k].numel() * own[0, k]
+    net.float()
+    coarse = coarse.clamp(min=0)[None, None]
+    return F.interpolate(coarse, x.shape[1:], mode="bilinear", align_corners=False)[0, 0].float()
+
+
+@pytest.mark.parametrize(("organ", "level"), [(0, 3), (1, 2), (2, 3)])
+def test_a_sub_encoder_against_differences_of_the_net(organ: int, level: int) -> None:
+    net = menunet(grouped=True)
+    x = torch.randn(1, 16, 16, generator=generator("image", organ))
+    found = activation(net, x, organ, level=level)
+    assert found.shape == (16, 16) and found.dtype == torch.float32
+    assert net.grouped is True and net.training
+    torch.testing.assert_close(found, slowly(net, x, organ, level), rtol=1e-3, atol=1e-4)
+    assert found.max() > 0
+
+
+def test_an_organ_counts_all_its_classes_and_not_another() -> None:
+    net, x = menunet(groups=((1, 3),)), torch.randn(1, 16, 16, generator=generator("image"))
+    assert net.organs == ((1, 3), (2,))
+    torch.testing.assert_close(
+        activation(net, x, 0), slowly(menunet(groups=((1, 3),)), x, 0, 3), rtol=1e-3, atol=1e-4
+    )
+    with torch.no_grad():
+        net.head.bias[2] = -100.0  # type: ignore[index]
+    assert torch.equal(activation(net, x, 1), torch.zeros(16, 16)), "nothing is predicted to be of it"
+
+
+def test_where_gradients_are_not_positive_there_is_no_heat() -> None:
+    """The maps are made positive, and y falls with each of them."""
+    net, x = menunet(levels=1), torch.randn(1, 8, 8, generator=generator("image"))
+
+    class Falling(nn.Module):
+        def forward(self, skips: list[Tensor]) -> list[Tensor]:
+            return [-skips[0].sum(1, keepdim=True)]
+
+    with torch.no_grad():
+        net.head = nn.Conv2d(1, 4, 1)
+        net.head.weight.zero_()
+        net.head.bias.zero_()  # type: ignore[union-attr]
+        net.head.weight[1], net.head.bias[1] = 1.0, 1000.0  # type: ignore[index]
+    net.decoder = Falling()  # type: ignore[assignment]
+    net.encoders[0].levels[0].register_forward_hook(lambda module, given, maps: maps.abs())  # type: ignore[index]
+    assert torch.equal(activation(net, x, 0, level=1), torch.zeros(8, 8))
+    net.decoder.register_forward_hook(lambda module, given, maps: [-maps[0]])
+    assert activation(net, x, 0, level=1).max() > 0
+
+
+def test_a_volume_and_what_is_left_behind() -> None:
+    net = menunet(3, levels=2, width=2).train()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    x = torch.randn(1, 8, 8, 4, generator=generator("volume"))
+    with torch.no_grad():
+        found = activation(net, x, 1)
+    assert found.shape == (8, 8, 4) and not found.requires_grad and found.min() >= 0
+    assert net.training and net.grouped == "auto"
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+    assert not any(m._forward_hooks for m in net.modules())
+    assert has_subencoders(net) and not has_subencoders(small())
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"organ": 3}, "organ 3; the net has 0 to 2"),
+        ({"organ": 0, "level": 0}, "level 0; allowed: 1 to 3"),
+        ({"organ": 0, "image": torch.zeros(2, 8, 8)}, r"shape \[2, 8, 8\]; expected \[1, H, W\]"),
+    ],
+)
+def test_of_a_sub_encoder_what_does_not_fit_is_told(options: dict, told: str) -> None:
+    with pytest.raises(FederationError, match=told):
+        activation(menunet(), **{"image": torch.zeros(1, 8, 8)} | options)

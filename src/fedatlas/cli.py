@@ -572,8 +572,14 @@ def compare(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
+    from fedatlas.compare.figures import run_figures
     from fedatlas.report.page import write
 
+    if (arguments.run / "run.json").exists():
+        try:
+            run_figures(arguments.run)
+        except FedAtlasError as error:  # the report of what there is can be made
+            print(f"no figure pages: {str(error).splitlines()[0]}", file=sys.stderr)
     page = write(arguments.run, arguments.out)
     print(json.dumps({"report": str(page)}) if arguments.json else page)
     return 0

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas.compare.overlays import Shown, overlays
+from fedatlas.compare.figures import TITLES, write_figures
+from fedatlas.compare.overlays import Shown, overlays, subjects
 from fedatlas.compare.pictures import box_plots
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell
@@ -22,7 +23,8 @@ PUBLISHED = ("docs", "results.md")
 
 def write_page(comparison: Comparison, found: Mapping[str, Any], tell: Tell = lambda text: None) -> Path:
     """comparison.html beside the runs: the tables, the critical-difference diagram and, where cases are scored, box
-    plots, and pictures of the median case of every site."""
+    plots, and pictures of the median case of every site; figure-2.html to figure-4.html beside it, see
+    `figures.write_figures`."""
     page = comparison.folder / (f"{comparison.name}.html" if comparison.shared else "comparison.html")
     page.parent.mkdir(parents=True, exist_ok=True)
     seeds = {arm: of_arm["seeds"] for arm, of_arm in found["arms"].items()}
@@ -33,7 +35,22 @@ def write_page(comparison: Comparison, found: Mapping[str, Any], tell: Tell = la
             "model and every local one. A star: not annotated at that site."
         )
         figures = f"<h2>Global and local models</h2>{markup.figure(boxes, markup.text(caption))}"
-    figures += _pictures(comparison, found, *overlays(comparison, seeds, tell))
+    shown, problems = overlays(comparison, seeds, tell)
+    figures += _pictures(comparison, found, shown, problems)
+    if comparison.first.task == "segmentation":
+        made = write_figures(
+            subjects(comparison, seeds),
+            shown,
+            problems,
+            page.parent,
+            arms=comparison.arms,
+            name=comparison.name,
+            back={"comparison": page.name},
+            prefix=f"{comparison.name}-" if comparison.shared else "",
+            tell=tell,
+        )
+        links = (f'<a href="{file.name}">Figure {n}: {TITLES[n]}</a>' for n, file in made.items())
+        figures += f"<p>On pages of their own: {', '.join(links)}.</p>"
     write_atomic(page, html(found, figures, stylesheet()).encode())
     return page
 
@@ -74,14 +91,14 @@ def _pictures(
     grid = f'<div class="grid" style="grid-template-columns:minmax(5rem,auto) repeat({len(arms) + 2},auto)">{"".join(cells)}</div>'
     return (
         "<h2>Pictures</h2><p>The median case of every site by the mean over arms, one slice; a model of the first finished "
-        "seed of every arm. The truth holds the classes that are annotated in the case for scoring; what else a model "
-        f'marks may be right.</p><div class="legend">{legend}</div><div class="scroll">{grid if shown else ""}</div>{notes}'
+        "seed of every arm; the truth as dashed yellow lines. The truth holds the classes that are annotated in the case for "
+        f'scoring; what else a model marks may be right.</p><div class="legend">{legend}</div><div class="scroll">{grid if shown else ""}</div>{notes}'
     )
 
 
 def _tile(one: Shown, masks: Mapping[str, Any], colours: Mapping[str, str], told: str) -> str:
     around = np.any([*one.truth.values(), np.zeros_like(one.image, dtype=bool)], axis=0)
-    return labelled(one.image, masks, colours, one.spacing, around, told)
+    return labelled(one.image, masks, colours, one.spacing, around, told, one.truth if masks else None)
 
 
 def write_table(comparison: Comparison, found: Mapping[str, Any], page: Path) -> None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -27,6 +27,7 @@ from fedatlas.experiment import (
 from fedatlas.labels import BACKGROUND
 from fedatlas.method import declared
 from fedatlas.options import from_dict, not_known, option, options
+from fedatlas.report.comparison import MILLIMETRES
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -40,7 +41,14 @@ class Measure:
     )
     split: Literal["test", "validation"] = option("test", "The cases that are scored.")
     model: str = option("best", "best, last or local/<site>.", pattern=r"^(best|last|local/.+)$")
-    sites: tuple[str, ...] | None = option(None, "Sites that are averaged over; null: all.")
+    local: tuple[str, ...] = option(
+        (),
+        "Arms that are scored by every site's own local model, on the classes that it annotates, in place of `model`.",
+    )
+    sites: tuple[str, ...] | Literal["train", "test"] | None = option(
+        None,
+        "Sites that are averaged over: a list of them, or train or test for those of that role; null: all.",
+    )
     known: bool | None = option(
         None,
         "true: only classes that the case's own site annotates for the first arm; false: only the others; null: all.",
@@ -64,8 +72,35 @@ class Layout:
         None,
         "What stands together: the columns of a site, or those of an organ and its lesions. Null: site for site-class.",
     )
+    average: Literal["columns", "sites"] = option(
+        "columns",
+        "The last column: over all columns; or sites: over sites, of the mean over a site's classes (Fed-MENU's global "
+        "index).",
+    )
+    cells: Literal["seeds", "cases"] = option(
+        "seeds", "seeds: mean ± SD over seeds. cases: mean (SD) over cases, each the mean over seeds."
+    )
+    against: str | None = option(
+        None,
+        "Arm that every cell is tested against, by the paired t test over cases; p < 0.05 is underlined. Null: none.",
+    )
+    correction: Literal["none", "holm"] = option("none", "Of these p values, over all tests of the table.")
+    percent: bool = option(False, "Whether values are printed in percent, as `printed` then is.")
+    decimals: int | None = option(
+        None, "Of what is printed; null: three, of percent two, of millimetres one.", ge=0, le=6
+    )
 
     def __post_init__(self) -> None:
+        for key, chosen in (("cells: cases", self.cells == "cases"), ("against", self.against is not None)):
+            if chosen and self.columns == "class":
+                raise FederationError(
+                    f"layout: {key} is of the cases of one site and class, and columns are 'class'; set columns to "
+                    "site-class"
+                )
+        if self.correction != "none" and self.against is None:
+            raise FederationError(
+                f"layout: correction is {self.correction!r}, and nothing is tested; set against to an arm"
+            )
         if self.columns == "class" and self.group == "site":
             raise FederationError(
                 "layout: group is 'site', and columns are 'class', over all sites; allowed with it: organ or null. For "
@@ -80,6 +115,9 @@ class Table(Measure):
     title: str | None = option(None, "What stands above it, as the table of a paper that it repeats.")
     layout: Layout = option(Layout(), "Its columns.")  # type: ignore[call-arg]
     printed: dict[str, dict[str, float]] = option({}, "Published numbers of it, as `printed`.")
+
+
+M = TypeVar("M", bound=Measure)
 
 
 @options
@@ -205,15 +243,36 @@ def load_comparison(
         arm: {seed: placed(federation) for seed, federation in of_arm.items()}
         for arm, of_arm in given.federations.items()
     }
+    roles = [(site.name, site.role) for site in given.first.sites]
     words = ["fedatlas compare", *map(_shown, files)]
     words += [f"--profile {profile}"] if profile else []
     words += ["--data DIR"] if data else []
     words += [f"--seeds {seeds}"] if seeds else []
-    found = replace(given, federations=federations, folder=folder, command=" ".join(words))
+    found = replace(
+        given,
+        federations=federations,
+        folder=folder,
+        command=" ".join(words),
+        measure=_with_sites(given.measure, roles, files[0]),
+        tables=tuple(_with_sites(table, roles, files[0]) for table in given.tables),
+    )
     for table in (found, *map(found.table, found.tables)):
         _check_measure(table, files[0])
+        _check_layout(table, files[0])
         _check_printed(table, files[0])
     return found
+
+
+def _with_sites(measure: M, roles: Sequence[tuple[str, str]], file: Path) -> M:
+    """With the sites of a role in place of the role. roles: (site, role) of every site."""
+    if not isinstance(measure.sites, str):
+        return measure
+    sites = tuple(site for site, role in roles if role == measure.sites)
+    if not sites:
+        raise FederationError(
+            f"{file}: measure: sites is {measure.sites!r}, and no site has that role; list the sites by name"
+        )
+    return replace(measure, sites=sites)
 
 
 def _shown(path: Path) -> str:
@@ -460,10 +519,14 @@ def _check_measure(comparison: Comparison, file: Path) -> None:
                 f"{file}: measure.metric is {comparison.metric}, and the arm {arm} evaluates only "
                 f"{', '.join(evaluation.metrics)}; add it to evaluation.metrics"
             )
-        model = measure.model.partition("/")[0]
-        if model not in evaluation.models:
+        key, model = (
+            ("local holds the arm", "local")
+            if arm in measure.local
+            else (f"model is {measure.model}", measure.model)
+        )
+        if model.partition("/")[0] not in evaluation.models:
             raise FederationError(
-                f"{file}: measure.model is {measure.model}, and the arm {arm} evaluates only "
+                f"{file}: measure.{key}, and the arm {arm} evaluates only "
                 f"{', '.join(evaluation.models)}; add it to evaluation.models"
             )
         names = [site.name for site in federation.sites]
@@ -476,6 +539,28 @@ def _check_measure(comparison: Comparison, file: Path) -> None:
                 raise not_known(f"{file}: measure: sites: the site", site, names)
 
 
+def _check_layout(comparison: Comparison, file: Path) -> None:
+    """FederationError where a table is to show arms that do not exist, or cases or a unit that its metric lacks."""
+    layout, measure, metric = comparison.layout, comparison.measure, comparison.metric
+    for key, arms in (("measure: local", measure.local), ("layout: against", filter(None, [layout.against]))):
+        for arm in arms:
+            if arm not in comparison.federations:
+                raise not_known(f"{file}: {key}: the arm", arm, comparison.federations)
+    by_case = {
+        "measure: local": bool(measure.local),
+        "layout: cells: cases": layout.cells == "cases",
+        "layout: against": layout.against is not None,
+    }
+    for key, asked in by_case.items():
+        if asked and metric not in METRICS_OF["segmentation"][0]:
+            raise FederationError(
+                f"{file}: {key}: {metric} has no values by case; allowed for "
+                f"{', '.join(METRICS_OF['segmentation'][0])}"
+            )
+    if layout.percent and metric in MILLIMETRES:
+        raise FederationError(f"{file}: layout: percent: {metric} is in mm; leave percent out of this table")
+
+
 def _check_printed(comparison: Comparison, file: Path) -> None:
     """FederationError for a published number of an arm or column that the table does not have."""
     federation = comparison.first
@@ -483,9 +568,10 @@ def _check_printed(comparison: Comparison, file: Path) -> None:
     classes = [name for name in federation.labels.names or () if name != BACKGROUND]
     by_site = comparison.layout.columns == "site-class"
     averages = AVERAGES if by_site else AVERAGES[:1]
+    own = [f"{arm}/{site}" for arm in comparison.measure.local if by_site for site in sites]
     for arm, values in comparison.printed.items():
-        if arm not in comparison.federations:
-            raise not_known(f"{file}: printed: the arm", arm, comparison.federations)
+        if arm not in (*comparison.federations, *own):
+            raise not_known(f"{file}: printed: the arm", arm, [*comparison.federations, *own])
         for column in values:
             if column in averages:
                 continue

@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedatlas.compare.cells import Values, cell_tests, means_of, spread_of
 from fedatlas.compare.costs import costs
 from fedatlas.compare.forgetting import forgetting
 from fedatlas.compare.intervals import bootstrap
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.resampling import Cell, interval_by_case
-from fedatlas.compare.running import Cells, Tell, average, rows_of, state_of
+from fedatlas.compare.running import Cells, Tell, average, local_rows, rows_of, state_of
 from fedatlas.engine.run import read_json
 from fedatlas.errors import FedAtlasError
 from fedatlas.evaluation.statistics import (
     LEAST_PAIRS,
-    cell_means,
     class_means,
     differences,
     mean_of_defined,
@@ -65,7 +65,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     """
     done = finished(comparison)
     found, values = means(comparison, done)
-    cells = {arm: {seed: _cells(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
+    cells = {arm: {seed: means_of(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
     found["budget"] = {arm: _budget_of(of_arm) for arm, of_arm in comparison.federations.items()}
     by_case = any(case for of_arm in values.values() for of_seed in of_arm.values() for _, case, _ in of_seed)
     found["pairs"] = "case" if by_case else "cell"
@@ -84,10 +84,6 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     return found
 
 
-Values = dict[tuple[str, str, str], float | None]
-"""(site, case, class) -> the value of the metric; labels of whole images have the case "", which is all of them."""
-
-
 def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[str, dict[int, Values]]]:
     """The table of `measure`, and arm -> seed -> the values behind it.
 
@@ -95,6 +91,10 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     per seed, the mean over sites of the mean over cases), per_cell ("site/class" -> a value or None per seed, the mean
     over cases), mean (per seed, over the columns) and, with columns of site and class, exclude (the same without those
     with a star), undefined (cells without a value that another arm has), hours (of the rounds), commits, problems.
+    rows: with columns of site and class, "arm/site" of every arm of `measure.local` -> the same of this site's local
+    model, with a mean only where it has all columns; own: `measure.local`. layout: how all is printed. cases, with layout.cells: row ->
+    "site/class" -> n and SD over cases. tests, with layout.against: see `cell_tests`. Those two have the rows of an arm
+    in its place.
 
     A cell that the first finished arm does not have is not counted for any: an arm that was given more labels is
     scored on what all are.
@@ -102,37 +102,41 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     counted: dict[tuple[str, str, str], bool] = {}
     values: dict[str, dict[int, Values]] = {}
     arms: dict[str, dict[str, Any]] = {}
-    for arm in comparison.arms:
-        rows = {seed: rows_of(comparison, arm, seed) for seed in done.seeds[arm]}
-        if not counted:
-            counted = {_place(row): row["known"] for of_seed in rows.values() for row in of_seed}
-        wanted = {key for key, known in counted.items() if comparison.measure.known in (None, known)}
-        values[arm] = {
-            seed: {_place(row): row["value"] for row in of_seed if _place(row) in wanted}
-            for seed, of_seed in rows.items()
-        }
-    cells = {arm: {seed: _cells(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
-    starred = {(site, name) for site, _, name in counted} - {
-        (s, c) for (s, _, c), known in counted.items() if known
-    }
+    own: dict[str, dict[int, Values]] = {}
     by_site = comparison.layout.columns == "site-class"
+    for arm in comparison.arms:
+        rows: dict[str, dict[int, list[Mapping[str, Any]]]] = {arm: {}}
+        for seed in done.seeds[arm]:
+            rows[arm][seed] = rows_of(comparison, arm, seed)
+            if by_site and arm in comparison.measure.local:
+                for site, of_seed in local_rows(comparison, arm, seed).items():
+                    rows.setdefault(f"{arm}/{site}", {})[seed] = of_seed
+        if not counted:
+            counted = {
+                _place(row): row["known"]
+                for of in rows.values()
+                for of_seed in of.values()
+                for row in of_seed
+            }
+        wanted = {key for key, known in counted.items() if comparison.measure.known in (None, known)}
+        found = {
+            name: {
+                seed: {_place(row): row["value"] for row in of_seed if _place(row) in wanted}
+                for seed, of_seed in of.items()
+            }
+            for name, of in rows.items()
+        }
+        values[arm] = found.pop(arm)
+        own |= found
+    cells = {arm: {seed: means_of(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
+    starred = _starred(comparison, counted)
     for arm, of_arm in cells.items():
-        found = {seed: class_means(of_seed) for seed, of_seed in of_arm.items()}
         paths = [comparison.path(arm, seed) for seed in of_arm]
-        arms[arm] = {
-            "seeds": list(of_arm),
-            "per_class": _per_seed(found.values()),
-            "per_cell": {f"{site}/{name}": v for (site, name), v in _per_seed(of_arm.values()).items()},
-            "mean": [average(comparison, of_seed) for of_seed in of_arm.values()],
+        arms[arm] = _row(comparison, of_arm, starred) | {
             "hours": sum(_hours(path) for path in paths),
             "commits": list(dict.fromkeys(read_json(path / "run.json")["git"] for path in paths)),
             "problems": done.problems[arm],
         }
-        if by_site:
-            arms[arm]["exclude"] = [
-                mean_of_defined(value for key, value in of_seed.items() if key not in starred)
-                for of_seed in of_arm.values()
-            ]
     there = {
         (seed, key)
         for of_arm in cells.values()
@@ -142,6 +146,11 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     }
     for arm, of_arm in cells.items():
         arms[arm]["undefined"] = sum(of_arm[seed].get(key) is None for seed, key in there if seed in of_arm)
+    of_rows = {row: {seed: means_of(of) for seed, of in of_row.items()} for row, of_row in own.items()}
+    there_at = dict.fromkeys(
+        key for of in (*cells.values(), *of_rows.values()) for of_seed in of.values() for key in of_seed
+    )
+    own_rows = {row: _row(comparison, of, starred, whole=set(there_at)) for row, of in of_rows.items()}
     measure = comparison.measure
     table = {
         "name": comparison.name,
@@ -156,20 +165,71 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
         "model": measure.model,
         "sites": None if measure.sites is None else list(measure.sites),
         "known": measure.known,
-        "classes": _classes(comparison, arms),
+        "classes": _classes(comparison, arms | own_rows),
         "arms": arms,
         "printed": {arm: dict(values) for arm, values in comparison.printed.items()},
     }
-    there_at = dict.fromkeys(
-        key for of_arm in cells.values() for of_seed in of_arm.values() for key in of_seed
-    )
     table["columns"] = _columns(comparison, table["classes"], list(there_at), starred)
+    table["layout"] = asdict(comparison.layout)
+    table["own"] = list(measure.local)
+    table["rows"] = own_rows
+    replaced = {row.partition("/")[0] for row in own}
+    table |= _by_cases(comparison, {a: of for a, of in values.items() if a not in replaced} | own, values)
     return table, values
 
 
-def _cells(values: Values) -> Cells:
-    """The means over cases."""
-    return cell_means({"site": s, "class": c, "value": value} for (s, _, c), value in values.items())
+def _starred(comparison: Comparison, counted: Mapping[tuple[str, str, str], bool]) -> set[tuple[str, str]]:
+    """The cells of classes that their site does not annotate; none where that holds of all."""
+    trained = {(site, name) for (site, _, name), known in counted.items() if known}
+    wanted = comparison.measure.known
+    cells = {(site, name) for (site, _, name), known in counted.items() if wanted in (None, known)}
+    return cells - trained if cells & trained else set()
+
+
+def _row(
+    comparison: Comparison,
+    cells: Mapping[int, Cells],
+    starred: set[tuple[str, str]],
+    whole: set[tuple[str, str]] | None = None,
+) -> dict[str, Any]:
+    """What stands in a row of a table, see `means`. whole: no mean in a seed that lacks one of these cells."""
+    found = [class_means(of_seed) for of_seed in cells.values()]
+
+    def mean(of_seed: Cells, without: set[tuple[str, str]]) -> float | None:
+        if whole is not None and any(of_seed.get(cell) is None for cell in whole - without):
+            return None
+        return average(comparison, {key: value for key, value in of_seed.items() if key not in without})
+
+    row = {
+        "seeds": list(cells),
+        "per_class": _per_seed(found),
+        "per_cell": {f"{site}/{name}": v for (site, name), v in _per_seed(cells.values()).items()},
+        "mean": [mean(of_seed, set()) for of_seed in cells.values()],
+    }
+    if comparison.layout.columns == "site-class":
+        row["exclude"] = [mean(of_seed, starred) for of_seed in cells.values()]
+    return row
+
+
+def _by_cases(
+    comparison: Comparison,
+    rows: Mapping[str, Mapping[int, Values]],
+    arms: Mapping[str, Mapping[int, Values]],
+) -> dict[str, Any]:
+    """What the layout asks of cases: their spread, and tests against an arm."""
+    layout, found = comparison.layout, {}
+    if layout.cells == "cases":
+        found["cases"] = {
+            row: {
+                f"{site}/{name}": {"n": n, "sd": sd}
+                for (site, name), (n, sd) in spread_of(values.values()).items()
+            }
+            for row, values in rows.items()
+        }
+    if layout.against is not None:
+        others = {row: values for row, values in rows.items() if row.partition("/")[0] != layout.against}
+        found["tests"] = cell_tests(layout, others, arms[layout.against])
+    return found
 
 
 def _per_seed(found: Iterable[Mapping[Any, float | None]]) -> dict[Any, list[float | None]]:
@@ -278,6 +338,13 @@ def _weighted(
     comparison: Comparison, apart: Mapping[tuple[int, str, str], Mapping[str, float]]
 ) -> list[Cell]:
     """The cells of (seed, site, class) with the weights that they have in the table's mean."""
+    if comparison.layout.average == "sites":
+        classes = Counter((seed, site) for seed, site, _ in apart)
+        sites = Counter(seed for seed, _ in classes)
+        return [
+            Cell(site, 1 / (classes[seed, site] * sites[seed]), cases)
+            for (seed, site, _), cases in apart.items()
+        ]
     sites_of = Counter((seed, name) for seed, _, name in apart)
     columns = Counter(seed for seed, _ in sites_of)
     if comparison.layout.columns == "site-class":

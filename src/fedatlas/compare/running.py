@@ -9,7 +9,14 @@ from typing import Any, Literal
 from fedatlas.compare.plan import Comparison
 from fedatlas.engine.run import read_json
 from fedatlas.errors import FedAtlasError, RunFolderError
-from fedatlas.evaluation.statistics import cell_means, class_means, mean_of_defined, read_rows, select
+from fedatlas.evaluation.statistics import (
+    cell_means,
+    class_means,
+    mean_of_defined,
+    read_rows,
+    select,
+    site_index,
+)
 from fedatlas.experiment import flat_difference, hash_of, load_federation, read_yaml, resolved
 from fedatlas.options import not_known
 from fedatlas.session import run_federation
@@ -144,7 +151,9 @@ Cells = dict[tuple[str, str], float | None]
 
 
 def average(comparison: Comparison, cells: Cells) -> float | None:
-    """The mean of a table: over its columns, which are classes, or cells of site and class."""
+    """The mean of a table: over its columns, which are classes, or cells of site and class; or over sites."""
+    if comparison.layout.average == "sites":
+        return site_index(cells)
     by_site = comparison.layout.columns == "site-class"
     return mean_of_defined((cells if by_site else class_means(cells)).values())
 
@@ -155,12 +164,36 @@ def all_rows(comparison: Comparison, arm: str, seed: int) -> list[dict[str, Any]
 
 
 def rows_of(comparison: Comparison, arm: str, seed: int) -> list[Mapping[str, Any]]:
-    """The rows of a finished run that the tables average, before `measure.known`.
+    """The rows of a finished run that the tables average, before `measure.known`: of an arm of `measure.local` those
+    of every site's local model at its own site.
 
     Where the best round was the last, the run holds its rows once, as "best"."""
     measure = comparison.measure
+    if arm in measure.local:
+        of_models = local_rows(comparison, arm, seed)
+        return [row for owner, rows in of_models.items() for row in rows if row["site"] == owner]
+    kept = kept_model(comparison.path(arm, seed), measure.model)
+    return select(_measured(comparison, arm, seed), model=kept)
+
+
+def local_rows(comparison: Comparison, arm: str, seed: int) -> dict[str, list[Mapping[str, Any]]]:
+    """Site -> the rows of its local model on the classes that it annotates, at the site itself and at those that do
+    not train."""
+    about = read_json(comparison.path(arm, seed) / "run.json")["sites"]
+    sites = comparison.federations[arm][seed].sites
+    tested = {site.name for site in sites if site.role == "test"}
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in _measured(comparison, arm, seed):
+        kind, _, owner = row["model"].partition("/")
+        if kind == "local" and row["site"] in {owner, *tested} and row["class"] in about[owner]["annotated"]:
+            found.setdefault(owner, []).append(row)
+    return {site.name: found[site.name] for site in sites if site.name in found}
+
+
+def _measured(comparison: Comparison, arm: str, seed: int) -> list[Mapping[str, Any]]:
+    """The rows of all models, of the metric, split and sites of `measure`."""
+    measure = comparison.measure
     rows = select(all_rows(comparison, arm, seed), metric=comparison.metric, split=measure.split)
-    rows = select(rows, model=kept_model(comparison.path(arm, seed), measure.model))
     return [row for row in rows if measure.sites is None or row["site"] in measure.sites]
 
 

@@ -16,11 +16,13 @@ NOT_RUN, NOT_DEFINED = "not run", "–"
 
 
 class Table(NamedTuple):
-    """Head and rows, as Markdown. groups: what several neighbouring columns share, "" for nothing."""
+    """Head and rows, as Markdown. groups: what several neighbouring columns share, "" for nothing. sites: is that a
+    site, which is named even where it is called as its column is?"""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
     groups: Sequence[str] = ()
+    sites: bool = False
 
 
 def markdown(found: Mapping[str, Any]) -> str:
@@ -56,7 +58,58 @@ def _means(found: Mapping[str, Any]) -> list[str | Table]:
             "\\*: not annotated at that site, whose cases test it only. *exclude\\**: the mean over the columns without "
             "a star; *include\\**: over all."
         )
-    return [*parts, *_printed(found)]
+    return [*parts, " ".join(_told(found)), *_printed(found)]
+
+
+def _told(found: Mapping[str, Any]) -> list[str]:
+    """What cells and marks of a table mean where its layout is not the default one."""
+    layout, told = found["layout"], []
+    if layout["cells"] == "cases":
+        told.append("Cells: mean (SD) over cases, each the mean over seeds.")
+    if layout["average"] == "sites":
+        name = ", ".join(f"*{_starred(_average_title(found, key))}*" for key in _averages(found))
+        told.append(f"{name}: the mean over sites of the mean over a site's classes.")
+    if found["own"]:
+        arms = ", ".join(found["own"])
+        told.append(
+            f"{arms}: every site's own local model, on the classes that the site annotates: on its own cases and on those of "
+            "sites that did not train."
+        )
+    return [*told, *_tests(found)]
+
+
+def _tests(found: Mapping[str, Any]) -> list[str]:
+    """What was tested, what was not, and what was left out."""
+    tests, layout = found.get("tests"), found["layout"]
+    if tests is None:
+        return []
+    adjusted = (
+        ", Holm-adjusted over these tests"
+        if layout["correction"] == "holm"
+        else ", not corrected for their number"
+    )
+    told = []
+    if tests["made"]:
+        told.append(
+            f"Underlined: p < 0.05 in the two-sided paired t test over the cases of a cell against {layout['against']}; "
+            f"{tests['made']} tests{adjusted}."
+        )
+    few: dict[str, dict[str, None]] = {}
+    for of_row in tests["few"].values():
+        for key, count in of_row.items():
+            few.setdefault(key, {})[str(count)] = None
+    if few and not tests["made"]:
+        told.append("Nothing is tested: no cell has 6 pairs of cases.")
+    elif few:
+        cells = ", ".join(f"{key} {' or '.join(counts)}" for key, counts in few.items())
+        told.append(f"Not tested, with fewer than 6 pairs of cases: {cells}.")
+    if tests["lost"]:
+        rows = "; ".join(
+            f"{row} {', '.join(f'{key} {count}' for key, count in of_row.items())}"
+            for row, of_row in tests["lost"].items()
+        )
+        told.append(f"Cases left out of the pairs, as only one of the two models has a value there: {rows}.")
+    return told
 
 
 def _title(found: Mapping[str, Any]) -> str:
@@ -67,7 +120,8 @@ def _title(found: Mapping[str, Any]) -> str:
     }
     sites = f", sites {', '.join(found['sites'])}" if found["sites"] else ""
     title = f"{found['title']}: " if found["title"] else ""
-    return f"**{title}{found['metric']}, {found['split']} cases, model {found['model']}{which[found['known']]}{sites}**"
+    unit = " in %" if found["layout"]["percent"] else ""
+    return f"**{title}{found['metric']}{unit}, {found['split']} cases, model {found['model']}{which[found['known']]}{sites}**"
 
 
 def _averages(found: Mapping[str, Any]) -> list[str]:
@@ -75,20 +129,56 @@ def _averages(found: Mapping[str, Any]) -> list[str]:
 
 
 def _values(found: Mapping[str, Any]) -> Table:
-    """Rows: arms; columns: those of the table, and their mean."""
+    """Rows: arms, and below an arm of local models each of them; columns: those of the table, and their mean."""
     columns = [*(column["key"] for column in found["columns"]), *_averages(found)]
-    rows = {arm: {key: of_column(of_arm, key) for key in columns} for arm, of_arm in found["arms"].items()}
-    best = {key: _best(found, {arm: row[key] for arm, row in rows.items()}) for key in columns}
-    lines = []
-    for arm, row in rows.items():
-        done, wanted = len(found["arms"][arm]["seeds"]), len(found["seeds"])
-        cells = []
-        for key in columns:
-            text = _spread(row[key], found["metric"]) if done else NOT_RUN
-            cells.append(f"**{text}**" if text in best[key] and done == wanted else text)
-        lines.append([arm, str(done) if done == wanted else f"{done} of {wanted}", *cells])
+    rows = _rows(found, columns)
+    best = {key: _best(found, {row: values[key] for row, values in rows.items()}) for key in columns}
+    wanted, lines = len(found["seeds"]), []
+    for row, values in rows.items():
+        done = _seeds_of(found, row)
+        cells = [_cell(found, row, key, values[key], best[key]) for key in columns]
+        lines.append([row, str(done) if done == wanted else f"{done} of {wanted}", *cells])
     titles, groups = _heads(found, columns)
-    return Table(["arm", "seeds", *titles], lines, ["", "", *groups] if any(groups) else ())
+    return Table(["arm", "seeds", *titles], lines, ["", "", *groups] if any(groups) else (), _of_sites(found))
+
+
+def _rows(found: Mapping[str, Any], columns: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """Row -> column -> values, one per seed. An arm of local models has its averages alone, if any, and a row for each
+    model below it, which holds the rest."""
+    rows = {}
+    for arm, of_arm in found["arms"].items():
+        own = {row: of_row for row, of_row in found["rows"].items() if row.partition("/")[0] == arm}
+        kept = _averages(found) if own else columns
+        values = {key: of_column(of_arm, key) if key in kept else [] for key in columns}
+        if not own or any(values.values()):
+            rows[arm] = values
+        rows |= {row: {key: of_column(of_row, key) for key in columns} for row, of_row in own.items()}
+    return rows
+
+
+def _seeds_of(found: Mapping[str, Any], row: str) -> int:
+    """How many seeds of a row are finished."""
+    return len(found["arms"][row.partition("/")[0]]["seeds"])
+
+
+def _cell(found: Mapping[str, Any], row: str, key: str, values: Sequence[float], best: float | None) -> str:
+    """Bold: the best; underlined: significant."""
+    done, (scale, digits) = _seeds_of(found, row), _unit(found)
+    if not done:
+        return NOT_RUN
+    if not values:
+        below = any(name.startswith(f"{row}/") for name in found["rows"])
+        return "" if below else NOT_DEFINED
+    text, after = _spread(values, scale, digits), ""
+    cases = found["cases"].get(row, {}).get(key) if found["layout"]["cells"] == "cases" else None
+    if cases is not None:
+        text = f"{scale * np.mean(values):.{digits}f}"
+        after = "" if cases["sd"] is None else f" ({scale * cases['sd']:.{digits}f})"
+    p = found["tests"]["p"].get(row, {}).get(key) if found["layout"]["against"] else None
+    if p is not None and p < 0.05:
+        text = f"<ins>{text}</ins>"
+    bold = done == len(found["seeds"]) and best == round(scale * float(np.mean(values)), digits)
+    return (f"**{text}**" if bold else text) + after
 
 
 def _heads(found: Mapping[str, Any], keys: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -96,10 +186,20 @@ def _heads(found: Mapping[str, Any], keys: Sequence[str]) -> tuple[list[str], li
     known = {column["key"]: column for column in found["columns"]}
     titles, groups = [], []
     for key in keys:
-        column = known.get(key, {"title": key, "group": "", "starred": False})
+        title = _average_title(found, key)
+        column = known.get(key, {"title": title, "group": "", "starred": False})
         titles.append(_starred(column["title"]) + ("\\*" if column["starred"] else ""))
         groups.append(_starred(column["group"]))
     return titles, groups
+
+
+def _of_sites(found: Mapping[str, Any]) -> bool:
+    """Whether the groups of the columns are sites."""
+    return found["layout"]["columns"] == "site-class" and found["layout"]["group"] != "organ"
+
+
+def _average_title(found: Mapping[str, Any], key: str) -> str:
+    return "global" if key == MEAN and found["layout"]["average"] == "sites" else key
 
 
 def _starred(text: str) -> str:
@@ -118,31 +218,31 @@ def of_column(arm: Mapping[str, Any], key: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _best(found: Mapping[str, Any], column: Mapping[str, list[float]]) -> set[str]:
-    """The best text of a column among arms of which every seed is finished; several where they read alike."""
-    whole = {
-        arm: values
-        for arm, values in column.items()
-        if values and len(found["arms"][arm]["seeds"]) == len(found["seeds"])
-    }
+def _best(found: Mapping[str, Any], column: Mapping[str, list[float]]) -> float | None:
+    """The best mean of a column, as it is printed, among rows of which every seed is finished; None for fewer than
+    two."""
+    whole = [
+        values for row, values in column.items() if values and _seeds_of(found, row) == len(found["seeds"])
+    ]
     if len(whole) < 2:
-        return set()
-    means = {arm: round(float(np.mean(values)), _digits(found["metric"])) for arm, values in whole.items()}
-    top = (min if found["metric"] in LOWER else max)(means.values())
-    return {_spread(whole[arm], found["metric"]) for arm, mean in means.items() if mean == top}
+        return None
+    scale, digits = _unit(found)
+    return (min if found["metric"] in LOWER else max)(
+        round(scale * float(np.mean(values)), digits) for values in whole
+    )
 
 
-def _digits(metric: str) -> int:
-    return 1 if metric in MILLIMETRES else 3
+def _unit(found: Mapping[str, Any]) -> tuple[float, int]:
+    """What values are multiplied by, and how many decimals are printed."""
+    layout = found["layout"]
+    digits = 2 if layout["percent"] else 1 if found["metric"] in MILLIMETRES else 3
+    return 100.0 if layout["percent"] else 1.0, digits if layout["decimals"] is None else layout["decimals"]
 
 
-def _spread(values: Sequence[float], metric: str) -> str:
+def _spread(values: Sequence[float], scale: float, digits: int) -> str:
     """Mean ± SD (n-1)."""
-    if not values:
-        return NOT_DEFINED
-    digits = _digits(metric)
-    spread = f" ± {np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.{digits}f}{spread}"
+    spread = f" ± {scale * np.std(values, ddof=1):.{digits}f}" if len(values) > 1 else ""
+    return f"{scale * np.mean(values):.{digits}f}{spread}"
 
 
 def _printed(found: Mapping[str, Any]) -> list[str | Table]:
@@ -156,26 +256,22 @@ def _printed(found: Mapping[str, Any]) -> list[str | Table]:
         if name in listed
     ]
     columns += [name for name in listed if name not in columns]
-    digits, lines = _digits(found["metric"]), []
-    for arm in found["arms"]:
+    (scale, digits), lines = _unit(found), []
+    listed_rows = [row for arm in found["arms"] for row in found["printed"] if row.partition("/")[0] == arm]
+    for row in listed_rows:
+        of_row = found["arms"].get(row) or found["rows"].get(row)
         cells = []
         for name in columns:
-            value = found["printed"].get(arm, {}).get(name)
-            ours = of_column(found["arms"][arm], name) if found["arms"][arm]["seeds"] else []
-            mine = (
-                f"{np.mean(ours):.{digits}f}"
-                if ours
-                else NOT_RUN
-                if not found["arms"][arm]["seeds"]
-                else NOT_DEFINED
-            )
+            value, ours = found["printed"][row].get(name), of_column(of_row, name) if of_row else []
+            mine = NOT_DEFINED if _seeds_of(found, row) else NOT_RUN
+            if ours:
+                mine = f"{scale * np.mean(ours):.{digits}f}"
             cells.append(NOT_DEFINED if value is None else f"{_as_printed(value, digits)} ({mine})")
-        if arm in found["printed"]:
-            lines.append([arm, *cells])
+        lines.append([row, *cells])
     titles, groups = _heads(found, columns)
     return [
         "Printed numbers, ours in brackets:",
-        Table(["arm", *titles], lines, ["", *groups] if any(groups) else ()),
+        Table(["arm", *titles], lines, ["", *groups] if any(groups) else (), _of_sites(found)),
     ]
 
 
@@ -190,7 +286,7 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
     if not found["differences"]:
         return []
     by_case, of_images = found.get("pairs") == "case", bool(found["bootstrap"])
-    digits = _digits(found["metric"])
+    scale, digits = _unit(found)
     first = next(iter(found["arms"]))
     lines = []
     for arm, apart in found["differences"].items():
@@ -202,11 +298,17 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
         if by_case:
             assert interval is not None
             lines.append(
-                [arm, str(apart["n"]), f"{interval['value']:+.{digits}f}", _range(interval, digits), *tests]
+                [
+                    arm,
+                    str(apart["n"]),
+                    f"{scale * interval['value']:+.{digits}f}",
+                    _range(interval, scale, digits),
+                    *tests,
+                ]
             )
             continue
-        line = [arm, str(apart["n"]), f"{apart['mean']:+.{digits}f}", *tests]
-        lines.append(line + (_interval_cells(interval) if of_images else []))
+        line = [arm, str(apart["n"]), f"{scale * apart['mean']:+.{digits}f}", *tests]
+        lines.append(line + (_interval_cells(interval, scale, digits) if of_images else []))
     if by_case:
         head = ["arm", "cases", f"difference to {first}", "95 % interval by case", "p Wilcoxon", "p t"]
         told = [
@@ -237,10 +339,10 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
     return [" ".join(told), Table(head, lines), "\n".join(reasons)]
 
 
-def _range(interval: Mapping[str, Any], digits: int) -> str:
+def _range(interval: Mapping[str, Any], scale: float, digits: int) -> str:
     if interval["low"] is None:
         return NOT_DEFINED
-    return f"{interval['low']:+.{digits}f} to {interval['high']:+.{digits}f}"
+    return f"{scale * interval['low']:+.{digits}f} to {scale * interval['high']:+.{digits}f}"
 
 
 LOCAL = {"last": "of the last round", "best": "of its best round on its own validation cases"}
@@ -252,11 +354,11 @@ def _forgetting(found: Mapping[str, Any]) -> list[str | Table]:
     of_arms, metric = found["forgetting"], found["metric"]
     if not of_arms:
         return []
-    digits = _digits(metric)
+    scale, digits = _unit(found)
     owners = list(dict.fromkeys(owner for of_arm in of_arms.values() for owner in of_arm["sites"]))
 
     def signed(value: float | None) -> str:
-        return NOT_DEFINED if value is None else f"{value:+.{digits}f}"
+        return NOT_DEFINED if value is None else f"{scale * value:+.{digits}f}"
 
     lines = []
     for arm in found["arms"]:
@@ -265,8 +367,8 @@ def _forgetting(found: Mapping[str, Any]) -> list[str | Table]:
             done = bool(found["arms"][arm]["seeds"])
             lines.append([arm, *[NOT_DEFINED if done else NOT_RUN] * (4 + len(owners))])
             continue
-        both = [f"{of_arm[which]:.{digits}f}" for which in ("global", "local")]
-        apart = [signed(of_arm["value"]), _range(of_arm, digits)]
+        both = [f"{scale * of_arm[which]:.{digits}f}" for which in ("global", "local")]
+        apart = [signed(of_arm["value"]), _range(of_arm, scale, digits)]
         lines.append([arm, *both, *apart, *(signed(of_arm["sites"].get(owner)) for owner in owners)])
     told = (
         f"Forgetting: {metric} of each site's local model ({LOCAL[found.get('local', 'last')]}) on the classes that the site does not "
@@ -348,12 +450,12 @@ def _p(value: float | None) -> str:
     return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def _interval_cells(interval: Mapping[str, Any] | None) -> list[str]:
+def _interval_cells(interval: Mapping[str, Any] | None, scale: float, digits: int) -> list[str]:
     if interval is None or interval.get("low") is None:
         return [NOT_DEFINED, NOT_DEFINED]
     share = interval["undefined"] / interval["draws"]
     lost = f"; {share:.0%} of resamples without a value" if share >= 0.005 else ""
-    value = f"{interval['value']:+.3f} ({interval['low']:+.3f} to {interval['high']:+.3f}{lost})"
+    value = f"{scale * interval['value']:+.{digits}f} ({_range(interval, scale, digits)}{lost})"
     over = f"{interval['columns']} cells"
     if interval["unit"] == "together":
         over = f"sites together: {', '.join(interval['over'])}"
@@ -372,10 +474,12 @@ def _footer(found: Mapping[str, Any]) -> str:
     told = "; ".join(
         text if len(budgets) == 1 else f"{', '.join(arms)}: {text}" for text, arms in budgets.items()
     )
+    layouts = [table["layout"] for table in (found, *found["tables"])]
+    plain = all(layout["cells"] == "seeds" and layout["average"] == "columns" for layout in layouts)
     lines = [
         f"`{found['command']}`",
         "",
-        "Mean ± SD over seeds of the mean over cases, and over sites where a column is of several; *mean*: over the "
+        f"{'Mean' if plain else 'Where a table says nothing else: mean'} ± SD over seeds of the mean over cases, and over sites where a column is of several; *mean*: over the "
         "columns. Bold: the best among arms of which every seed is finished.",
         f"Seeds {', '.join(map(str, found['seeds']))}; {told}"
         + (f"; profile {found['profile']}" if found["profile"] else "")
@@ -400,7 +504,7 @@ def _footer(found: Mapping[str, Any]) -> str:
 def _table(table: Table) -> str:
     groups = table.groups or [""] * len(table.head)
     head = [
-        f"{group}: {cell}" if group and not cell.startswith(group) else cell
+        f"{group}: {cell}" if group and (table.sites or not cell.startswith(group)) else cell
         for group, cell in zip(groups, table.head, strict=True)
     ]
     lines = [head, ["---"] * len(head), *table.rows]
@@ -440,6 +544,7 @@ def _inline(text: str) -> str:
     text = escape(text, quote=False).replace("\\*", "&#42;")
     for mark, tag in ((r"\*\*", "b"), (r"\*", "em"), ("`", "code")):
         text = re.sub(f"{mark}(.+?){mark}", rf"<{tag}>\1</{tag}>", text)
+    text = re.sub("&lt;ins&gt;(.+?)&lt;/ins&gt;", r"<u>\1</u>", text)
     return text.replace("\n", "<br>\n")
 
 

@@ -888,21 +888,60 @@ def labelled(
     spacing: tuple[float, float],
     around: np.ndarray,
     description: str,
+    truth: Mapping[str, np.ndarray] | None = None,
 ) -> str:
-    """One slice as SVG, in millimetres: the image in gray, every class filled and outlined in its colour.
+    """One slice as SVG, in millimetres: the image in gray, every class filled and outlined in its colour, and the
+    contours of the truth over it as dashed yellow lines.
 
-    image [H, W] in 0..1; masks: class -> [H, W]; colours: class -> CSS colour; around [H, W]: what the window is
+    image [H, W] in 0..1; masks, truth: class -> [H, W]; colours: class -> CSS colour; around [H, W]: what the window is
     cropped to, so that the same window serves several pictures of a slice.
     """
     rows, columns = _window(around, spacing)
     image = image[rows, columns]
-    height, width = image.shape[0] * spacing[0], image.shape[1] * spacing[1]
     drawn = "".join(
         f'<path d="{_contours(mask[rows, columns], spacing)}" fill="{colours[name]}" fill-opacity=".38" '
         f'fill-rule="evenodd" stroke="{colours[name]}" stroke-width="1.4" vector-effect="non-scaling-stroke"/>'
         for name, mask in masks.items()
         if mask[rows, columns].any()
     )
+    drawn += "".join(_dashed(mask[rows, columns], spacing) for mask in (truth or {}).values())
+    return _slice(image, spacing, drawn, description)
+
+
+def heated(
+    image: np.ndarray,
+    cam: np.ndarray,
+    truth: np.ndarray,
+    spacing: tuple[float, float],
+    description: str,
+) -> str:
+    """One slice as SVG, in millimetres: the image in gray, a map over it as colour, and the contour of the truth as a
+    dashed yellow line. image, cam [H, W] in 0..1, truth [H, W] bool."""
+    height, width = image.shape[0] * spacing[0], image.shape[1] * spacing[1]
+    drawn = ""
+    if cam.max() > 0:
+        drawn = f'<image width="{width:.2f}" height="{height:.2f}" preserveAspectRatio="none" href="{_glow(cam, 96)}"/>'
+    return _slice(image, spacing, drawn + _dashed(truth, spacing), description)
+
+
+TRUTH = "#ffe14a"
+"""The colour of the truth's contour."""
+
+
+def _dashed(mask: np.ndarray, spacing: tuple[float, float]) -> str:
+    """The outline of a mask as a dashed yellow line that shows on any ground; "" for an empty one."""
+    if not mask.any():
+        return ""
+    outline, line = _contours(mask, spacing), 'fill="none" vector-effect="non-scaling-stroke"'
+    return (
+        f'<path d="{outline}" {line} stroke="#000" stroke-opacity=".5" stroke-width="2.6"/>'
+        f'<path class="truth" d="{outline}" {line} stroke="{TRUTH}" stroke-width="1.5" stroke-dasharray="4 3"/>'
+    )
+
+
+def _slice(image: np.ndarray, spacing: tuple[float, float], drawn: str, description: str) -> str:
+    """A slice in gray, in millimetres, with what is drawn over it."""
+    height, width = image.shape[0] * spacing[0], image.shape[1] * spacing[1]
     return (
         f'<svg class="overlay" viewBox="0 0 {width:.2f} {height:.2f}" role="img" aria-label="{escape(description)}">'
         f'<title>{escape(description)}</title><image width="{width:.2f}" height="{height:.2f}" '
@@ -945,9 +984,10 @@ def _smaller(image: np.ndarray) -> np.ndarray:
     return image[:rows, :columns].reshape(rows // by, by, columns // by, by).mean((1, 3))
 
 
-def _glow(cam: np.ndarray) -> str:
-    """A map in 0..1 as a picture of 32 columns, from clear over red to yellow; the browser smooths it."""
-    rows, columns = (max(1, min(32, size)) for size in cam.shape)
+def _glow(cam: np.ndarray, most: int = 32) -> str:
+    """A map in 0..1 as a picture of at most so many rows and columns, from clear over red to yellow; the browser smooths
+    it."""
+    rows, columns = (max(1, min(most, size)) for size in cam.shape)
     y = np.linspace(0, cam.shape[0] - 1, rows).round().astype(int)
     x = np.linspace(0, cam.shape[1] - 1, columns).round().astype(int)
     small = np.clip(cam[np.ix_(y, x)], 0, 1)

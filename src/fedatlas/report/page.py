@@ -20,8 +20,8 @@ def write(run: Path, out: Path | None = None) -> Path:
     file.
     """
     folder = Path(run)
-    page = render(tables.read(folder))
     target = folder / "report.html" if out is None else Path(out)
+    page = render(tables.read(folder), target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     part.write_text(page, encoding="utf-8", newline="\n")
@@ -29,8 +29,8 @@ def write(run: Path, out: Path | None = None) -> Path:
     return target
 
 
-def render(run: Run) -> str:
-    """The whole page."""
+def render(run: Run, beside: Path | None = None) -> str:
+    """The whole page. beside: the folder in which it will lie, to which links are relative; the run folder unless given."""
     private = run.exchange.privacy is not None or run.exchange.secure is not None
     unknown_locals = run.exchange.secure is not None and not run.locals
     chosen = [
@@ -57,6 +57,8 @@ def render(run: Run) -> str:
         ("configuration", "Configuration", _configuration, True),
     ]
     sections = [(anchor, title, content(run)) for anchor, title, content, shown in chosen if shown]
+    if pages := _figure_pages(run, beside or run.folder):
+        sections = [(a, title, body + pages if a == "overlays" else body) for a, title, body in sections]
     name = markup.text(run.info.get("name") or run.info.get("id") or run.folder.name)
     links = "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title, _ in sections)
     body = "".join(
@@ -666,6 +668,16 @@ def _overlays(run: Run) -> str:
             f'<article class="organ"><h3>{markup.swatch(run, class_)}{markup.text(class_)}</h3>{"".join(rows) or missing}</article>'
         )
     return f'{"".join(parts[:2])}<div class="organs">{"".join(parts[2:])}</div>'
+
+
+def _figure_pages(run: Run, beside: Path) -> str:
+    """Links to the pages figure-2.html and so on of the run folder; "" where there are none."""
+    found = sorted(run.folder.glob("figure-[0-9].html"))
+    links = ", ".join(
+        f'<a href="{markup.text(Path(os.path.relpath(file, beside)).as_posix())}">Figure {file.stem[-1]}</a>'
+        for file in found
+    )
+    return f"<p>On pages of their own, as in the Fed-MENU paper: {links}.</p>" if links else ""
 
 
 # ---------------------------------------------------------------------------------------------- forgetting

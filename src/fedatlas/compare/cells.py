@@ -1,0 +1,90 @@
+"""Cells of site and class by their cases: the spread over cases, and the tests of one row of a table against another."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedatlas.compare.plan import Layout
+from fedatlas.compare.running import Cells
+from fedatlas.evaluation.statistics import LEAST_PAIRS, cell_means, holm, mean_of_defined, paired
+
+Values = dict[tuple[str, str, str], float | None]
+"""(site, case, class) -> the value of the metric; labels of whole images have the case "", which is all of them."""
+
+
+def means_of(values: Values) -> Cells:
+    """The means over cases."""
+    return cell_means({"site": s, "class": c, "value": value} for (s, _, c), value in values.items())
+
+
+def spread_of(values: Iterable[Values]) -> dict[tuple[str, str], tuple[int, float | None]]:
+    """(site, class) -> number of cases with a value, and the SD (n-1) over them, None for fewer than two; a case has
+    the mean over the seeds in which it has a value. values: one per seed."""
+    of_case: dict[tuple[str, str], dict[str, list[float | None]]] = {}
+    for of_seed in values:
+        for (site, case, name), value in of_seed.items():
+            of_case.setdefault((site, name), {}).setdefault(case, []).append(value)
+    found = {}
+    for cell, cases in of_case.items():
+        over = [mean for mean in map(mean_of_defined, cases.values()) if mean is not None]
+        found[cell] = (len(over), float(np.std(over, ddof=1)) if len(over) > 1 else None)
+    return found
+
+
+class Pairs(NamedTuple):
+    """Of a cell, case by case: the values of both rows, and in how many cases only one row has a value."""
+
+    one: list[float]
+    other: list[float]
+    lost: int
+
+
+def pairs_of(one: Mapping[int, Values], other: Mapping[int, Values]) -> dict[tuple[str, str], Pairs]:
+    """(site, class) -> pairs by case, each the mean over the seeds in which both rows have a value, of the cells that
+    `one` has. one, other: seed -> values."""
+    both: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    single: dict[tuple[str, str], set[str]] = {}
+    for seed in one:
+        for (site, case, name), value in one[seed].items() if seed in other else ():
+            cell, reference = (site, name), other[seed].get((site, case, name))
+            pairs = both.setdefault(cell, {})
+            if value is not None and reference is not None:
+                pairs.setdefault(case, []).append((value, reference))
+            elif value is not None or reference is not None:
+                single.setdefault(cell, set()).add(case)
+    found = {}
+    for cell, cases in both.items():
+        means = [np.mean(pairs, axis=0) for pairs in cases.values()]
+        lost = len(single.get(cell, set()) - set(cases))
+        found[cell] = Pairs([float(a) for a, _ in means], [float(b) for _, b in means], lost)
+    return found
+
+
+def cell_tests(
+    layout: Layout, rows: Mapping[str, Mapping[int, Values]], against: Mapping[int, Values]
+) -> dict[str, Any]:
+    """Paired t tests, two-sided, of every cell of rows (name -> seed -> values) against the same cell of another row.
+
+    made: how many. p: row -> "site/class" -> p value, adjusted as `layout.correction` says. few: row -> "site/class" ->
+    pairs, where they are fewer than LEAST_PAIRS and nothing is tested. lost: row -> "site/class" -> cases left out
+    because only one of both has a value there.
+    """
+    p: dict[tuple[str, str], float] = {}
+    few: dict[str, dict[str, int]] = {}
+    lost: dict[str, dict[str, int]] = {}
+    for row, values in rows.items():
+        for (site, name), pairs in pairs_of(values, against).items():
+            key = f"{site}/{name}"
+            if len(pairs.one) >= LEAST_PAIRS:
+                p[row, key] = paired(pairs.one, pairs.other)["t"]
+            else:
+                few.setdefault(row, {})[key] = len(pairs.one)
+            if pairs.lost:
+                lost.setdefault(row, {})[key] = pairs.lost
+    if layout.correction == "holm":
+        p = dict(zip(p, holm(list(p.values())), strict=True))
+    by_row: dict[str, dict[str, float]] = {}
+    for (row, key), value in p.items():
+        by_row.setdefault(row, {})[key] = value
+    return {"made": len(p), "p": by_row, "few": few, "lost": lost}

@@ -1,0 +1,279 @@
+"""Tables as Fed-MENU's II and III: cells over cases, the client-wise index, tests by cell, local models."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from fedatlas.compare import Comparison, Layout, collect, load_comparison, write_table
+from fedatlas.compare.cells import cell_tests, pairs_of, spread_of
+from fedatlas.compare.running import average
+from fedatlas.errors import FederationError
+from fedatlas.evaluation.statistics import holm, write_rows
+from fedatlas.experiment import hash_of, resolved
+from fedatlas.report.comparison import html, markdown
+
+ORGANS = ("liver", "kidney", "pancreas", "spleen", "gallbladder")
+SITES = {
+    "c1": ORGANS[:1],
+    "c2": ORGANS[1:2],
+    "c3": ORGANS[2:3],
+    "c4": ORGANS[3:4],
+    "c5": ORGANS,
+    "btcv": ORGANS,
+}
+"""Site -> what is scored there; btcv trains nothing."""
+IN = [f"{site}/{name}" for site, names in SITES.items() for name in names if site != "btcv"]
+OUT = [f"btcv/{name}" for name in ORGANS]
+MENU = dict(zip(IN, (94.07, 95.94, 80.05, 94.65, 96.70, 93.74, 82.14, 96.34, 86.08), strict=True))
+"""Table II, federated MENU-Net: DSC in %."""
+LOCALIZED = dict(zip(IN, (93.46, 91.17, 76.82, 91.98, 95.93, 94.80, 78.91, 95.47, 80.29), strict=True))
+LOCALIZED_OUT = {"c1": (92.63,), "c2": (85.07,), "c3": (73.78,), "c4": (85.01,),
+                 "c5": (92.78, 89.14, 57.13, 88.18, 53.45)}  # fmt: skip
+"""Table III, each client's own model on the organs that it annotates."""
+TABLE: Mapping[str, Any] = {"columns": "site-class", "average": "sites", "cells": "cases", "percent": True}
+
+Cases = Mapping[str, Mapping[str, Sequence[float | None]]]
+"""model -> "site/class" -> the value of every case."""
+
+
+def menu(folder: Path, *, seeds: Sequence[int] = (0,), **changes: Any) -> Comparison:
+    """A comparison of three arms; the data of its sites are not here."""
+    base = {
+        "name": "menu",
+        "labels": {"names": ["background", *ORGANS]},
+        "sites": [{"name": s, "path": s, "role": "test" if s == "btcv" else "train"} for s in SITES],
+        "preprocessing": {"spacing": [4, 4, 4], "window": [-100, 200], "patch": [16, 16], "context": 1},
+        "net": {"name": "unet"},
+        "method": {"name": "fedavg"},
+        "rounds": 2,
+        "evaluation": {"metrics": ["dice", "asd"]},
+    }
+    arms = {"localized": {"method.name": "standalone"}, "unet": {}, "menu": {"method.name": "fedprox"}}
+    file = {"name": "menu", "base": "base.yaml", "arms": arms, "seeds": [*seeds], "layout": dict(TABLE)}
+    folder.mkdir(exist_ok=True)
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    (folder / "menu.yaml").write_text(yaml.safe_dump({**file, **changes}, sort_keys=False))
+    return load_comparison([folder / "menu.yaml"], runs=folder / "runs")
+
+
+def pretend(comparison: Comparison, arm: str, values: Cases, seed: int = 0, metric: str = "dice") -> None:
+    """A finished run that never ran."""
+    path, federation = comparison.path(arm, seed), comparison.federations[arm][seed]
+    (path / "rounds" / "0001").mkdir(parents=True)
+    (path / "federation.yaml").write_text(yaml.safe_dump(resolved(federation)))
+    about = {
+        "hash": hash_of(federation), "finished": "then", "git": "0123", "rounds": 1, "model_bytes": 2**20,
+        "labels": {"names": federation.labels.names, "groups": [], "exclusive": True},
+        "sites": {site: {"annotated": names} for site, names in SITES.items()},
+    }  # fmt: skip
+    (path / "run.json").write_text(json.dumps(about))
+    cost = {"bytes_up": 1, "bytes_down": 1, "seconds": 1}
+    log = {"round": 1, "phases": {"round": 1}, "sites": {"c1": {"step_seconds": 1}}, "cost": {"c1": cost}}
+    (path / "rounds" / "0001" / "log.json").write_text(json.dumps(log))
+    rows = [
+        {
+            "split": "test", "grid": "original", "model": model, "round": 1, "site": cell.partition("/")[0],
+            "case": f"case-{number}", "class": cell.partition("/")[2], "metric": metric, "value": value,
+            "known": not cell.startswith("btcv/"), "reason": "",
+        }
+        for model, cells in values.items() for cell, of in cells.items() for number, value in enumerate(of)
+    ]  # fmt: skip
+    write_rows(path / "rows.csv", rows)
+
+
+def around(mean: float, cases: int, rng: np.random.Generator, spread: float = 0.02) -> list[float]:
+    """Values whose mean is the given one."""
+    values = rng.normal(0, spread, cases)
+    return (mean + values - values.mean()).tolist()
+
+
+def line(text: str, row: str, table: int = 0) -> list[str]:
+    """The cells of a row of a table of means, by the number of that table."""
+    of_table = text.split("| arm | seeds |")[table + 1].partition("\n\n")[0]
+    (found,) = (found for found in of_table.splitlines() if found.startswith(f"| {row} |"))
+    return [cell.strip() for cell in found.split("|")[3:-1]]
+
+
+def test_the_global_column_is_that_of_the_printed_row(tmp_path) -> None:
+    printed = {"menu": {**MENU, "mean": 91.14}, "unet": {"mean": 90.39}}
+    tables = [{"sites": "train", "layout": {"columns": "site-class", "percent": True}}]
+    comparison = menu(tmp_path, measure={"sites": "train"}, printed=printed, tables=tables)
+    pretend(comparison, "menu", {"best": {cell: [v / 100] * 2 for cell, v in MENU.items()}})
+    found = collect(comparison)
+    cells = {(c.partition("/")[0], c.partition("/")[2]): v for c, v in MENU.items()}
+    assert average(comparison, cells) == pytest.approx(91.142)
+    assert found["arms"]["menu"]["mean"] == pytest.approx([0.91142])
+    assert found["sites"] == ["c1", "c2", "c3", "c4", "c5"]
+    text = markdown(found)
+    assert line(text, "menu")[-1] == "91.14" and "| c5: gallbladder | global |" in text
+    assert line(text, "menu")[0] == "94.07 (0.00)", "the SD over two equal cases"
+    assert "| 86.08 (86.08) | 91.14 (91.14) |" in text and "| 90.39 (not run) |" in text
+    assert line(text, "menu", 1)[-1] == f"{np.mean(list(MENU.values())):.2f}", "over columns, as by default"
+    assert "dice in %, test cases" in text and "the mean over sites of the mean over a site's classes" in text
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_cell_is_the_mean_and_the_sd_over_cases_averaged_over_seeds(tmp_path) -> None:
+    comparison = menu(
+        tmp_path, seeds=[0, 1], measure={"metric": "asd"}, layout={**TABLE, "percent": False, "decimals": 2}
+    )
+    values = np.random.default_rng(0).uniform(1, 4, (2, 7))
+    for seed, of in enumerate(values):
+        pretend(
+            comparison, "menu", {"best": {"c1/liver": of.tolist(), "c2/kidney": [1.0, None]}}, seed, "asd"
+        )
+    text = markdown(collect(comparison))
+    assert line(text, "menu")[:2] == [f"{values.mean():.2f} ({values.mean(0).std(ddof=1):.2f})", "1.00"]
+    index = (values.mean(1) + 1) / 2
+    assert line(text, "menu")[2] == f"{index.mean():.2f} ± {index.std(ddof=1):.2f}"
+    holes = [{("s", case, "c"): value for case, value in of.items()} for of in
+             ({"a": 1.0, "b": 4.0, "d": None}, {"a": 3.0, "b": None, "d": None})]  # fmt: skip
+    assert spread_of(holes) == {("s", "c"): (2, pytest.approx(np.std([2, 4], ddof=1)))}
+
+
+def test_underlined_is_what_the_paired_t_test_finds(tmp_path) -> None:
+    rng = np.random.default_rng(5)
+    layout = {**TABLE, "against": "menu"}
+    tables = [{"layout": {**layout, "correction": "holm"}}]
+    comparison = menu(tmp_path, layout=layout, tables=tables)
+    cells = ["c1/liver", "c2/kidney", "c3/pancreas", "c4/spleen"]
+    ours = {cell: around(0.8, 8, rng) for cell in cells}
+    # near the limit: found alone, and not among three
+    shift = {"c1/liver": 0.05, "c2/kidney": 0.021, "c3/pancreas": 0.0, "c4/spleen": -0.2}
+    theirs: dict[str, list[float | None]] = {c: around(0.8 + shift[c], 8, rng) for c in cells}
+    theirs["c4/spleen"][:3] = [None] * 3
+    pretend(comparison, "menu", {"best": ours})
+    pretend(comparison, "unet", {"best": theirs})
+    p = [stats.ttest_rel(theirs[c], ours[c]).pvalue for c in cells[:3]]  # type: ignore[union-attr]
+    assert p[0] < 0.01 and 0.03 < p[1] < 0.05 < p[2], "what the rest of this test rests on"
+    found = collect(comparison)
+    assert found["tests"]["p"]["unet"] == pytest.approx(dict(zip(cells, p, strict=False)))
+    assert found["tables"][0]["tests"]["p"]["unet"] == pytest.approx(dict(zip(cells, holm(p), strict=False)))
+    text = markdown(found)
+    row = line(text, "unet")
+    assert row[0].startswith("**<ins>85.00</ins>** (") and row[1].startswith("**<ins>82.10</ins>** (")
+    assert "<ins>" not in row[2] + row[3] and "<ins>" not in "".join(line(text, "menu"))
+    assert line(text, "unet", 1)[0].startswith("**<ins>85.00") and "<ins>" not in line(text, "unet", 1)[1]
+    assert "against menu; 3 tests, not corrected for their number." in text
+    assert "3 tests, Holm-adjusted over these tests." in text
+    assert "Not tested, with fewer than 6 pairs of cases: c4/spleen 5." in text
+    assert "only one of the two models has a value there: unet c4/spleen 3." in text
+    page = html(found)
+    assert "<b><u>85.00</u></b> (" in page and "ins&gt;" not in page
+
+
+def test_pairs_are_of_the_seeds_that_both_have() -> None:
+    def of(**cases: float | None) -> dict[tuple[str, str, str], float | None]:
+        return {("s", case, "c"): value for case, value in cases.items()}
+
+    one = {0: of(a=1.0, b=2.0, d=None, e=None), 1: of(a=3.0, b=None, d=None, e=5.0), 2: of(a=99.0)}
+    other = {0: of(a=0.0, b=1.0, d=None, e=1.0), 1: of(a=1.0, b=7.0, d=None, e=None)}
+    found = pairs_of(one, other)["s", "c"]
+    assert found.one == [2.0, 2.0] and found.other == [0.5, 1.0], "a of both seeds, b of the first"
+    assert found.lost == 1, "e; d has no value in either"
+    assert pairs_of(one, {}) == {}
+    few = cell_tests(Layout(against="x", columns="site-class"), {"row": one}, other)  # type: ignore[call-arg]
+    assert few == {"made": 0, "p": {}, "few": {"row": {"s/c": 2}}, "lost": {"row": {"s/c": 1}}}
+    same = {0: of(**{str(n): 0.5 for n in range(6)})}
+    made = cell_tests(Layout(against="x", columns="site-class"), {"row": same}, same)  # type: ignore[call-arg]
+    assert made["p"] == {"row": {"s/c": 1.0}} and made["few"] == made["lost"] == {}
+
+
+def test_localized_rows_are_every_sites_own_model(tmp_path) -> None:
+    own = {"local": ["localized"]}
+    printed = {"localized": {"mean": 88.50, "c1/liver": 93.46}}
+    outside = {"localized/c5": {"btcv/liver": 92.78, "mean": 76.13}}
+    layout = {**TABLE, "against": "menu"}
+    tables = [{"title": "Table III", "sites": "test", **own, "printed": outside, "layout": layout}]
+    comparison = menu(
+        tmp_path, measure={"sites": "train", **own}, printed=printed, tables=tables, layout=layout
+    )
+    models: dict[str, dict[str, list[float]]] = {}
+    for site, values in LOCALIZED_OUT.items():
+        models[f"local/{site}"] = {cell: [0.01] * 6 for cell in (*IN, *OUT)}
+        of_site = {cell: v for cell, v in LOCALIZED.items() if cell.startswith(site)}
+        of_site |= {f"btcv/{name}": v for name, v in zip(SITES[site], values, strict=True)}
+        models[f"local/{site}"] |= {cell: [v / 100] * 6 for cell, v in of_site.items()}
+    pretend(comparison, "localized", models | {"best": {cell: [0.5] * 6 for cell in (*IN, *OUT)}})
+    text = markdown(collect(comparison))
+    assert line(text, "localized")[:-1] == [""] * 9 and line(text, "localized")[-1] == "88.50"
+    assert line(text, "localized/c2") == ["–", "91.17 (0.00)", *["–"] * 8]
+    assert line(text, "localized/c5")[4:] == [f"{LOCALIZED[c]:.2f} (0.00)" for c in IN[4:]] + ["–"]
+    assert line(text, "unet") == ["not run"] * 10
+    assert "| 93.46 (93.46) | 88.50 (88.50) |" in text
+    assert line(text, "localized/c2", 1) == ["–", "85.07 (0.00)", *["–"] * 4]
+    assert line(text, "localized/c5", 1)[-1] == "76.14", "76.136, of a model that has all columns"
+    assert "| localized/c5 | 92.78 (92.78) | 76.13 (76.14) |" in text
+    assert text.count("| localized | 1 |") == 2, (
+        "of means and of costs: as a whole it has nothing out of the federation"
+    )
+    assert "only one of the two" not in text and "\\*" not in text
+
+    assert "Nothing is tested" not in text
+    pretend(
+        comparison,
+        "menu",
+        {"best": {cell: around(0.95, 6, np.random.default_rng(1), 0.002) for cell in (*IN, *OUT)}},
+    )
+    found = collect(comparison)
+    assert found["tests"]["made"] == 9 and found["tables"][0]["tests"]["made"] == 9
+    assert set(found["tests"]["p"]) == {f"localized/c{n}" for n in range(1, 6)}
+    text = markdown(found)
+    assert line(text, "localized/c2")[1] == "<ins>91.17</ins> (0.00)"
+    assert line(text, "localized/c5")[4].startswith("**<ins>95.93</ins>**"), "bold is the best of all rows"
+    assert line(text, "menu", 1)[-1] == "**95.00**" and line(text, "menu")[-1] == "**95.00**"
+    assert found["arms"]["localized"]["mean"] == pytest.approx([0.88502], abs=1e-4)
+    interval = found["bootstrap"]["menu"]["value"]
+    means = [found["arms"][arm]["mean"][0] for arm in ("menu", "localized")]
+    assert interval == pytest.approx(means[0] - means[1]), "weighted as the column is"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"layout": {"cells": "cases"}}, "set columns to site-class"),
+        ({"layout": {"against": "menu"}}, "set columns to site-class"),
+        ({"layout": {**TABLE, "correction": "holm"}}, "set against to an arm"),
+        ({"layout": {**TABLE, "against": "mennu"}}, "layout: against: the arm 'mennu' does not exist; did you mean 'menu'"),
+        ({"layout": {**TABLE, "decimals": 7}}, "less than or equal to 6"),
+        ({"measure": {"metric": "asd"}}, "percent: asd is in mm"),
+        ({"measure": {"local": ["local"]}}, "measure: local: the arm 'local' does not exist"),
+        ({"measure": {"sites": "tests"}}, "'train' or 'test'"),
+        ({"printed": {"menu/c1": {"mean": 1.0}}}, "the arm 'menu/c1' does not exist"),
+        ({"measure": {"local": ["menu"]}, "arms": {"menu": {"evaluation.models": ["best"]}}},
+         "measure.local holds the arm, and the arm menu evaluates only best"),
+    ],
+)  # fmt: skip
+def test_what_a_table_cannot_show_is_told(tmp_path, changes, told) -> None:
+    with pytest.raises(FederationError) as error:
+        menu(tmp_path, **changes)
+    assert told in str(error.value)
+
+
+def test_the_table_is_written_to_a_page(tmp_path) -> None:
+    comparison = menu(tmp_path, layout={**TABLE, "against": "menu"}, measure={"sites": "test"})
+    for arm, mean in (("menu", 0.9), ("unet", 0.8)):
+        rng = np.random.default_rng(2)
+        pretend(comparison, arm, {"best": {cell: around(mean, 6, rng) for cell in OUT}})
+    found, page = collect(comparison), tmp_path / "page.md"
+    write_table(comparison, found, page)
+    text = page.read_text()
+    assert line(text, "unet")[0].startswith("<ins>80.00</ins> (") and "| btcv: liver |" in text
+    assert "<u>80.00</u> (" in html(found)
+
+
+def test_the_how_to_shows_tables_that_load(tmp_path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "compare.md").read_text()
+    shown = yaml.safe_load(
+        page.partition("Tables II and III")[2].partition("```yaml\n")[2].partition("```")[0]
+    )
+    comparison = menu(tmp_path, **shown)
+    assert comparison.measure.sites == tuple(SITES)[:5] and comparison.tables[0].sites == ("btcv",)
+    assert comparison.layout == comparison.tables[0].layout and comparison.layout.against == "menu"
+    assert comparison.printed == {"menu": {"c1/liver": 94.07, "mean": 91.14}}
