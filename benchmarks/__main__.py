@@ -6,7 +6,9 @@ Options, from the first argument that begins with "-", go to the one that is nam
 import subprocess
 import sys
 
-MODULES = ("steps", "tadl", "condist", "precision", "rounds", "server_memory", "metrics", "cache", "engines")
+MODULES = (
+    "steps", "tadl", "condist", "experts", "precision", "rounds", "server_memory", "metrics", "cache", "engines",
+)  # fmt: skip
 
 if __name__ == "__main__":
     first = next((i for i, text in enumerate(sys.argv) if i and text.startswith("-")), len(sys.argv))
