@@ -216,17 +216,19 @@ def map_labels(
 def resolve_names(
     names: Sequence[str], aliases: Mapping[str, str], space: LabelSpace, *, site: str
 ) -> dict[str, str]:
-    """A site's label names -> names of the space, through the site's aliases.
+    """A site's label names -> names of the space, through the site's aliases. An alias may point to the background, as
+    of a lesion that is to count as no class; of labels of whole images there is none.
 
     Raises FederationError for a name that is neither in the space nor an alias of one, and for an alias
     that matches none of the site's names or points outside the space.
     """
+    allowed = space.names if space.level == "image" else (*space.names, BACKGROUND)
     for alias, target in aliases.items():
         if alias not in names:
             raise FederationError(
                 f"site {site}: alias {alias!r} matches none of the site's labels; it has: {', '.join(names)}"
             )
-        if target not in space.names:
+        if target not in allowed:
             raise FederationError(
                 f"site {site}: alias {alias!r} points to {target!r}, which is not in the label space; "
                 f"known: {', '.join(space.names)}"
@@ -236,6 +238,6 @@ def resolve_names(
         if target not in space.names and target != BACKGROUND:
             raise FederationError(
                 f"site {site}: label {name!r} is not in the label space ({', '.join(space.names)}); "
-                "add it there, give it an alias, or leave it out with `annotated`"
+                f"add it there, give it an alias (of an organ, or {BACKGROUND}), or leave it out with `annotated`"
             )
     return resolved

@@ -1,4 +1,5 @@
-"""Small folders in the exact layouts of KiTS19, AMOS22 and the Medical Segmentation Decathlon, with a rough abdomen."""
+"""Small folders in the exact layouts of KiTS19, LiTS, AMOS22, BTCV and the Medical Segmentation Decathlon, with a rough
+abdomen."""
 
 import json
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ ORGANS: Mapping[str, tuple[tuple[float, float, float], float, float]] = {
     "right kidney": ((0.32, 0.30, 0.25), 0.10, 160.0),
     "left kidney": ((0.68, 0.28, 0.25), 0.10, 160.0),
     "stomach": ((0.62, 0.75, 0.75), 0.11, 30.0),
+    "gallbladder": ((0.42, 0.78, 0.42), 0.08, 5.0),
 }
 """name -> (centre, radius, HU) in parts of the scan, axes R, A, S from the patient's left, back and feet."""
 AMOS_TABLE = {
@@ -36,6 +38,22 @@ AMOS_TABLE = {
     "14": "bladder",
     "15": "prostate/uterus",
 }
+BTCV_NAMES = (
+    "spleen",
+    "right kidney",
+    "left kidney",
+    "gallbladder",
+    "esophagus",
+    "liver",
+    "stomach",
+    "aorta",
+    "inferior vena cava",
+    "portal and splenic veins",
+    "pancreas",
+    "right adrenal gland",
+    "left adrenal gland",
+)
+"""Of the integers from 1 on."""
 MSD_TASKS: Mapping[str, tuple[str, dict[str, str], str]] = {
     "Task03_Liver": ("liver", {"0": "background", "1": "liver", "2": "cancer"}, "liver"),
     "Task07_Pancreas": ("pancreas", {"0": "background", "1": "pancreas", "2": "cancer"}, "pancreas"),
@@ -92,7 +110,7 @@ def write_amos22(
 ) -> Path:
     """dataset.json with its three lists; train, validation: how many CT and MR scans of each."""
     affine = np.diag([-SPACING[0], -SPACING[1], SPACING[2], 1.0])
-    table = {name: int(number) for number, name in AMOS_TABLE.items()}
+    table = {name.replace("gall bladder", "gallbladder"): int(number) for number, name in AMOS_TABLE.items()}
     lists: dict[str, list[dict[str, str]]] = {"training": [], "validation": [], "test": []}
     ct, mr = iter(range(1, 500)), iter(range(507, 600))
     wanted = (("training", "Tr", train), ("validation", "Va", validation), ("test", "Ts", (test, 0)))
@@ -156,3 +174,30 @@ def write_msd(root: Path, task: str, cases: int = 6, test: int = 1) -> Path:
     }
     (folder / "dataset.json").write_text(json.dumps(content))
     return folder
+
+
+def write_lits(root: Path, cases: int = 6, test: int = 1, ending: str = ".nii") -> Path:
+    """Training Batch 1 and 2, each with its volumes and segmentations, the test volumes beside them."""
+    affine = np.diag([-SPACING[0], -SPACING[1], SPACING[2], 1.0])
+    for number in range(cases):
+        scan, labels = abdomen(np.random.default_rng([17, number]), {"liver": 1}, ("liver", 2))
+        folder = root / f"Training Batch {1 if number < cases // 3 else 2}"
+        save(folder / f"volume-{number}{ending}", scan[::-1, ::-1].astype(np.int16), affine)
+        save(folder / f"segmentation-{number}{ending}", labels[::-1, ::-1].copy(), affine)
+    for number in range(test):
+        scan, _ = abdomen(np.random.default_rng([17, 1000 + number]), {})
+        save(root / "Test Data" / f"test-volume-{number}{ending}", scan[::-1, ::-1].astype(np.int16), affine)
+    return root
+
+
+def write_btcv(root: Path, cases: int = 3, test: int = 1) -> Path:
+    """RawData/Training/img and label from number 1 on, RawData/Testing/img from 61 on."""
+    affine = np.diag([-SPACING[0], SPACING[1], SPACING[2], 1.0])
+    table = {name: number for number, name in enumerate(BTCV_NAMES, 1)}
+    for number in [*range(1, cases + 1), *range(61, 61 + test)]:
+        scan, labels = abdomen(np.random.default_rng([13, number]), table)
+        folder = root / "RawData" / ("Training" if number < 61 else "Testing")
+        save(folder / "img" / f"img{number:04d}.nii.gz", scan[::-1].astype(np.float32), affine)
+        if number < 61:
+            save(folder / "label" / f"label{number:04d}.nii.gz", labels[::-1].copy(), affine)
+    return root

@@ -1,4 +1,4 @@
-"""KiTS19, AMOS22 and three tasks of the Decathlon, in folders of their exact layouts."""
+"""KiTS19, LiTS, AMOS22, BTCV and three tasks of the Decathlon, in folders of their exact layouts."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from fake_volumes import MSD_TASKS, write_amos22, write_kits19, write_msd
+from fake_volumes import BTCV_NAMES, MSD_TASKS, write_amos22, write_btcv, write_kits19, write_lits, write_msd
 
 from fedatlas.data.site_data import SiteConfig, SiteData, SiteIndex, check_federation, check_site, read_site
 from fedatlas.data.transforms import Preprocessing
@@ -37,7 +37,9 @@ BOTH_KIDNEYS = {"right kidney": "kidney", "left kidney": "kidney"}
 def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sets")
     write_kits19(root / "kits19")
+    write_lits(root / "lits")
     write_amos22(root / "amos22")
+    write_btcv(root / "btcv")
     for task in MSD_TASKS:
         write_msd(root, task)
     return root
@@ -52,6 +54,11 @@ def told(path: Path, **config: Any) -> str:
         index_of(path, **config)
     assert "site x" in str(error.value)
     return str(error.value)
+
+
+def raw_label(path: Path) -> np.ndarray:
+    image: Any = nib.load(path)  # type: ignore[attr-defined]
+    return np.asarray(image.dataobj)
 
 
 def fatal(index: SiteIndex) -> list[str]:
@@ -201,3 +208,154 @@ def test_orientation_of_kits19_is_undone(sets: Path, tmp_path: Path) -> None:
         places = np.argwhere(volume.truth("federation") >= 6) / np.array(volume.image.shape[1:])
         assert places.mean(0)[1] < 0.45 and places.mean(0)[2] < 0.4
         assert torch.isfinite(volume.image).all()
+
+
+# ------------------------------------------------------------------------------------------------- LiTS and BTCV
+
+
+def test_lits_in_batches_and_in_one_folder(sets: Path, tmp_path: Path) -> None:
+    index = index_of(sets / "lits", format="lits", split={"validation": 0.1, "test": 0.3})
+    assert index.table == {"background": 0, "liver": 1, "liver tumour": 2} and not fatal(index)
+    assert "6 labelled cases; LiTS has 131, 0 to 130" in str(index.problems[0])
+    assert sorted(case.name for case in index.cases) == [f"volume-{n}" for n in range(6)]
+    assert [case.split for case in index.cases].count("test") == 2
+    assert not [problem for problem in check_site(index, SPACE) if problem.fatal]
+    plain = index_of(sets / "lits", format="lits")
+    assert [case.name for case in plain.cases if case.split == "test"] == ["test-volume-0"]
+    assert all(
+        case.label and f"n-{case.name[7:]}." in case.label.name for case in plain.cases if case.labelled
+    )
+    flat = tmp_path / "flat"
+    flat.mkdir()
+    for file in (sets / "lits").glob("*/*.nii"):
+        shutil.copy(file, flat)
+    assert [c.name for c in index_of(flat, format="lits").cases] == [c.name for c in plain.cases]
+    packed = index_of(write_lits(tmp_path / "packed", ending=".nii.gz"), format="lits")
+    assert [c.name for c in packed.cases] == [c.name for c in plain.cases]
+
+
+def test_lits_that_is_not_whole(sets: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(sets / "lits", tmp_path / "lits"))
+    first, second = root / "Training Batch 1", root / "Training Batch 2"
+    (first / "segmentation-1.nii").unlink()
+    (second / "volume-3.nii").unlink()
+    shutil.copy(second / "volume-4.nii", second / "volume-131.nii")
+    shutil.copy(second / "segmentation-4.nii", second / "segmentation-131.nii")
+    scans, labels, foreign = fatal(index_of(root, format="lits"))
+    assert "Training Batch 1/volume-1.nii: missing: 1 of 6 scans have no label map" in scans
+    assert "Training Batch 2/segmentation-3.nii: missing: 1 of 6 label maps have no scan" in labels
+    assert "volume-131.nii: not of LiTS, whose labelled scans are 0 to 130" in foreign
+    shutil.copy(second / "volume-4.nii", first)
+    text = told(root, format="lits")
+    assert "Training Batch 1/volume-4.nii and Training Batch 2/volume-4.nii are the same scan twice" in text
+    text = told(sets / "Task03_Liver", format="lits")
+    assert "LiTS is expected, with volume-0.nii" in text and "found none" in text
+    assert "the layout lits has no options" in told(sets / "lits", format="lits", reading={"a": 1})
+
+
+@pytest.mark.parametrize("inside", [".", "RawData", "RawData/Training"])
+def test_btcv_is_tested_on(sets: Path, tmp_path: Path, inside: str) -> None:
+    space = LabelSpace(("background", "liver", "kidney", "pancreas", "spleen", "gallbladder"))
+    index = index_of(sets / "btcv" / inside, format="btcv", role="test", aliases=BOTH_KIDNEYS)
+    assert tuple(index.table) == ("background", *BTCV_NAMES) and list(index.table.values()) == [*range(14)]
+    assert [case.name for case in index.cases] == ["img0001", "img0002", "img0003"]
+    assert {case.split for case in index.cases} == {"test"} and index.brings == () and not fatal(index)
+    assert "3 labelled cases; BTCV has 30, 1 to 10, 21 to 40" in str(index.problems[0])
+    if inside != ".":
+        return
+    assert not [problem for problem in check_site(index, space) if problem.fatal]
+    data = SiteData(index, space, SOLID, cache=tmp_path)
+    assert data.n_train == 0 and not data.labels.annotated
+    for volume in data.volumes("test"):
+        assert volume.scored[1:].all() and not volume.known[1:].any()
+        own = raw_label(sets / f"btcv/RawData/Training/label/label{volume.case[3:]}.nii.gz")
+        for c, integers in {1: [6], 2: [2, 3], 3: [11], 4: [1], 5: [4]}.items():
+            assert np.array_equal(
+                volume.truth("original") == c, np.isin(own, integers)
+            ) and c in volume.truth("original")
+
+
+def test_btcv_that_is_not_whole(sets: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(sets / "btcv", tmp_path / "btcv"))
+    training = root / "RawData" / "Training"
+    (training / "label" / "label0002.nii.gz").unlink()
+    (text,) = fatal(index_of(root, format="btcv"))
+    assert "RawData/Training/img/img0002.nii.gz: missing: 1 of 3 scans have no label map" in text
+    for folder, name in (("img", "img"), ("label", "label")):
+        shutil.copy(training / folder / f"{name}0001.nii.gz", training / folder / f"{name}0015.nii.gz")
+    assert "img0015.nii.gz: not of BTCV" in fatal(index_of(root, format="btcv"))[1]
+    shutil.copy(training / "img/img0001.nii.gz", tmp_path / "img0001.nii.gz")
+    assert "found no folder img" in told(sets / "kits19", format="btcv")
+    shutil.rmtree(training / "img")
+    (training / "img").mkdir()
+    assert "with img0001.nii.gz …; found none" in told(root, format="btcv")
+
+
+def test_amos22_by_list(sets: Path) -> None:
+    """Fed-MENU's site of AMOS: the training list alone, which `split` may divide."""
+    config = {"format": "amos22", "split": {"validation": 1, "test": 1}}
+    index = index_of(sets / "amos22", **config, reading={"lists": "training"})
+    assert [case.name for case in index.cases] == ["amos_0001", "amos_0002", "amos_0003"]
+    assert "3 labelled scans (ct, list training); AMOS22 has 200" in str(index.problems[0])
+    assert "its layout lists 2 labelled validation cases" in told(sets / "amos22", **config)
+    other = index_of(sets / "amos22", format="amos22", reading={"lists": "validation"})
+    assert [case.name for case in other.cases if case.labelled] == ["amos_0004", "amos_0005"]
+
+
+# ---------------------------------------------------------------------------- a lesion: of its organ, or of nothing
+
+LESIONS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "lits": ({"format": "lits"}, "liver tumour", "liver"),
+    "kits19": ({"format": "kits19"}, "kidney tumour", "kidney"),
+    "Task07_Pancreas": ({"format": "msd"}, "cancer", "pancreas"),
+}
+"""folder -> its layout, its lesion, the organ of that."""
+
+
+def raw_labels(root: Path) -> dict[str, np.ndarray]:
+    """case -> the integers of its label file, for the folders of `LESIONS`."""
+    files = [*root.glob("*/segmentation-*.nii"), *root.glob("data/*/segmentation.nii.gz")]
+    files += [file for file in root.glob("labelsTr/*.nii.gz") if not file.name.startswith(".")]
+    names = {
+        file: file.parent.name
+        if file.name == "segmentation.nii.gz"
+        else file.name.partition(".")[0].replace("segmentation", "volume")
+        for file in files
+    }
+    return {name: raw_label(file) for file, name in names.items()}
+
+
+@pytest.mark.parametrize("folder", LESIONS)
+@pytest.mark.parametrize("exclusive", [True, False], ids=["softmax", "sigmoid"])
+def test_a_lesion_is_part_of_its_organ_or_background(
+    folder: str, exclusive: bool, sets: Path, tmp_path: Path
+) -> None:
+    config, lesion, organ = LESIONS[folder]
+    organs = ("liver", "kidney", "pancreas")
+    space = LabelSpace((*(("background",) if exclusive else ()), *organs), exclusive=exclusive)
+    own = raw_labels(sets / folder)
+    assert len(own) == 6 and all((voxels == 2).any() for voxels in own.values())
+    for target, integers in ((organ, [1, 2]), ("background", [1])):
+        index = index_of(sets / folder, **config, split={"test": 2}, aliases={lesion: target})
+        assert index.brings == (organ,)
+        assert not [p for p in check_federation([index], space) if p.fatal and p.site == "x"]
+        data = SiteData(index, space, SOLID, cache=tmp_path)
+        assert data.labels.annotated == {space.index(organ)}
+        volumes = list(data.volumes("test"))
+        assert len(volumes) == 2
+        for volume in volumes:
+            # the organ is annotated and nothing is left out: what is not it is known not to be
+            assert [c for c in space.foreground if volume.known[c]] == [space.index(organ)]
+            truth = volume.truth("original")
+            drawn = truth == space.index(organ) if exclusive else truth[space.index(organ)] > 0
+            assert np.array_equal(drawn, np.isin(own[volume.case], integers))
+            assert drawn.sum() == ((truth > 0).sum())
+
+
+def test_a_lesion_that_goes_nowhere_is_told_where_it_may(sets: Path, tmp_path: Path) -> None:
+    space = LabelSpace(("background", "liver"))
+    with pytest.raises(FederationError, match=r"give it an alias \(of an organ, or background\)"):
+        SiteData(index_of(sets / "lits", format="lits"), space, SOLID, cache=tmp_path)
+    with pytest.raises(FederationError, match="alias 'tumour' matches none of the site's labels"):
+        index = index_of(sets / "lits", format="lits", aliases={"tumour": "background"})
+        SiteData(index, space, SOLID, cache=tmp_path)

@@ -11,6 +11,7 @@ from fedatlas.compare.overlays import Shown, overlays, subjects
 from fedatlas.compare.pictures import box_plots
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell
+from fedatlas.compare.sweep import exchanges
 from fedatlas.engine.store import write_atomic
 from fedatlas.errors import FederationError
 from fedatlas.report import markup
@@ -22,19 +23,19 @@ PUBLISHED = ("docs", "results.md")
 
 
 def write_page(comparison: Comparison, found: Mapping[str, Any], tell: Tell = lambda text: None) -> Path:
-    """comparison.html beside the runs: the tables, the critical-difference diagram and, where cases are scored, box
-    plots, and pictures of the median case of every site; figure-2.html to figure-4.html beside it, see
-    `figures.write_figures`."""
+    """comparison.html beside the runs: the tables, the critical-difference diagram, averages over the number of rounds
+    where arms differ in it, and, where cases are scored, box plots and pictures of the median case of every site;
+    figure-2.html to figure-4.html beside it, see `figures.write_figures`."""
     page = comparison.folder / (f"{comparison.name}.html" if comparison.shared else "comparison.html")
     page.parent.mkdir(parents=True, exist_ok=True)
     seeds = {arm: of_arm["seeds"] for arm, of_arm in found["arms"].items()}
-    figures = ""
+    figures = exchanges(comparison, found)
     if boxes := box_plots(comparison, seeds):
         caption = (
             f"{found['metric']} over {found['split']} cases in which the class is there, of all finished seeds, for the global "
             "model and every local one. A star: not annotated at that site."
         )
-        figures = f"<h2>Global and local models</h2>{markup.figure(boxes, markup.text(caption))}"
+        figures += f"<h2>Global and local models</h2>{markup.figure(boxes, markup.text(caption))}"
     shown, problems = overlays(comparison, seeds, tell)
     figures += _pictures(comparison, found, shown, problems)
     if comparison.first.task == "segmentation":

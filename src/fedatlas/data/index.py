@@ -70,6 +70,8 @@ VolumeFormat = Literal[
     "masks",
     "kits19",
     "amos22",
+    "lits",
+    "btcv",
     "montgomery",
     "shenzhen",
     "jsrt",
@@ -95,9 +97,9 @@ class SiteConfig:
     )
     format: Literal[VolumeFormat, ImageFormat] = option(
         "auto",
-        "The layout of the folder; auto: nnunet, msd or monai, whichever it is. Pictures with masks: masks, "
-        "montgomery, shenzhen, jsrt, siim. For findings of whole images: csv, chestxray14, tbx (Tuberculosis Chest "
-        "X-ray), covid (COVID-19 Radiography).",
+        "The layout of the folder; auto: nnunet, msd or monai, whichever it is. Scans of one data set: "
+        "kits19, amos22, lits, btcv. Pictures with masks: masks, montgomery, shenzhen, jsrt, siim. For findings of "
+        "whole images: csv, chestxray14, tbx (Tuberculosis Chest X-ray), covid (COVID-19 Radiography).",
     )
     reading: dict[str, Any] = option({}, "The options of a layout, as the columns of a csv.")
     role: Literal["train", "test"] = option(
@@ -133,7 +135,10 @@ class SiteConfig:
     annotated: tuple[str, ...] | None = option(
         None, "Which labels of its table count as annotated; null: all. Its own names, or ours."
     )
-    aliases: dict[str, str] = option({}, "Its label names -> names of the label space.")
+    aliases: dict[str, str] = option(
+        {},
+        "Its label names -> names of the label space, several to one where they are one class, or -> background.",
+    )
     table: str = option("dataset.json", "The file with its label table.")
     labels: str = option("labelsTr", "Folder of the label files of training cases (nnU-Net raw).")
     test_labels: str = option("labelsTs", "Folder of the label files of test cases (nnU-Net raw).")
@@ -213,7 +218,8 @@ class SiteIndex:
         """What it annotates for training, by the names of the label space."""
         if not self.trains:
             return ()
-        return tuple(dict.fromkeys(self.aliases.get(name, name) for name in self.used))
+        ours = dict.fromkeys(self.aliases.get(name, name) for name in self.used)
+        return tuple(name for name in ours if name != BACKGROUND)
 
     def file(self, path: Path) -> str:
         """A path as it is shown: relative to the site's folder where it lies inside."""
@@ -517,7 +523,7 @@ def _refuse_findings(index: SiteIndex, space: LabelSpace) -> None:
 def _refuse_foreign(index: SiteIndex, space: LabelSpace, scoring: Naming) -> None:
     """Raises FederationError for a tested site that has nothing to score, or an alias of a class that is not there."""
     for alias, target in index.aliases.items():
-        if target not in space.names and target not in space.findings:
+        if target not in (*space.names, *space.findings, BACKGROUND):
             raise FederationError(
                 f"site {index.name}: alias {alias!r} points to {target!r}, which is not in the label space; "
                 f"known: {', '.join((*space.names, *space.findings))}"

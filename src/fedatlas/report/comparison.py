@@ -52,7 +52,7 @@ def _parts(found: Mapping[str, Any]) -> list[str | Table]:
 
 
 def _means(found: Mapping[str, Any]) -> list[str | Table]:
-    parts: list[str | Table] = [_title(found), _values(found)]
+    parts: list[str | Table] = [f"**{heading(found)}**", _values(found)]
     if any(column["starred"] for column in found["columns"]):
         parts.append(
             "\\*: not annotated at that site, whose cases test it only. *exclude\\**: the mean over the columns without "
@@ -112,7 +112,8 @@ def _tests(found: Mapping[str, Any]) -> list[str]:
     return told
 
 
-def _title(found: Mapping[str, Any]) -> str:
+def heading(found: Mapping[str, Any]) -> str:
+    """What a table of means is of, as plain text."""
     which = {
         None: "",
         True: ", classes that the case's own site annotates",
@@ -121,7 +122,7 @@ def _title(found: Mapping[str, Any]) -> str:
     sites = f", sites {', '.join(found['sites'])}" if found["sites"] else ""
     title = f"{found['title']}: " if found["title"] else ""
     unit = " in %" if found["layout"]["percent"] else ""
-    return f"**{title}{found['metric']}{unit}, {found['split']} cases, model {found['model']}{which[found['known']]}{sites}**"
+    return f"{title}{found['metric']}{unit}, {found['split']} cases, model {found['model']}{which[found['known']]}{sites}"
 
 
 def _averages(found: Mapping[str, Any]) -> list[str]:

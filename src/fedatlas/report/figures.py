@@ -9,9 +9,11 @@ import base64
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -1183,3 +1185,111 @@ def _variable(match: re.Match[str]) -> str:
 
 _NO_METADATA: Mapping[str, None] = dict.fromkeys(("Date", "Creator", "Type", "Format"))
 _UNSIGNED: Any = {"Software": None}
+
+
+# ---------------------------------------------------------------------------------------------- number of rounds
+
+
+class Average(NamedTuple):
+    """The average of an arm in one table, and its SD over seeds; None where there is none. published: as printed."""
+
+    rounds: int
+    mean: float | None
+    spread: float | None = None
+    published: float | None = None
+
+
+class Sweep(NamedTuple):
+    """A panel. unit: of its values. lines: name -> averages by rounds; levels: name -> one of any number of rounds.
+    All panels of a figure have the same names."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, Sequence[Average]]
+    levels: Mapping[str, Average]
+
+
+def exchange_curves(panels: Sequence[Sweep], ticks: Mapping[int, str], label: str) -> str:
+    """Averages over the number of rounds on a logarithmic axis: lines with ± SD, levels as dashed red lines with a band
+    of ± SD, published numbers as hollow markers, those of levels at the right edge.
+
+    ticks: the text at every number of rounds of `lines`, which are two or more. label: of this axis.
+    """
+    names, levels = list(panels[0].lines), list(panels[0].levels)
+    low, high = min(ticks), max(ticks)
+    reach = math.log(high / low)
+    dashes = [(0, (5 - 1.5 * (index % 3), 1.6 + 0.8 * (index % 3))) for index in range(len(levels))]
+    places = sorted(ticks)
+    crowded = any(math.log(b / a) < 0.13 * reach for a, b in pairwise(places))
+
+    def style(index: int) -> dict[str, Any]:
+        return {
+            "color": CLASS_COLOURS[index % len(CLASS_COLOURS)][0],
+            "marker": MARKERS[index % len(MARKERS)],
+            "markersize": 5,
+        }
+
+    def hollow(
+        axis: Axes, x: Sequence[float], y: Sequence[float], look: Mapping[str, Any], **more: Any
+    ) -> None:
+        axis.plot(x, y, **{**look, "linestyle": "none", "markersize": 7, "markerfacecolor": "none", **more})
+
+    def panel_of(axis: Axes, panel: Sweep) -> None:
+        for index, (level, dash) in enumerate(zip(panel.levels.values(), dashes, strict=True)):
+            if level.mean is not None:
+                axis.axhline(level.mean, color=_BAD, linestyle=dash, linewidth=1.4)
+                if level.spread is not None:
+                    ends = (level.mean - level.spread, level.mean + level.spread)
+                    axis.axhspan(*ends, facecolor=to_rgba(_BAD, 0.1), edgecolor="none")
+            if level.published is not None:
+                look = {"color": _BAD, "marker": MARKERS[index % len(MARKERS)]}
+                edge = {"transform": axis.get_yaxis_transform(), "clip_on": False}
+                hollow(axis, [1.0], [level.published], look, **edge)
+        for index, of in enumerate(panel.lines.values()):
+            # beside each other, so that their bars can be told apart
+            aside = math.exp(0.012 * reach * (index - (len(names) - 1) / 2))
+            look = style(index)
+            means = [(aside * at.rounds, at.mean, at.spread) for at in of if at.mean is not None]
+            # not joined across a number of rounds that has no average
+            axis.plot(
+                [aside * at.rounds for at in of],
+                [math.nan if at.mean is None else at.mean for at in of],
+                **look,
+            )
+            if barred := [(x, y, spread) for x, y, spread in means if spread is not None]:
+                x, y, spread = zip(*barred, strict=True)
+                axis.errorbar(x, y, spread, color=look["color"], linestyle="none", elinewidth=1.1, capsize=3)
+            printed = [(aside * at.rounds, at.published) for at in of if at.published is not None]
+            hollow(axis, [x for x, _ in printed], [y for _, y in printed], look)
+        if all(at.mean is None for of in panel.lines.values() for at in of):
+            _said(axis, "no run is finished")
+        axis.set_xscale("log")
+        axis.set_xlim(low * math.exp(-0.08 * reach), high * math.exp(0.08 * reach))
+        axis.set_xticks(places, [ticks[rounds] for rounds in places])
+        axis.set_xticks([], minor=True)
+        if crowded:
+            axis.tick_params(axis="x", labelrotation=40)
+        axis.set_xlabel(label)
+        axis.set_ylabel(panel.unit)
+        axis.set_title("\n".join(textwrap.wrap(panel.title, 66 if len(panels) > 1 else 120)))
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(panels), columns=min(2, len(panels)), height=3.1)
+        for axis, panel in zip(axes, panels, strict=True):
+            panel_of(axis, panel)
+        handles = [Line2D([], [], label=_short(name, 60), **style(index)) for index, name in enumerate(names)]
+        handles += [
+            Line2D([], [], color=_BAD, linestyle=dash, linewidth=1.4, label=_short(name, 60))
+            for name, dash in zip(levels, dashes, strict=True)
+        ]
+        every = [
+            at for p in panels for at in (*(at for of in p.lines.values() for at in of), *p.levels.values())
+        ]
+        if any(at.published is not None for at in every):
+            mark = {"marker": "o", "markersize": 7, "markerfacecolor": "none", "linestyle": "none"}
+            handles.append(Line2D([], [], color=_MUTED, label="hollow: published", **mark))
+        _legend(figure, handles)
+        return figure
+
+    units = ", ".join(dict.fromkeys(panel.unit for panel in panels))
+    return _svg(draw, "exchanges", f"{units} by the number of rounds: {', '.join([*names, *levels])}")

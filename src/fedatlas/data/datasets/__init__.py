@@ -7,8 +7,10 @@ from typing import Any
 
 from fedatlas.data.datasets import (
     amos22,
+    btcv,
     jsrt,
     kits19,
+    lits,
     masks,
     monai_datalist,
     montgomery,
@@ -26,6 +28,8 @@ REGISTRY: Mapping[str, Callable[[Layout], Listing]] = {
     "monai": monai_datalist.read,
     "kits19": kits19.read,
     "amos22": amos22.read,
+    "lits": lits.read,
+    "btcv": btcv.read,
     "masks": masks.read,
     "montgomery": montgomery.read,
     "shenzhen": shenzhen.read,

@@ -10,7 +10,12 @@ and a kidney is two labels:
     {name: amos, path: …, format: amos22, role: test, whole: true,
      aliases: {right kidney: kidney, left kidney: kidney}}
 
-ConDistFL tests on the 300 labelled CT scans.
+ConDistFL tests on the 300 labelled CT scans. Fed-MENU has a site of the 200 of the list "training", of which it trains
+on 120, validates on 20 and tests on 60:
+
+    {name: amos, path: …, format: amos22, reading: {lists: training}, split: {validation: 0.1, test: 0.3},
+     annotated: [liver, kidney, pancreas, spleen, gallbladder],
+     aliases: {right kidney: kidney, left kidney: kidney, gall bladder: gallbladder}}
 """
 
 import re
@@ -23,8 +28,8 @@ from fedatlas.errors import DataError
 from fedatlas.options import from_dict, option, options
 
 LAST_CT = 500
-EXPECTED = {"ct": 300, "mr": 60, "both": 360}
-"""Labelled scans of the release."""
+EXPECTED = {"training": {"ct": 200, "mr": 40}, "validation": {"ct": 100, "mr": 20}}
+"""Labelled scans of the release, by list and modality."""
 
 
 @options
@@ -32,6 +37,9 @@ class Amos22:
     """The options of AMOS22."""
 
     modality: Literal["ct", "mr", "both"] = option("ct", "Which scans are used.")
+    lists: Literal["training", "validation", "both"] = option(
+        "both", "From which lists labelled scans are taken."
+    )
 
 
 def read(layout: Layout) -> Listing:
@@ -49,17 +57,26 @@ def read(layout: Layout) -> Listing:
             f"{where}: AMOS22 is expected, with 15 organs, spleen to prostate/uterus; found {len(table) - 1}: "
             f"{', '.join(list(table)[1:])}; give its folder, or the `format` of this one"
         )
-    if not found.get("validation"):
+    if form.lists != "training" and not found.get("validation"):
         raise DataError(
             f'{where}: the list "validation" is missing: AMOS22 is expected as published with labelsVa '
-            "(zenodo 7262581); the first release of the challenge has no validation labels"
+            "(zenodo 7262581); the first release of the challenge has no validation labels: of it set reading.lists to "
+            "training"
         )
-    listing = datalist.listing(layout, found, table, 1)
+    left = {"training": "validation", "validation": "training"}.get(form.lists)
+    listing = datalist.listing(layout, {k: v for k, v in found.items() if k != left}, table, 1)
     chosen = tuple(case for case in listing.cases if form.modality in ("both", _modality(case, where)))
     labelled = sum(case.label is not None for case in chosen)
     problems = list(listing.problems)
-    if labelled != EXPECTED[form.modality] and not problems:
-        what = f"{labelled} labelled scans ({form.modality}); AMOS22 has {EXPECTED[form.modality]}"
+    expected = sum(
+        count
+        for name, counts in EXPECTED.items()
+        for modality, count in counts.items()
+        if form.lists in ("both", name) and form.modality in ("both", modality)
+    )
+    if labelled != expected and not problems:
+        of_list = "" if form.lists == "both" else f", list {form.lists}"
+        what = f"{labelled} labelled scans ({form.modality}{of_list}); AMOS22 has {expected}"
         problems.append(Problem(layout.site, layout.table, what, "see that all of it was unpacked", False))
     return replace(listing, cases=chosen, problems=tuple(problems))
 

@@ -1,0 +1,136 @@
+"""Averages over the number of rounds, on the page of a comparison."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_compare_tables import IN, OUT, menu, pretend
+
+from fedatlas.compare import Comparison, collect, load_comparison, write_page
+from fedatlas.compare.sweep import exchanges, kinds
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+ARMS: Mapping[str, Any] = {
+    f"{name}-{rounds}": {**method, "rounds": rounds, "local.steps": 800 // rounds}
+    for rounds in (40, 4, 80)
+    for name, method in (("unet", {}), ("menu", {"method.name": "fedprox"}))
+}
+POOLED: Mapping[str, Any] = {"method.name": "centralized", "rounds": 40, "local.steps": 100}
+PERCENT = {"layout": {"average": "sites", "percent": True}}
+
+
+def swept(folder: Path, arms: Mapping[str, Any] = ARMS, **changes: Any) -> Comparison:
+    measure = {"sites": "train"}
+    return menu(folder, arms={**arms, "pooled": POOLED}, measure=measure, **{**PERCENT, **changes})
+
+
+def done(comparison: Comparison, arm: str, mean: float, seed: int = 0, cells: tuple[str, ...] = ()) -> None:
+    pretend(comparison, arm, {"best": {cell: [mean] * 2 for cell in cells or (*IN, *OUT)}}, seed)
+
+
+def test_arms_that_differ_in_rounds_only_are_one_kind(tmp_path) -> None:
+    found = kinds(swept(tmp_path))
+    assert found.swept == {n: [f"{n}-{r}" for r in (4, 40, 80)] for n in ("unet", "menu")}
+    assert found.pooled == ["pooled"]
+    arms = {
+        "a": {"rounds": 2}, "b": {"rounds": 4}, "x-2": {"local.lr": 0.1}, "x-4": {"local.lr": 0.1, "rounds": 4},
+        "x.2": {"local.lr": 0.2}, "x.4": {"local.lr": 0.2, "rounds": 4}, "r2-own": {"method.name": "fedprox"},
+        "r4-own": {"method.name": "fedprox", "rounds": 4, "evaluation.every": 2},
+        "alone": {"local.lr": 0.3, "rounds": 9},
+    }  # fmt: skip
+    assert kinds(swept(tmp_path, arms)).swept == {
+        "fedavg, unet": ["a", "b"],
+        "x-2, x-4": ["x-2", "x-4"],
+        "x.2, x.4": ["x.2", "x.4"],
+        "own": ["r2-own", "r4-own"],
+    }, "another learning rate is another kind; two of one name are called by their arms"
+    both = kinds(swept(tmp_path, {"c-4": {**POOLED, "rounds": 4}}))
+    assert both.swept == {"centralized, unet": ["c-4", "pooled"]} and both.pooled == []
+
+
+@pytest.mark.parametrize(
+    ("file", "lines", "pooled"),
+    [
+        ("phantom-abdomen/rounds", {"fedavg": (4, 10, 20, 40, 80), "condistfl": (4, 10, 20, 40, 80)}, []),
+        (
+            "phantom-abdomen/menu-rounds",
+            {"unet": (4, 10, 20, 40, 80), "menunet": (4, 10, 20, 40, 80)},
+            ["menunet-centralized"],
+        ),
+    ],
+)
+def test_the_kinds_of_the_experiments(file, lines, pooled) -> None:
+    comparison = load_comparison([EXPERIMENTS / f"{file}.yaml"], profile="full")
+    found = kinds(comparison)
+    assert found.swept == {name: [f"{name}-{r}" for r in rounds] for name, rounds in lines.items()}
+    assert found.pooled == pooled
+
+
+def test_the_page_shows_the_averages_of_every_table(tmp_path, monkeypatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("fedatlas.compare.sweep.exchange_curves", lambda *of: drawn.append(of) or "<svg/>")
+    tables = [{"title": "Out", "sites": "test", "printed": {"pooled": {"mean": 0.5}}}]
+    comparison = swept(tmp_path, seeds=[0, 1], tables=tables, printed={"menu-80": {"mean": 91.14}})
+    for seed in (0, 1):
+        done(comparison, "unet-40", 0.5 + 0.1 * seed, seed)
+        done(comparison, "pooled", 0.9, seed)
+    done(comparison, "unet-4", 0.4, cells=tuple(IN))
+    found = collect(comparison)
+    text = exchanges(comparison, found)
+    ((panels, ticks, label),) = drawn
+    inside, out = panels
+    assert (
+        inside.title.startswith("dice in %, test cases, model best, sites c1,") and inside.unit == "Dice, %"
+    )
+    assert out.title.startswith("Out: dice, test cases") and out.unit == "Dice"
+    one, two, three = inside.lines["unet"]
+    assert one == (4, pytest.approx(40.0), None, None) and three == (80, None, None, None)
+    assert two == (40, pytest.approx(55.0), pytest.approx(100 * np.std([0.5, 0.6], ddof=1)), None)
+    assert inside.lines["menu"] == [(4, None, None, None), (40, None, None, None), (80, None, None, 91.14)]
+    assert inside.levels == {"pooled": (40, pytest.approx(90.0), pytest.approx(0.0), None)}
+    assert out.levels == {"pooled": (40, pytest.approx(0.9), pytest.approx(0.0), 0.5)}
+    assert out.lines["unet"][0] == (4, None, None, None) and out.lines["unet"][1].mean == pytest.approx(0.55)
+    assert ticks == {4: "4 × 200", 40: "40 × 20", 80: "80 × 10"} and label == "rounds × steps"
+    assert "Not finished: unet-4 (1 of 2 seeds), unet-80 (0 of 2 seeds), menu-4 (0" in text
+    assert "Without an average in “Out: dice" in text and text.endswith(": unet-4.</p>")
+    assert "in all at every" not in text and "union of all sites (pooled)" in text
+
+
+def test_nothing_is_drawn_without_two_numbers_of_rounds(tmp_path) -> None:
+    alone = swept(tmp_path / "alone", {"unet": {}, "menu": {"method.name": "fedprox", "rounds": 9}})
+    done(alone, "unet", 0.5)
+    assert exchanges(alone, collect(alone)) == ""
+    nothing = swept(tmp_path / "nothing")
+    done(nothing, "pooled", 0.5)
+    assert exchanges(nothing, collect(nothing)) == "", "a level has nothing to stand beside"
+
+
+def test_the_figure(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("fedatlas.compare.pages.box_plots", lambda *of: "<svg></svg>")
+    arms = {**ARMS, "unet-10": {"rounds": 10, "local.epochs": 2}}
+    printed = {"unet-4": {"mean": 41.0}, "pooled": {"mean": 90.0}}
+    comparison = swept(tmp_path, arms, seeds=[0, 1], printed=printed, tables=[{"sites": "test"}])
+    for seed in (0, 1):
+        for place, arm in enumerate(arms):
+            done(comparison, arm, 0.6 + 0.02 * place + 0.01 * seed, seed)
+        done(comparison, "pooled", 0.9, seed)
+    found = collect(comparison)
+    text = write_page(comparison, found).read_text()
+    figure = text.partition("How often to exchange</h2>")[2].partition("</figure>")[0]
+    for told in (
+        "4 × 200 steps",
+        "10 × 2 epochs",
+        "rounds × steps or epochs",
+        "Dice, %",
+        "hollow: published",
+    ):
+        assert told in figure, told
+    assert figure.count("stroke: var(--bad); stroke-width: 1.4") == 3, "a level in each panel, and the legend"
+    assert (
+        "every number of rounds: unet." in figure
+        and "Not finished" not in text
+        and "<h2>Global and local" in text
+    )
+    assert exchanges(comparison, found) in text, "the same bytes again"
