@@ -47,8 +47,8 @@ def build_net(
     if name == "main":
         kind = federation.net["name"]
         chosen = {key: value for key, value in federation.net.items() if key != "name"}
-        if "groups" in {option.name for option in fields(nets.get(kind))}:
-            chosen = {"groups": space.groups} | chosen
+        if "groups" in {option.name for option in fields(nets.get(kind))} and chosen.get("groups") is None:
+            chosen["groups"] = space.groups
     else:
         wanted = declared(method, "nets")
         if name not in wanted:

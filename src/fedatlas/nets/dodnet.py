@@ -61,10 +61,10 @@ class DoDNet:
         True,
         "Whether the weights of a convolution are used with mean 0 and variance 1 per filter (official code).",
     )
-    groups: tuple[tuple[int, ...], ...] = option(
-        (),
-        "Organs with lesions, as class indices, the organ first; any other class is an organ without. A federation "
-        "gives those of labels.groups.",
+    groups: tuple[tuple[int, ...], ...] | None = option(
+        None,
+        "Organs with lesions, as class indices, the organ first; any other class is an organ without. Null: "
+        "those of labels.groups.",
     )
 
     def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> "DoDNetModule":
@@ -87,7 +87,7 @@ class DoDNet:
                 f"net dodnet: strides are {given}; allowed: {len(self.filters)} entries, one per level of filters, "
                 f"each a number of 1 to 3 or {spatial_dims} of them, the first of them 1"
             )
-        check_groups(self.groups, classes, what="net dodnet")
+        check_groups(self.groups or (), classes, what="net dodnet")
         return DoDNetModule(self, in_channels, classes, strides)
 
 
@@ -100,7 +100,7 @@ class DoDNetModule(Net):
     ) -> None:
         dims, filters = len(strides[0]), chosen.filters
         super().__init__(in_channels, classes, [math.prod(axis) for axis in zip(*strides, strict=True)])
-        self.organs: Groups = tuple(sorted(complete(chosen.groups, classes), key=min))
+        self.organs: Groups = tuple(sorted(complete(chosen.groups or (), classes), key=min))
         self.outputs = max(2, *map(len, self.organs))
 
         def layer(channels: int, width: int, kernel: int, stride: Sequence[int] = (1,) * dims) -> "Layer":

@@ -46,10 +46,10 @@ class MENUNet:
     strides: list[int | list[int]] | None = option(
         None, "By how much each level is pooled, one number or one per axis; 2 by default."
     )
-    groups: tuple[tuple[int, ...], ...] = option(
-        (),
-        "Organs of several classes, as class indices, the organ first; any other class is an organ of its own. A "
-        "federation gives those of labels.groups.",
+    groups: tuple[tuple[int, ...], ...] | None = option(
+        None,
+        "Organs of several classes, as class indices, the organ first; any other class is an organ of its own. "
+        "Null: those of labels.groups.",
     )
     agd: bool = option(True, "Whether there is an auxiliary generic decoder.")
     deep_supervision: bool = option(False, "Whether every level of the decoder has a head in training.")
@@ -72,7 +72,7 @@ class MENUNet:
                 f"net menunet: strides are {given}; allowed: {self.levels} entries, one per level, each a number of 1 "
                 f"or more, or {spatial_dims} of them"
             )
-        check_groups(self.groups, classes, what="net menunet")
+        check_groups(self.groups or (), classes, what="net menunet")
         net = MENUNetModule(self, in_channels, classes, strides)
         net.apply(_initialise)
         return net
@@ -98,7 +98,7 @@ class MENUNetModule(Net):
     ) -> None:
         dims = len(strides[0])
         super().__init__(in_channels, classes, [math.prod(axis) for axis in zip(*strides, strict=True)])
-        self.organs: Groups = tuple(sorted(complete(chosen.groups, classes), key=min))
+        self.organs: Groups = tuple(sorted(complete(chosen.groups or (), classes), key=min))
         self.strides, self.grouped = [tuple(level) for level in strides], chosen.grouped
         widths = [chosen.width * 2**level for level in range(chosen.levels)]
         affine = chosen.affine

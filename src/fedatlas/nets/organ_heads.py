@@ -46,21 +46,21 @@ class OrganHeads:
     backbone: dict[str, Any] = option(
         {"name": "unet"}, "The shared net: its registered name and its options."
     )
-    groups: tuple[tuple[int, ...], ...] = option(
-        (),
-        "Organs with lesions, as class indices, the organ first; any other class is an organ without. A federation "
-        "gives those of labels.groups.",
+    groups: tuple[tuple[int, ...], ...] | None = option(
+        None,
+        "Organs with lesions, as class indices, the organ first; any other class is an organ without. Null: "
+        "those of labels.groups.",
     )
 
     def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> OrganHeadsNet:
         """The net, with weights from torch's global generator. Raises FederationError for an unknown backbone, one
         that is not for voxels, or groups that do not fit the classes."""
         of_backbone = self._options()
-        check_groups(self.groups, classes, what="net organ_heads")
+        check_groups(self.groups or (), classes, what="net organ_heads")
         backbone: Net = of_backbone.build(
             in_channels=in_channels, classes=classes - 1, spatial_dims=spatial_dims
         )
-        return OrganHeadsNet(backbone, classes, complete(self.groups, classes))
+        return OrganHeadsNet(backbone, classes, complete(self.groups or (), classes))
 
     def initialise(self, net: Net) -> None:
         """As the backbone's own options, where they have it."""
