@@ -145,7 +145,13 @@ class Design:
         check = getattr(self.method, "check", None)
         if check:
             check(self.space)
+        self.examine(net)
         return net
+
+    def examine(self, net: nn.Module) -> list[str]:
+        """What the method tells of the net and of the training sites. Raises FederationError where they do not fit."""
+        examine = getattr(self.method, "examine", None)
+        return examine(net, training_sites(self.federation)) if examine else []
 
 
 class Experiment(Design):

@@ -12,6 +12,7 @@ from torch.func import functional_call
 from fedatlas.build import Design, Experiment, cache_folder, usable_device
 from fedatlas.errors import FederationError
 from fedatlas.experiment import load_federation
+from fedatlas.method import sends_of
 from fedatlas.tensors import n_bytes, tensors_of
 
 
@@ -54,6 +55,7 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             f"faults.min_sites is {least}, and the federation has {_counted(count, 'site')}; every site must then "
             f"answer, lower it to {count} or less"
         )
+    found += experiment.examine(experiment.make_net(initial=False))
     if experiment.pooled:
         found.append(
             f"method {federation.method['name']} trains on the union of all sites' data; it runs where all data lie "
@@ -78,14 +80,20 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
 def cost(experiment: Experiment) -> dict[str, Any]:
     """What a run will need. Bytes are those of the models; what goes with them is small.
 
-    bytes_down, bytes_up: of a site that trains, per round; bytes_per_round: of all of them; evaluation_bytes:
+    bytes_down, bytes_up: of a site that trains, per round; a method that sends further nets than the model is taken to be
+    sent as many; bytes_per_round: of all of them; evaluation_bytes:
     what an evaluated round sends more, to all sites.
     """
     federation, net = experiment.federation, experiment.make_net(initial=False)
     values, comm = tensors_of(net), federation.comm
     model = n_bytes(values)
-    down = sent_bytes(values, comm.down, comm.fraction)
-    up = masked_bytes(values) if federation.secure else sent_bytes(values, comm.up, comm.fraction)
+    others = sum(
+        n_bytes(tensors_of(experiment.make_net(kind.partition(":")[2] or "main", initial=False)))
+        for key, kind in sends_of(experiment.method).get("local_update", {}).items()
+        if key != "model" and kind.partition(":")[0] == "model"
+    )
+    down = sent_bytes(values, comm.down, comm.fraction) + others
+    up = others + (masked_bytes(values) if federation.secure else sent_bytes(values, comm.up, comm.fraction))
     shape = (federation.local.batch, *experiment.sample_shape)
     return {
         "parameters": sum(parameter.numel() for parameter in net.parameters()),

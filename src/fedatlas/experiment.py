@@ -282,11 +282,15 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _merge(base, raw)
 
 
+CHOICES = frozenset({"method", "net", "strategy", "loss"})
+"""Blocks whose `name` says what the other keys of the block are: another name begins the block anew."""
+
+
 def _merge(base: Any, over: Any, key: str = "") -> Any:
-    """`over` on `base`: mappings key by key; one that names another method or net replaces the whole block."""
+    """`over` on `base`: mappings key by key; another choice of `CHOICES` replaces the whole block."""
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
-    if key in ("method", "net") and over.get("name", base.get("name")) != base.get("name"):
+    if key in CHOICES and over.get("name", base.get("name")) != base.get("name"):
         return over
     return base | {k: _merge(base[k], value, k) if k in base else value for k, value in over.items()}
 
@@ -316,13 +320,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
             place = place[index]
         elif isinstance(place, dict):
             if last:
-                # another name under method or net starts that block anew: options of one do not fit the other
-                if (
-                    part == "name"
-                    and depth == 1
-                    and parts[0] in ("method", "net")
-                    and place.get("name") != parsed
-                ):
+                if part == "name" and depth and parts[depth - 1] in CHOICES and place.get("name") != parsed:
                     place.clear()
                 place[part] = parsed
             else:

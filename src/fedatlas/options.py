@@ -57,7 +57,7 @@ def explain(error: ValidationError, cls: Any, what: str) -> list[str]:
     lines = []
     for item in error.errors():
         loc = tuple(item["loc"])
-        where = f"{what}: {'.'.join(str(part) for part in loc)}"
+        where = f"{what}: {'.'.join(_told(loc))}"
         kind = item["type"]
         if kind in ("unexpected_keyword_argument", "extra_forbidden"):
             lines.append(str(not_known(f"{what}: the key", ".".join(map(str, loc)), _keys_at(cls, loc[:-1]))))
@@ -77,6 +77,14 @@ def explain(error: ValidationError, cls: Any, what: str) -> list[str]:
             message = item["msg"].removeprefix("Value error, ")
             lines.append(f"{where}: got {item['input']!r}; {message[:1].lower()}{message[1:]}")
     return lines
+
+
+def _told(loc: tuple[str | int, ...]) -> list[str]:
+    """A path without the names that pydantic gives to the alternatives of a type."""
+    return [str(part) for part in loc if not (isinstance(part, str) and ("[" in part or part in _PLAIN))]
+
+
+_PLAIN = ("bool", "int", "float", "str")
 
 
 def _keys_at(cls: Any, loc: tuple[str | int, ...]) -> list[str]:

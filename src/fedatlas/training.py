@@ -62,12 +62,14 @@ def train(
     memory: str = "optimizer",
     optimizer: torch.optim.Optimizer | None = None,
     step: "Callable[[torch.optim.Optimizer, Local, torch.device], Step] | None" = None,
+    prefix: str = "",
 ) -> dict[str, float]:
     """Trains `net` in place for one round of `local`; logs and returns the means of the loss and its terms.
 
     round, rounds: counted from 0; they place the round on the learning-rate schedule.
     memory: the key in `site.memory` under which the optimizer's state is kept.
-    optimizer: in place of the one that `local` names. step: makes the step in place of `Step`.
+    optimizer: in place of the one that `local` names. step: makes the step in place of `Step`. prefix: begins the names of
+    the losses in the log, where a site trains several nets.
 
     Raises FloatingPointError where the mean loss is not finite.
     """
@@ -93,7 +95,8 @@ def train(
         raise FloatingPointError(
             f"{', '.join(bad)} not finite within {len(batches)} steps; lower the learning rate or clip"
         )
-    site.log(**means, steps=len(batches), step_seconds=seconds)
+    named = {f"{prefix}{name}": value for name, value in means.items()}
+    site.log(**named, steps=len(batches), step_seconds=seconds)
     return means
 
 

@@ -85,7 +85,7 @@ def replies_of(small: dict[str, Any], path: Path, cache: Path) -> dict[str, list
 def test_equal_bits_in_process_in_workers_and_resumed(name, task, federation, tmp_path) -> None:
     small = federation
     whole = run_small(small, tmp_path / "whole")
-    small["engine"]["workers"] = 2
+    small["engine"]["workers"] = 1  # a process of its own; several at once: tests/engine/test_local.py
     small["sites"] = list(reversed(small["sites"]))
     assert run_small(small, tmp_path / "workers") == whole
     # only the first round is left, as after a kill: a new process goes on from there

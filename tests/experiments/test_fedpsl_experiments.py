@@ -317,7 +317,7 @@ def run_arm(file: Path, arm: str, folders: Path, runs: Path) -> None:
     assert sorted(set(places)) == sorted(expected)
 
 
-@pytest.mark.parametrize("table", ["table-2", "table-4"])
+@pytest.mark.parametrize("table", ["table-2", pytest.param("table-4", marks=pytest.mark.slow)])
 def test_fedpsl_runs_on_both_setups(table: str, folders: Path, tmp_path: Path) -> None:
     run_arm(FOLDER / f"{table}.yaml", "fedpsl", folders, tmp_path)
 

@@ -57,7 +57,7 @@ class FakeSite:
         self.round = 0
 
     def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
-        net = self.make()
+        net = self.make() if name == "main" else selector()
         if model is not None:
             load(net, model)
         return net.train()
@@ -93,11 +93,20 @@ class FakeReplies:
         return [self.replies[site][key] for site in self.sites]
 
 
+def selector() -> nn.Module:
+    """Of fedsm, for two sites."""
+    chosen = {"filters": [2], "convolutions": [1], "norm": "none"}
+    return nets.build("cnn", chosen, in_channels=1, classes=2, spatial_dims=2, seed=4)
+
+
 class FakeClients:
     def __init__(self, *sites: FakeSite, silent: str = ""):
         self.members = {site.name: site for site in sites}
         self.sites, self.silent = sorted(self.members), silent
         self.lost: dict[str, str] = {}
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        return next(iter(self.members.values())).network(model, name).eval()
 
     def call(
         self, function: Any, *, each: Mapping[str, dict[str, Any]] | None = None, **payload: Any

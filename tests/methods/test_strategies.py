@@ -8,6 +8,7 @@ import torch
 from test_fedmenu import ANNOTATED, LOCAL, SPACE, federation, menunet, play, same, selector
 from torch import nn
 
+from fedatlas import nets
 from fedatlas.engine import egress
 from fedatlas.errors import FederationError
 from fedatlas.method import sends_of
@@ -225,3 +226,41 @@ def test_strategies_that_do_not_fit() -> None:
     with pytest.raises(FederationError, match="the part"):
         method = FedMENU(strategy=StrategyChoice(name="fedbn", options={"keep": ["stem"]}))
         method.start(menunet(), cast(Any, federation()))
+
+
+def test_what_check_tells_before_anything_is_trained() -> None:
+    """Errors that need the net or the training sites, and strategies that have nothing to do."""
+    sites = sorted(ANNOTATED)
+
+    def told(name: str, make: Any = affine, **options: Any) -> list[str]:
+        chosen: Any = StrategyChoice(name=cast(Any, name), options=options)
+        return FedMENU(strategy=chosen).examine(make(), sites)
+
+    assert told("fedbn") == told("fedsm") == told("fednorm", groups={"p": ["a"]}) == []
+    assert "so that it is FedAvg; set net.affine to true" in told("fedbn", menunet)[0]
+    assert "so that it is FedAvg" in told("fedbn", norms="batch")[0]
+    assert "names no site" in told("fednorm")[0]
+    assert "never trained" in FedMENU(agd="none").examine(affine(), sites)[0]
+    with pytest.raises(FederationError, match="'s9' does not exist"):
+        told("fednorm", groups={"p": ["s9"]})
+    with pytest.raises(FederationError, match="named twice"):
+        told("fednorm", groups={"p": ["a"], "q": ["a"]})
+    with pytest.raises(FederationError, match="the part"):
+        told("fedbn", keep=["stem"])
+    dodnet = nets.build("dodnet", {"filters": [8, 8]}, in_channels=1, classes=5, spatial_dims=2, seed=1)
+    with pytest.raises(FederationError, match=r"no sub-encoder per organ; set net\.name to menunet"):
+        FedMENU(agd="none").examine(dodnet, sites)
+    for wrong in ({"strategy": StrategyChoice(name="fednorm")}, {"agd": "local"}):
+        with pytest.raises(FederationError, match="centralized training is one site"):
+            FedMENU(pooled=True, **cast(Any, wrong)).check(SPACE)
+
+
+def test_the_log_of_two_trainings() -> None:
+    """fedsm: the loss is that of the global model, and of the other beside it."""
+    server = federation(affine)
+    play(fedmenu("fedsm"), server, rounds=1, net=affine())
+    plain = federation(affine)
+    play(fedmenu("fedavg"), plain, rounds=1, net=affine())
+    ours = server.members["a"].logged
+    assert ours["loss"] == plain.members["a"].logged["loss"]
+    assert {"person_loss", "person_segmentation", "person_auxiliary", "selector_loss"} <= set(ours)

@@ -16,6 +16,7 @@ import yaml
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.findings import METRICS as OF_FINDINGS
 from fedatlas.experiment import (
+    CHOICES,
     METRICS_OF,
     Federation,
     load_federation,
@@ -410,15 +411,14 @@ def _change(place: Any, path: list[str], value: Any, what: str, above: tuple[str
         raise FederationError(f"{what}: {'.'.join(above)} is {place!r} and has no keys")
     old = place.get(part)
     if not rest and not isinstance(value, Mapping):
-        # options of one method or net do not fit another
-        if part == "name" and above in (("method",), ("net",)) and old != value:
+        if part == "name" and above and above[-1] in CHOICES and old != value:
             place.clear()
         place[part] = value
-    elif not rest and above == () and part in ("method", "net"):
+    elif not rest and part in CHOICES:
         if not isinstance(old, dict) or value.get("name", old.get("name")) != old.get("name"):
             place[part] = value
         else:
-            _into(old, [], value, what, (part,))
+            _into(old, [], value, what, (*above, part))
     elif not rest and not isinstance(old, dict | list):
         place[part] = value
     else:

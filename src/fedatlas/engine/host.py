@@ -130,7 +130,11 @@ class HostedSite:
         return self.source.volumes(split)
 
     def log(self, **numbers: float) -> None:
-        self.logged.update({name: float(value) for name, value in numbers.items()})
+        for name, value in numbers.items():  # several trainings of one call add up
+            self.logged[name] = float(value) + (self.logged.get(name, 0.0) if name in ADDED else 0.0)
+
+
+ADDED = ("steps", "step_seconds")
 
 
 class Host:

@@ -99,14 +99,23 @@ class FedDoDNet:
     def summed(self) -> Weighting | None:
         return None if self.own else self.weights
 
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """Raises FederationError where the net has no dynamic head, or lacks a part of `own`."""
+        self.kept(net)
+        return []
+
     def start(self, net: nn.Module, clients: Clients) -> DoDState:
+        return DoDState(tensors_of(net), kept=self.kept(net))
+
+    def kept(self, net: nn.Module) -> tuple[str, ...]:
+        """The names of the tensors of the parts `own`. Raises as `examine`."""
         tasks_of(net)
         known = parts(net)
         for part in self.own:
             if part not in known:
                 raise not_known(f"method fed_dodnet: own: the part of {type(net).__name__}", part, known)
         kept = {name for part in self.own for name in known[part]}
-        return DoDState(tensors_of(net), kept=tuple(name for name in forms_of(net) if name in kept))
+        return tuple(name for name in forms_of(net) if name in kept)
 
     def round(self, state: DoDState, clients: Clients) -> DoDState:
         replies = clients.call(

@@ -15,7 +15,7 @@ A net without normalisation layers makes it FedAvg; with all parts kept it is tr
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -83,6 +83,10 @@ class FedBN:
             named |= set(known[part])
         return tuple(name for name in forms_of(net) if name in named)
 
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell of a net. Raises as `kept`."""
+        return [] if self.kept(net) else [nothing_kept("fedbn", net)]
+
     def round(self, state: OwnState, clients: Clients) -> OwnState:
         replies = clients.call(
             self.local_update,
@@ -112,6 +116,12 @@ class FedBN:
         reply = answer(site, net, per_class=False)
         site.memory[MEMORY] = dict(chosen(reply["model"], kept))
         return reply
+
+
+def nothing_kept(name: str, net: nn.Module) -> str:
+    """Of a net whose normalisation has nothing that could be kept."""
+    affine = "; set net.affine to true" if getattr(net, "agd", None) is not None else ""
+    return f"{name}: no such layer of {type(net).__name__} has parameters or statistics, so that it is FedAvg{affine}"
 
 
 def norm_layers(net: nn.Module, kinds: tuple[type[nn.Module], ...] = NORMS) -> list[nn.Module]:

@@ -112,12 +112,29 @@ class FedMENU:
                 f"method fedmenu: agd is local and strategy {self.strategy.name}, whose sites send models of their own, "
                 "auxiliary decoder and all; set agd to shared or none"
             )
+        if self.pooled and (self.strategy.name != "fedavg" or self.agd == "local"):
+            got = f"strategy is {self.strategy.name}" if self.agd != "local" else "agd is local"
+            raise FederationError(
+                f"method fedmenu: pooled is true and {got}; centralized training is one site, with strategy fedavg and agd "
+                "shared or none"
+            )
         losses.make(self.loss, space)
         if not space.exclusive:
             raise FederationError(
                 "method fedmenu: is for exclusive classes, and labels.exclusive is false; its auxiliary decoder tells "
                 "one organ from all the rest"
             )
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell of a net and of the training sites. Raises FederationError where they do not fit."""
+        menu = menu_of(net, agd=self.agd != "none")
+        told = [] if self.pooled else make_strategy(self.strategy).examine(net, sites)
+        if self.agd == "none" and AGD in menu.parts():
+            told.append(
+                "method fedmenu: agd is none, and the net has an auxiliary decoder, which is sent and never trained; set "
+                "net.agd to false"
+            )
+        return told
 
     @property
     def nets(self) -> Mapping[str, NetSpec]:
@@ -186,7 +203,7 @@ class FedMENU:
         idle = {f"{ENCODER}{m}" for m in range(len(menu.organs)) if m not in own}
         private = named[AGD] if self.agd == "local" else ()
 
-        def fit(net: nn.Module, *, step: MakeStep = Step, memory: str = "") -> None:
+        def fit(net: nn.Module, *, step: MakeStep = Step, memory: str = "", prefix: str = "") -> None:
             if own:
                 L_seg = losses.supervised(self.loss, site)
                 auxiliary = self.agd != "none"
@@ -201,6 +218,7 @@ class FedMENU:
                     rounds=rounds,
                     step=step,
                     memory=memory,
+                    prefix=prefix,
                 )
 
         trained = {name for part, names in named.items() if own and part not in idle for name in names}
@@ -226,11 +244,12 @@ def train_experts(
     rounds: int,
     step: MakeStep = Step,
     memory: str = "",
+    prefix: str = "",
 ) -> dict[str, float]:
     """Trains a MENU-Net in place for one round, its sub-encoders `own` only; returns the mean losses.
 
     auxiliary: whether S2 is taken. step: makes the steps of both optimizers. The moments of both stay at the site as
-    `local.opt_state` says, under keys that begin with `memory`.
+    `local.opt_state` says, under keys that begin with `memory`; names of losses in the log begin with `prefix`.
     """
     menu = menu_of(net, agd=auxiliary)
     modules = {name: _listed(value) for name, value in menu.parts().items()}
@@ -250,6 +269,7 @@ def train_experts(
             optimizer=first,
             step=step,
             memory=f"{memory}optimizer",
+            prefix=prefix,
         )
     _only(net, (module for name in S2 for module in modules[name]))
     second, key = make_optimizer(net, local), f"{memory}auxiliary optimizer"
@@ -271,6 +291,7 @@ def train_experts(
         optimizer=first,
         step=both,
         memory=f"{memory}optimizer",
+        prefix=prefix,
     )
     if local.opt_state == "persist":
         site.memory[key] = optimizer_tree(second, net)
@@ -343,7 +364,7 @@ def menu_of(net: nn.Module, *, agd: bool) -> Experts:
     Raises FederationError where there is none.
     """
     menu = next((module for module in net.modules() if isinstance(module, Experts)), None)
-    if menu is None:
+    if menu is None or f"{ENCODER}0" not in menu.parts():
         raise FederationError(
             f"method fedmenu: the net {type(net).__name__} has no sub-encoder per organ; set net.name to menunet"
         )

@@ -27,7 +27,7 @@ from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Member, Site, State, at_site
-from fedatlas.methods.fedbn import chosen, names_in, norm_layers
+from fedatlas.methods.fedbn import chosen, names_in, norm_layers, nothing_kept
 from fedatlas.methods.weighting import SENDS, Weighting, answer, mean, site_weights
 from fedatlas.options import not_known, option, options
 from fedatlas.tensors import Tensors, average, tensors_of
@@ -61,6 +61,10 @@ class FedNorm:
         """Raises FederationError where the hyper-parameters do not fit the label space, or a site is in two
         groups."""
         losses.make(self.loss, space)
+        self.check_groups()
+
+    def check_groups(self) -> None:
+        """Raises FederationError where a site is in two groups, or a group has no name."""
         named = [site for sites in self.groups.values() for site in sites]
         twice = sorted({site for site in named if named.count(site) > 1})
         if twice:
@@ -80,6 +84,12 @@ class FedNorm:
             for site in sites:
                 if site not in training:
                     raise not_known(f"fednorm: groups: {group}: the training site", site, training)
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell of a net and of the training sites. Raises as `check_sites`."""
+        self.check_sites(sites)
+        told = [] if names_in(net, norm_layers(net)) else [nothing_kept("fednorm", net)]
+        return told if self.groups else [*told, "fednorm: groups: names no site, so that it is FedAvg"]
 
     def start(self, net: nn.Module, clients: Clients) -> GroupState:
         self.check_sites(clients.sites)

@@ -101,6 +101,13 @@ class Selector:
     epochs: float = option(1.0, "Passes over the training cases whose gradient one step has.", gt=0)
     batch: int | None = option(None, "Images at a time; null: as `local`. It decides memory alone.", ge=1)
 
+    def __post_init__(self) -> None:
+        if self.net == "vgg11" and (self.filters != (16, 32, 64) or self.convolutions):
+            raise FederationError(
+                "fedsm: selector: net is vgg11, which has filters and convolutions of its own; leave them out, or set "
+                "net to cnn"
+            )
+
     @property
     def spec(self) -> NetSpec:
         """Without normalisation, which would hide the scanner's brightness and contrast."""
@@ -215,12 +222,11 @@ class FedSM:
     ) -> dict[str, Any]:
         loss = losses.supervised(self.loss, site)
         net = site.network(model)
-        of_all = train(site, net, loss, self.local, round=round, rounds=rounds)
+        train(site, net, loss, self.local, round=round, rounds=rounds)
         reply = answer(site, net, per_class=False)
         net = site.network(person)
-        of_one = train(site, net, loss, self.local, round=round, rounds=rounds, memory=PERSON)
+        train(site, net, loss, self.local, round=round, rounds=rounds, memory=PERSON, prefix="person_")
         reply["person"] = tensors_of(net)
-        site.log(loss=of_all["loss"], person_loss=of_one["loss"])
         batch = self.selector.batch or self.local.batch
         return reply | train_selector(
             site, from_tree(SelectorState, dict(selector)), label, self.selector, batch

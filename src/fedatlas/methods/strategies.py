@@ -69,10 +69,13 @@ class StrategyChoice:
 
 
 class Fit(Protocol):
-    """Trains a net in place for one round, as the method that has the strategy does. step: makes the steps. memory:
-    begins the keys of the site's memory that hold the optimizers, where a site trains several nets."""
+    """Trains a net in place for one round, as the method that has the strategy does. step: makes the steps. memory,
+    prefix: where a site trains several nets, what begins the keys of its memory that hold the optimizers, and the names of
+    the losses in its log."""
 
-    def __call__(self, net: nn.Module, *, step: MakeStep = Step, memory: str = "") -> None: ...
+    def __call__(
+        self, net: nn.Module, *, step: MakeStep = Step, memory: str = "", prefix: str = ""
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,12 @@ class Strategy:
     personal: ClassVar[bool] = False
     """Whether whole models of single sites are sent."""
 
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell of a net and of the training sites. Raises FederationError where they do not fit."""
+        return []
+
     def start(self, net: nn.Module, clients: Clients) -> dict[str, Any]:
-        """`kept` before the first round. Raises FederationError where the strategy does not fit the net or the sites."""
+        """`kept` before the first round. Raises as `examine`."""
         return {}
 
     def told(self, kept: Mapping[str, Any]) -> dict[str, Any]:
@@ -279,6 +286,9 @@ class OwnNormalisation(Strategy):
     def __init__(self, method: FedBN) -> None:
         self.method = method
 
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        return self.method.examine(net, sites)
+
     def start(self, net: nn.Module, clients: Clients) -> dict[str, Any]:
         return {"names": list(self.method.kept(net)), "own": {}}
 
@@ -312,6 +322,10 @@ class GroupNormalisation(Strategy):
 
     def __init__(self, method: FedNorm) -> None:
         self.method = method
+        method.check_groups()
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        return self.method.examine(net, sites)
 
     def start(self, net: nn.Module, clients: Clients) -> dict[str, Any]:
         self.method.check_sites(clients.sites)
@@ -367,7 +381,7 @@ class Personalised(Strategy):
     def update(self, at: Place) -> dict[str, Any]:
         at.fit(at.net)
         person = at.site.network(at.told["person"])
-        at.fit(person, memory=f"{PERSON} ")
+        at.fit(person, memory=f"{PERSON} ", prefix="person_")
         state = from_tree(SelectorState, at.told["selector"])
         batch = self.selector.batch or at.batch
         told = train_selector(at.site, state, at.told["label"], self.selector, batch)
