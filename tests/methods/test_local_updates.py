@@ -72,7 +72,7 @@ class FakeSite:
                 known,
                 ["case"] * batch,
             )
-            for _ in range(steps or 0)
+            for _ in range(steps or 1)
         ]
 
     def log(self, **numbers: float) -> None:

@@ -82,9 +82,9 @@ class Fit(Protocol):
 class Place:
     """A site in one round, as a strategy sees it.
 
-    net: holds the global model, and what the site keeps for itself. told: by the strategy's `told` and `told_to`. trained: the names
-    of the tensors that the site trains. private: those that never leave it, which no strategy touches. batch: samples at a
-    time.
+    net: holds the global model, and what the site keeps for itself. told: by the strategy's `told` and `told_to`.
+    trained: the names of the tensors that the site trains. private: those that never leave it, which no strategy touches.
+    batch: samples at a time.
     """
 
     site: Site
