@@ -22,6 +22,7 @@ ALLOWED = {
     "outputs": set(),
     "data": {"data", "augment", "inference"},
     "augment": set(),
+    "cmidg": set(),
     "losses": {"losses", "data.batch", "outputs"},
     "nets": {"nets", "tensors", "organs", "outputs"},
     "method": {"data.batch", "tensors"},
