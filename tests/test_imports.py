@@ -23,6 +23,7 @@ ALLOWED = {
     "data": {"data", "augment", "inference"},
     "augment": set(),
     "cmidg": set(),
+    "sharpness": {"data.batch", "method", "options", "tensors", "training"},
     "losses": {"losses", "data.batch", "outputs"},
     "nets": {"nets", "tensors", "organs", "outputs"},
     "method": {"data.batch", "tensors"},
