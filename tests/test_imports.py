@@ -23,7 +23,7 @@ ALLOWED = {
     "data": {"data", "augment", "inference"},
     "augment": set(),
     "cmidg": set(),
-    "sharpness": {"data.batch", "method", "options", "tensors", "training"},
+    "sharpness": {"data.batch", "training", "tensors"},
     "losses": {"losses", "data.batch", "outputs"},
     "nets": {"nets", "tensors", "organs", "outputs"},
     "method": {"data.batch", "tensors"},
