@@ -4,7 +4,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,8 +77,11 @@ def _common(arms: Sequence[str]) -> str:
     return "-".join(filter(None, [*begin, *reversed(end)]))
 
 
-def _alike(words: Iterable[Sequence[str]]) -> list[str]:
-    return [of[0] for of in takewhile(lambda of: len(set(of)) == 1, zip(*words, strict=False))]
+def _alike(words: Sequence[Sequence[str]]) -> list[str]:
+    """The words with which all begin."""
+    first, *others = words
+    same = [all(len(of) > i and of[i] == word for of in others) for i, word in enumerate(first)]
+    return list(first[: same.index(False) if False in same else len(first)])
 
 
 def exchanges(comparison: Comparison, found: Mapping[str, Any]) -> str:

@@ -32,6 +32,7 @@ Shapes: B batch, C classes, M organs, *S spatial.
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import torch
@@ -258,22 +259,12 @@ def train_experts(
     S2 = [*(f"{ENCODER}{m}" for m in own), AGD]
     _only(net, (module for name in S1 for module in modules[name]))
     first = make_optimizer(net, local)
+    fit = partial(train, site, net, L_seg, local, round=round, rounds=rounds, optimizer=first, prefix=prefix)
     if not auxiliary:
-        return train(
-            site,
-            net,
-            L_seg,
-            local,
-            round=round,
-            rounds=rounds,
-            optimizer=first,
-            step=step,
-            memory=f"{memory}optimizer",
-            prefix=prefix,
-        )
+        return fit(step=step, memory=f"{memory}optimizer")
     _only(net, (module for name in S2 for module in modules[name]))
     second, key = make_optimizer(net, local), f"{memory}auxiliary optimizer"
-    _only(net, (module for name in {*S1, *S2} for module in modules[name]))
+    _only(net, (module for name in [*S1, *S2] for module in modules[name]))
     if local.opt_state == "persist" and key in site.memory:
         restore_optimizer(second, net, site.memory[key])
 
@@ -281,18 +272,7 @@ def train_experts(
         S1, S2 = step(optimizer, local, device), step(second, local, device)
         return TwoSteps(S1, S2, organs=menu.organs, own=own)
 
-    means = train(
-        site,
-        net,
-        L_seg,
-        local,
-        round=round,
-        rounds=rounds,
-        optimizer=first,
-        step=both,
-        memory=f"{memory}optimizer",
-        prefix=prefix,
-    )
+    means = fit(step=both, memory=f"{memory}optimizer")
     if local.opt_state == "persist":
         site.memory[key] = optimizer_tree(second, net)
     return means
