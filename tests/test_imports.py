@@ -45,7 +45,7 @@ ALLOWED = {
     "engine": {"engine", "data.batch", "method", "tensors", "compression", "privacy", "secure"},
     "inference": {"tensors", "outputs"},
     "evaluation": {"evaluation", "data.batch", "method", "tensors", "inference", "analysis"},
-    "analysis": {"analysis", "data.batch", "tensors", "nets"},
+    "analysis": {"analysis", "data.batch", "tensors", "nets", "outputs"},
     "report": {"report", "evaluation.statistics", "evaluation.classification"},
 }
 TOP = {

@@ -81,8 +81,7 @@ def cost(experiment: Experiment) -> dict[str, Any]:
     """What a run will need. Bytes are those of the models; what goes with them is small.
 
     bytes_down, bytes_up: of a site that trains, per round; a method that sends further nets than the model is taken to be
-    sent as many; bytes_per_round: of all of them; evaluation_bytes:
-    what an evaluated round sends more, to all sites.
+    sent as many. bytes_per_round: of all of them. evaluation_bytes: what an evaluated round sends more, to all sites.
     """
     federation, net = experiment.federation, experiment.make_net(initial=False)
     values, comm = tensors_of(net), federation.comm

@@ -3,8 +3,7 @@
 Shapes: C classes, F findings, I input channels, *S spatial, K models to choose among.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
 from fedatlas.options import option, options
-from fedatlas.outputs import Mixed, voxel_logits
+from fedatlas.outputs import Mixed, evaluating, voxel_logits
 
 
 @options
@@ -125,18 +124,6 @@ def over_windows(
     for index in torch.arange(image.shape[-1]).split(options.batch):
         slices.append(slide(neighbours(image, index, context).to(device)).cpu())
     return torch.cat(slices).movedim(0, -1).contiguous()
-
-
-@contextmanager
-def evaluating(net: nn.Module) -> Iterator[None]:
-    """The net in evaluation mode; the mode of each of its modules is put back."""
-    modes = [(module, module.training) for module in net.modules()]
-    net.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _device(net: nn.Module, image: Tensor) -> torch.device:

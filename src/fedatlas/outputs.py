@@ -1,12 +1,13 @@
-"""What a net returns.
+"""What a net returns, and asking it.
 
 Shapes: B batch, C classes, F findings, *S spatial.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -34,3 +35,15 @@ def voxel_logits(outputs: Outputs) -> Tensor:
     """[B, C, *S] the logits of the head of full resolution."""
     logits = heads(outputs)
     return logits if isinstance(logits, Tensor) else logits[0]
+
+
+@contextmanager
+def evaluating(net: nn.Module) -> Iterator[None]:
+    """The net in evaluation mode; the mode of each of its modules is put back."""
+    modes = [(module, module.training) for module in net.modules()]
+    net.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

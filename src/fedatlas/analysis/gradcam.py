@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fedatlas.errors import FederationError
 from fedatlas.nets.classifier import Classifier
+from fedatlas.outputs import evaluating
 
 
 def has_maps(net: nn.Module) -> TypeGuard[Classifier]:
@@ -36,18 +37,13 @@ def gradcam(net: Classifier, image: Tensor, class_index: int) -> Tensor:
         raise FederationError(
             f"Grad-CAM: an image of shape {list(image.shape)}; expected [{net.in_channels}, H, W]"
         )
-    modes = [(module, module.training) for module in net.modules()]
-    net.eval()
-    try:
+    with evaluating(net):
         with torch.no_grad():
             maps = net.maps(image[None].to(next(net.parameters()).device))
         with torch.enable_grad():
             maps.requires_grad_()
             logit = net.head(maps.mean((2, 3)))[0, class_index]
             (gradient,) = torch.autograd.grad(logit, maps)
-    finally:
-        for module, mode in modes:
-            module.training = mode
     alpha = gradient.mean((2, 3), keepdim=True)  # Eq. 1
     coarse = F.relu((alpha * maps.detach()).sum(1, keepdim=True))  # Eq. 2
     fine = F.interpolate(coarse.float(), image.shape[1:], mode="bilinear", align_corners=False)[0, 0].cpu()

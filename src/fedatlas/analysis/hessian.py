@@ -23,8 +23,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedatlas.analysis.landscape import Loss, evaluating, one_number, shares_of
+from fedatlas.analysis.landscape import Loss, one_number, shares_of
 from fedatlas.errors import FederationError
+from fedatlas.outputs import evaluating
 
 BREAKDOWN = 1e-12
 """The part of an operator's size below which what is left of a product counts as 0."""

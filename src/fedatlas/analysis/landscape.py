@@ -12,8 +12,7 @@ The net is asked in evaluation mode. Its parameters, modes and gradients are as 
 Shapes: F filters, P a parameter's shape.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas.errors import FederationError
+from fedatlas.outputs import evaluating
 from fedatlas.tensors import Tensors, require_same
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -134,18 +134,6 @@ def _per_filter(scale: Tensor, weight: Tensor, transposed: int | None) -> Tensor
         return scale.view(-1, *[1] * (weight.dim() - 1))
     rows = scale.view(transposed, 1, -1).expand(-1, len(weight) // transposed, -1).flatten(0, 1)
     return rows.view(*rows.shape, *[1] * (weight.dim() - 2))
-
-
-@contextmanager
-def evaluating(net: nn.Module) -> Iterator[None]:
-    """The net in evaluation mode; every module's mode is as before afterwards."""
-    modes = [(module, module.training) for module in net.modules()]
-    net.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def shares_of(batches: Sequence[Any], weights: Sequence[float] | None, *, what: str) -> list[float]:

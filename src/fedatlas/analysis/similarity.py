@@ -16,8 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedatlas.analysis.landscape import evaluating, filters, transposed_of
+from fedatlas.analysis.landscape import filters, transposed_of
 from fedatlas.errors import FederationError, NameMismatch
+from fedatlas.outputs import evaluating
 
 Rows = Literal["positions", "samples"]
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedatlas.errors import FederationError
 from fedatlas.nets.menunet import MENUNetModule, SubEncoder
+from fedatlas.outputs import evaluating
 
 LEVEL = 3
 """The block whose output the paper shows, counted from 1."""
@@ -61,12 +62,11 @@ def activation(
         kept.append(maps.detach().requires_grad_())
         return kept[-1]
 
-    modes, grouped = [(module, module.training) for module in net.modules()], net.grouped
+    grouped = net.grouped
     handle = block.register_forward_hook(keep)
     try:
-        net.eval()
         net.grouped = False
-        with torch.enable_grad():
+        with evaluating(net), torch.enable_grad():
             logits = net(image[None].to(next(net.parameters()).device, torch.float32))
             assert isinstance(logits, Tensor)
             y = _score(logits, net.organs[organ], exclusive)
@@ -74,8 +74,6 @@ def activation(
     finally:
         handle.remove()
         net.grouped = grouped
-        for module, mode in modes:
-            module.training = mode
     alpha = gradient.flatten(2).mean(2).view(*gradient.shape[:2], *(1,) * (gradient.dim() - 2))  # Eq. 1
     coarse = F.relu((alpha * kept[-1].detach()).sum(1, keepdim=True)).float()  # Eq. 2
     mode = "bilinear" if image.dim() == 3 else "trilinear"
