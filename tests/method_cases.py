@@ -16,6 +16,7 @@ PHASES = {
     "fedssp": PHASE,
     "fedmatch": {"h_interval": 2},
     "kim": {"pretrain_rounds": 1},
+    "pseudo_labels": {"teachers": {"rounds": 1}},
     "fedmatch_plus": PHASE | {"h_interval": 1},
 }
 """What a method needs to go through all that it does in two rounds, in a second."""

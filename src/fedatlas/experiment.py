@@ -282,7 +282,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     return _merge(base, raw)
 
 
-CHOICES = frozenset({"method", "net", "strategy", "loss"})
+CHOICES = frozenset({"method", "net", "strategy", "loss", "inner"})
 """Blocks whose `name` says what the other keys of the block are: another name begins the block anew."""
 
 

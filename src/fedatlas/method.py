@@ -217,7 +217,11 @@ def at_site(function: F) -> F:
 
 
 def functions_of(method: Method) -> dict[str, Callable[..., Any]]:
-    """What may be called at a site for this method: name -> bound function. Nothing else is ever run there."""
+    """What may be called at a site for this method: name -> bound function. Nothing else is ever run there. A method that
+    is put on top of another declares `functions()`."""
+    own = getattr(method, "functions", None)
+    if own is not None:
+        return own()
     names = [name for name in dir(type(method)) if getattr(getattr(type(method), name), "at_site", False)]
     return {name: getattr(method, name) for name in names}
 

@@ -16,6 +16,7 @@ from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.marginal import MarginalDiceCE, MarginalDiceCEExclusion
 from fedatlas.losses.masked import MaskedBCE, MaskedDiceBCE, masked_bce
+from fedatlas.losses.onehot import DiceBCE
 from fedatlas.options import from_dict, not_known, option, options
 from fedatlas.outputs import Mixed, Outputs, heads
 
@@ -30,6 +31,7 @@ class LossFunction(Protocol):
 REGISTRY: dict[str, type] = {
     "marginal_dice_ce": MarginalDiceCE,
     "marginal_dice_ce_exclusion": MarginalDiceCEExclusion,
+    "dice_bce": DiceBCE,
     "masked_dice_bce": MaskedDiceBCE,
     "masked_bce": MaskedBCE,
 }

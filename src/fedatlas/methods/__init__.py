@@ -25,6 +25,7 @@ REGISTRY: dict[str, str] = {
     "kim": "fedatlas.methods.kim:Kim",
     "fedmenu": "fedatlas.methods.fedmenu:FedMENU",
     "fed_dodnet": "fedatlas.methods.fed_dodnet:FedDoDNet",
+    "pseudo_labels": "fedatlas.methods.pseudo_labels:PseudoLabels",
     "standalone": "fedatlas.methods.standalone:Standalone",
     "centralized": "fedatlas.methods.centralized:Centralized",
 }

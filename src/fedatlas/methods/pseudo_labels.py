@@ -1,0 +1,192 @@
+"""Any method on top of pseudo labels: what the paper of UFPS marks with a star.
+
+Jiang, Ma, Zeng, Ying. UFPS: a unified framework for partially annotated federated segmentation in heterogeneous data
+distribution. Patterns 2024.
+
+Before the first round every site trains a teacher on its own labels, and all teachers are handed to all sites, once
+(`teachers`). After that the method within trains as it always does, except that every batch it sees is completed: what
+a sample does not annotate is labelled by the teachers, its own ground truth stays. So `fedavg*` is
+
+    method: {name: pseudo_labels, inner: {name: fedavg}}
+
+and `fedprox*`, `moon*`, `fedalign*`, `fedasam*`, `cps*` and `dod*` are written the same way; `ms_kd` and `ufps` use the
+teachers for more than labels and are methods of their own. Where every class is annotated by every site, it is the
+method within.
+
+Shapes: C classes.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, cast
+
+from torch import nn
+
+from fedatlas import losses, methods
+from fedatlas import method as contract
+from fedatlas.errors import FederationError
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.losses.onehot import DiceBCE
+from fedatlas.method import Clients, Member, Method, NetSpec, Site, State, at_site, declared, functions_of
+from fedatlas.methods.teachers import (
+    SENDS,
+    CompletedSite,
+    Handing,
+    Maker,
+    TaughtState,
+    Teaching,
+    collected,
+    remember,
+    taught,
+)
+from fedatlas.options import from_dict, option, options
+from fedatlas.tensors import Tensors, Tree, from_tree, to_tree
+from fedatlas.training import Local
+
+
+@options
+class MethodChoice:
+    """A method by its registered name."""
+
+    name: str = option("fedavg", "A registered method for segmentation, other than pseudo_labels itself.")
+    options: dict[str, Any] = option(
+        {}, "The options of that method; local training is the file's own key `local`."
+    )
+
+
+@dataclass(frozen=True)
+class InnerState(TaughtState):
+    """inner: the state of the method within, without its model."""
+
+    inner: dict[str, Tree] = field(default_factory=dict)
+
+
+@options
+class PseudoLabels:
+    """A method of your choice on labels that teachers of all sites complete (the star of UFPS's comparison)."""
+
+    tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
+    state: ClassVar[type[State]] = InnerState
+
+    inner: MethodChoice = option(MethodChoice(), "The method that trains on the completed labels.")
+    teachers: Teaching = option(Teaching(), "How teachers are trained and asked.")
+    local: Local = option(Local(), "Training at a site between two exchanges.")
+
+    @functools.cached_property
+    def method(self) -> Method:
+        """The method within. Raises FederationError for one that cannot be, and for its options."""
+        what = "method pseudo_labels: inner"
+        cls = methods.get(self.inner.name)
+        if "local" in self.inner.options:
+            raise FederationError(
+                f"{what}.options.local: unknown key; local training is the file's own key `local`"
+            )
+        if cls is PseudoLabels:
+            raise FederationError(f"{what}.name: is pseudo_labels; name the method that is to train")
+        made = from_dict(cls, {**self.inner.options, "local": self.local}, what=f"{what}.options")
+        if "segmentation" not in declared(made, "tasks"):
+            raise FederationError(f"{what}.name: {self.inner.name} is not for segmentation")
+        if declared(made, "pooled"):
+            raise FederationError(
+                f"{what}.name: {self.inner.name} trains at one site that holds all cases; allowed: a method whose "
+                "sites train apart"
+            )
+        return made
+
+    @property
+    def loss(self) -> LossChoice:
+        """That of the method within; its teachers have it too, unless they have their own."""
+        return getattr(self.method, "loss", None) or LossChoice()
+
+    @property
+    def nets(self) -> Mapping[str, NetSpec]:
+        return declared(self.method, "nets")
+
+    @property
+    def sends(self) -> dict[str, dict[str, str]]:
+        return {"teacher_update": SENDS, **contract.sends_of(self.method)}
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """Those of the method within, at a site whose batches are completed, and the training of a teacher."""
+        inner = {name: self._on_completed(function) for name, function in functions_of(self.method).items()}
+        return {"teacher_update": self.teacher_update, **inner}
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the method within, or pseudo labels, do not fit the label space."""
+        require_exclusive("pseudo_labels", space)
+        if hasattr(self.method, "check"):
+            self.method.check(space)  # type: ignore[attr-defined]
+        for where, choice in (("inner.options", self.loss), ("teachers", self.teachers.loss or self.loss)):
+            if not isinstance(losses.make(choice, space), DiceBCE) and not self.teachers.exclusive:
+                raise FederationError(
+                    f"method pseudo_labels: {where}.loss: {choice.name} takes one class per voxel, and "
+                    "teachers.exclusive is false; take dice_bce, or exclusive labels"
+                )
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell. Raises as the method within does."""
+        inner = getattr(self.method, "examine", None)
+        notes = inner(net, sites) if inner else []
+        return [*notes, told(self.teachers, len(sites))]
+
+    def start(self, net: nn.Module, clients: Clients) -> InnerState:
+        return self._outer(self.method.start(net, clients), {})
+
+    def round(self, state: InnerState, clients: Clients) -> InnerState:
+        teachers, classes = state.teachers, state.classes
+        if state.round == 0 and len(clients.sites) > 1:
+            answers = clients.call(self.teacher_update, model=state.model, rounds=state.rounds)
+            teachers, classes = collected(answers)
+        handing = Handing(clients, teachers, classes, state.served)
+        inner = self.method.round(self._inner(state), cast(Clients, handing))
+        return self._outer(inner, handing.left())
+
+    def eval_members(self, state: InnerState, site: str) -> list[Member]:
+        """Those of the method within."""
+        return contract.eval_members(self.method, self._inner(state), site)
+
+    @at_site
+    def teacher_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
+        """A teacher of the site alone, from the common start."""
+        return taught(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
+
+    def _on_completed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def asked(site: Site, teachers: Mapping[str, Mapping[str, Any]] | None = None, **payload: Any) -> Any:
+            remember(site, teachers)
+            maker = Maker(site, self.teachers, self.local)
+            answer = function(CompletedSite(site, maker), **payload)
+            maker.log()
+            return answer
+
+        return asked
+
+    def _inner(self, state: InnerState) -> Any:
+        own = {"model": state.model, "round": state.round, "rounds": state.rounds}
+        return from_tree(declared(self.method, "state"), {**state.inner, **own})
+
+    def _outer(self, inner: State, kept: Mapping[str, Any]) -> InnerState:
+        tree = to_tree(inner)
+        assert isinstance(tree, dict)
+        rest = {name: value for name, value in tree.items() if name not in ("model", "round", "rounds")}
+        return InnerState(inner.model, inner.round, inner.rounds, inner=rest, **kept)
+
+
+def require_exclusive(name: str, space: LabelSpace) -> None:
+    """Raises FederationError where classes overlap: a teacher's background would mean nothing."""
+    if not space.exclusive:
+        raise FederationError(
+            f"method {name}: pseudo labels need exclusive classes, and labels.exclusive is false; set it to true, or "
+            "take another method"
+        )
+
+
+def told(how: Teaching, sites: int) -> str:
+    """What `check` tells of teachers."""
+    long = "as many rounds as the federation has" if how.rounds is None else f"{how.rounds} rounds"
+    return (
+        f"before the first round every site trains a teacher for {long}, within one call; once, it sends that model and "
+        f"gets {sites - 1}"
+    )

@@ -1,0 +1,271 @@
+"""Teachers: a model of every site, trained on its own labels before the first round, handed to all sites once, and the
+pseudo labels that a site makes with them.
+
+Jiang, Ma, Zeng, Ying. UFPS, Patterns 2024, Algorithms 1 and 3: the part that is common to UFPS and all methods that its
+paper puts on pseudo labels (`pseudo_labels`).
+
+The server keeps the teachers until every site has them; a site keeps them in its memory, and its own from the beginning.
+What travels, once: a model from every site, and the models of all others to it.
+
+Shapes: B batch, C classes with the background, *S spatial.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas import losses
+from fedatlas.data.batch import Batch
+from fedatlas.errors import FederationError
+from fedatlas.labels import SiteLabels, known_row
+from fedatlas.losses import LossChoice
+from fedatlas.losses.heads import full_precision
+from fedatlas.method import Batches, Clients, Replies, Site, State
+from fedatlas.options import option, options
+from fedatlas.outputs import voxel_logits
+from fedatlas.pseudo import Merge, Merged, completed, completed_overlapping
+from fedatlas.tensors import Tensors, Tree, load, tensors_of
+from fedatlas.training import Local, autocast, train
+
+MEMORY = "teachers"
+"""The key in a site's memory of all teachers, its own included."""
+
+SENDS = {"teacher": "model:main", "classes": "classes"}
+"""What a site answers to the training of its teacher."""
+
+
+@options
+class Teaching:
+    """How teachers are trained and asked."""
+
+    rounds: int | None = option(
+        None,
+        "How long a site's teacher is trained before the first round, in rounds of `local`, within one call "
+        "(faults.deadline); null: as long as the federation has rounds.",
+        ge=1,
+    )
+    local: Local | None = option(None, "Training of the teachers; null: as in the rounds.")
+    loss: LossChoice | None = option(None, "The loss of the teachers; null: that of the rounds.")
+    exclusive: bool = option(
+        True,
+        "Whether a voxel has one pseudo label: its own ground truth, else the first class of which a teacher says so, "
+        "else background; false: labels may overlap or leave a voxel empty, as in the published code (loss dice_bce).",
+    )
+    resident: Literal["one", "all"] = option(
+        "one",
+        "Whether a site holds one net, into which each teacher's values are loaded when it is asked, or a net for "
+        "each.",
+    )
+
+
+@dataclass(frozen=True)
+class TaughtState(State):
+    """teachers: site -> its teacher, until every site has those of the others. classes: site -> what it annotates.
+    served: the sites that have them."""
+
+    teachers: dict[str, Tensors] = field(default_factory=dict)
+    classes: dict[str, list[int]] = field(default_factory=dict)
+    served: list[str] = field(default_factory=list)
+
+
+# ------------------------------------------------------------------------------------------------------ at the server
+
+
+def collected(replies: Replies) -> tuple[dict[str, Tensors], dict[str, list[int]]]:
+    """The teachers and what each knows, from the answers of `taught`."""
+    teachers, classes = {}, {}
+    for site, reply in replies:
+        teachers[site], classes[site] = reply["teacher"], reply["classes"]
+    return teachers, classes
+
+
+class Handing:
+    """Clients whose first call to a site carries the other sites' teachers, as the argument `teachers`.
+
+    served: the sites that have them, and by and by all that answered.
+    """
+
+    def __init__(
+        self,
+        clients: Clients,
+        teachers: Mapping[str, Tensors],
+        classes: Mapping[str, Sequence[int]],
+        served: Iterable[str],
+    ) -> None:
+        self._clients, self.served = clients, set(served)
+        self._told = {
+            name: {"model": teachers[name], "classes": list(classes[name])} for name in sorted(teachers)
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._clients, name)
+
+    def call(
+        self, function: Any, *, each: Mapping[str, dict[str, Any]] | None = None, **payload: Any
+    ) -> Replies:
+        sites = sorted(self._clients.sites if each is None else each)
+        new = [site for site in sites if self._told and site not in self.served]
+        if new:
+            given: dict[str, dict[str, Any]] = {site: dict((each or {}).get(site, {})) for site in sites}
+            for site in new:
+                given[site]["teachers"] = {name: one for name, one in self._told.items() if name != site}
+            each = given
+        replies = self._clients.call(function, each=each, **payload)
+        self.served |= set(replies.sites)
+        return replies
+
+    def left(self) -> dict[str, Any]:
+        """What a state keeps of the teachers: nothing once every site has them."""
+        served = sorted(self.served)
+        if self.served >= set(self._clients.sites):
+            return {"teachers": {}, "classes": {}, "served": served}
+        teachers = {name: one["model"] for name, one in self._told.items()}
+        return {
+            "teachers": teachers,
+            "classes": {name: list(one["classes"]) for name, one in self._told.items()},
+            "served": served,
+        }
+
+
+# -------------------------------------------------------------------------------------------------------- at the site
+
+
+def taught(
+    site: Site, model: Tensors, rounds: int, how: Teaching, *, local: Local, loss: LossChoice
+) -> dict[str, Any]:
+    """Trains a site's teacher from the common start, keeps it, and returns what is sent. rounds: of the federation; local,
+    loss: of its rounds, where `how` names no others."""
+    net, memory = site.network(model), "teacher optimizer"
+    supervised = losses.supervised(how.loss or loss, site)
+    length = how.rounds or rounds
+    for round in range(length):
+        train(
+            site,
+            net,
+            supervised,
+            how.local or local,
+            round=round,
+            rounds=length,
+            memory=memory,
+            prefix="teacher_",
+        )
+    site.memory.pop(memory, None)
+    own = {"teacher": tensors_of(net), "classes": sorted(site.labels.annotated)}
+    site.memory[MEMORY] = {site.name: {"model": dict(own["teacher"]), "classes": list(own["classes"])}}
+    return own
+
+
+def remember(site: Site, teachers: Mapping[str, Mapping[str, Any]] | None) -> None:
+    """Keeps the other sites' teachers, {"model", "classes"} by site, as they come once; None: they came before."""
+    if teachers is not None:
+        all_of = {**cast(dict[str, Any], site.memory.get(MEMORY, {})), **teachers}
+        site.memory[MEMORY] = cast(Tree, {name: dict(all_of[name]) for name in sorted(all_of)})
+
+
+class Maker:
+    """Makes pseudo labels at a site with the teachers in its memory, which are asked in evaluation mode and in the order of
+    their sites' names. Without any teacher it changes nothing."""
+
+    def __init__(self, site: Site, how: Teaching, local: Local) -> None:
+        self.site, self.how, self.local = site, how, local
+        kept = cast(dict[str, Any], site.memory.get(MEMORY, {}))
+        space = site.labels.space
+        self.models: dict[str, Tensors] = {name: kept[name]["model"] for name in sorted(kept)}
+        self.speaks = {
+            name: torch.tensor(known_row(space, kept[name]["classes"]), device=site.device)
+            for name in self.models
+        }
+        self.taught = torch.zeros(len(space), dtype=torch.bool, device=site.device)
+        for speaks in self.speaks.values():
+            self.taught = self.taught | speaks
+        self.nets: dict[str, nn.Module] = {}
+        self.seconds = 0.0
+
+    @property
+    def labels(self) -> SiteLabels:
+        """What is annotated at the site or known to a teacher."""
+        own = self.site.labels
+        return SiteLabels(own.space, own.annotated | {c for c in own.space.foreground if self.taught[c]})
+
+    def net(self, name: str) -> nn.Module:
+        """A teacher, until the next one is asked for where only one is held."""
+        if name not in self.nets and (self.how.resident == "all" or not self.nets):
+            self.nets[name] = self.site.network(self.models[name]).eval().requires_grad_(False)
+        elif name not in self.nets:
+            _, net = self.nets.popitem()
+            load(net, self.models[name])
+            self.nets[name] = net
+        return self.nets[name]
+
+    @torch.no_grad()
+    def merged(self, image: Tensor, names: Iterable[str] | None = None) -> Merged:
+        """What the teachers, all by default, say of images [B, I, *S]. Raises FederationError where there is none."""
+        began = time.perf_counter()
+        merge = Merge()
+        for name in self.models if names is None else names:
+            with autocast(self.local, self.site.device):
+                logits = voxel_logits(self.net(name)(image))
+            merge.add(full_precision(logits), self.speaks[name])
+        self.seconds += time.perf_counter() - began
+        return merge.result()
+
+    def complete(self, batch: Batch, masks: Tensor) -> Batch:
+        """A batch in which everything that a teacher knows is labelled: by the sample's own ground truth where it is
+        annotated, else by masks [B, C, *S] bool."""
+        make = completed if self.how.exclusive else completed_overlapping
+        target, known = make(batch.target, batch.known, masks, self.taught)
+        return dataclasses.replace(batch, target=target, known=known)
+
+    def __call__(self, batch: Batch) -> Batch:
+        """The batch with pseudo labels; only the teachers are asked that know what some sample lacks."""
+        names = list(self.models)
+        if self.how.exclusive:
+            lacking = (~batch.known).any(0)
+            names = [name for name in names if bool((self.speaks[name] & lacking).any())]
+        if not names:
+            return batch
+        return self.complete(batch, self.merged(batch.image, names).masks)
+
+    def log(self) -> None:
+        """Tells how long the teachers were asked."""
+        if self.models:
+            self.site.log(teacher_seconds=self.seconds)
+
+
+class CompletedSite:
+    """A site as it looks to a method that is put on top of pseudo labels: every batch is completed, and all that a teacher
+    knows counts as annotated."""
+
+    def __init__(self, site: Site, maker: Maker) -> None:
+        self._site, self._maker = site, maker
+        self.labels = maker.labels
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._site, name)
+
+    def batches(self, **how: Any) -> Batches:
+        return CompletedBatches(self._site.batches(**how), self._maker)
+
+    def with_predictions(self, net: nn.Module, **how: Any) -> Any:
+        raise FederationError(
+            "pseudo labels: the method within asks for predictions ahead of training, which are of other labels than "
+            "those of the teachers; take it alone"
+        )
+
+
+class CompletedBatches:
+    """Batches with pseudo labels."""
+
+    def __init__(self, batches: Batches, maker: Maker) -> None:
+        self.batches, self.maker = batches, maker
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self.maker, self.batches)
