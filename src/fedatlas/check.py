@@ -86,11 +86,14 @@ def cost(experiment: Experiment) -> dict[str, Any]:
     federation, net = experiment.federation, experiment.make_net(initial=False)
     values, comm = tensors_of(net), federation.comm
     model = n_bytes(values)
+    sends = sends_of(experiment.method).get("local_update", {})
     others = sum(
         n_bytes(tensors_of(experiment.make_net(kind.partition(":")[2] or "main", initial=False)))
-        for key, kind in sends_of(experiment.method).get("local_update", {}).items()
+        for key, kind in sends.items()
         if key != "model" and kind.partition(":")[0] == "model"
     )
+    if "bits" in sends.values():
+        others += sum((parameter.numel() + 7) // 8 for parameter in net.parameters())
     down = sent_bytes(values, comm.down, comm.fraction) + others
     up = others + (masked_bytes(values) if federation.secure else sent_bytes(values, comm.up, comm.fraction))
     shape = (federation.local.batch, *experiment.sample_shape)

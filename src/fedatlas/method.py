@@ -162,6 +162,11 @@ class Clients(Protocol):
     sample_shape: tuple[int, ...]
     """(I, *S): the shape of one input of the federation's net in training."""
 
+    @property
+    def rng(self) -> torch.Generator:
+        """A new generator at every use, seeded from the experiment's seed and the round."""
+        ...
+
     def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
         """A net at the server, on the CPU, in evaluation mode; as `Site.network`. It computes with as many threads
         as a site, so that equal models give equal bits."""

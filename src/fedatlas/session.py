@@ -139,6 +139,7 @@ class Running:
                 make_net=self.design.make_net,
                 sample_shape=self.design.sample_shape,
                 threads=parties.design.federation.threads_per_site,
+                seed=parties.design.federation.seed,
             )
 
         tested = [] if self.design.pooled else sorted(set(parties.summaries) - set(parties.training))

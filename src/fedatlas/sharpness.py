@@ -59,6 +59,12 @@ class Sharpness:
     direction: Literal["gradient", "random"] = option(
         "gradient", "random: a Gaussian direction, as long as the perturbation along the gradient."
     )
+    share: float = option(
+        1.0,
+        "The share in a step of the gradient at the perturbed weights; the rest is that at the weights themselves.",
+        ge=0,
+        le=1,
+    )
 
 
 @options
@@ -187,11 +193,15 @@ class AscentStep(Step):
             )
         self.how, self.views, self.mask, self.rng = how, views, mask, rng
         self.kept: list[tuple[Tensor, Tensor]] = []
+        self.plain: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
         """Takes one step; returns the detached loss of the descent, its terms if it has several, and "ascent"."""
         ascent, descent = self.views(batch) if self.views else (batch, batch)
         first, gradient = self._ascend(net, loss, ascent)
+        if self.how.share < 1:
+            plain, own = self._ascend(net, loss, descent)[1] or {}, self._own(net)
+            self.plain = [(own[name], value) for name, value in plain.items()]
         if gradient is not None:
             self._perturb(net, gradient)
         del gradient
@@ -202,6 +212,11 @@ class AscentStep(Step):
 
     def apply(self) -> None:
         self._restore()
+        share, scale = self.how.share, self.scaler.get_scale()
+        for parameter, plain in self.plain:
+            if parameter.grad is not None:
+                parameter.grad.mul_(share).add_(plain, alpha=(1 - share) * scale)
+        self.plain = []
         super().apply()
 
     def _ascend(self, net: nn.Module, loss: Loss, batch: Batch) -> tuple[Tensor, Tensors | None]:

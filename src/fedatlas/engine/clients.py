@@ -23,6 +23,7 @@ from fedatlas.engine.store import read_whole, write_atomic
 from fedatlas.engine.wire import Data
 from fedatlas.errors import FedAtlasError, NameMismatch, SiteLost, WireError
 from fedatlas.options import option, options
+from fedatlas.seeds import generator
 from fedatlas.tensors import Tensors, Tree, is_finite, load, require_same, to_tree
 
 
@@ -148,6 +149,8 @@ class SiteClients:
     make_net: Callable[[str], nn.Module] | None = None
     """Makes a net of the federation for the server's own use: "main", or a name that the method declares."""
     sample_shape: tuple[int, ...] = ()
+    seed: int = 0
+    """The federation's."""
     threads: int = 1
     """Processor threads that the server computes with, as many as a site."""
     least: int = NEVER
@@ -167,6 +170,10 @@ class SiteClients:
         """A round begins, counted from 1; 0 is what a method does at its start. Calls are numbered from 0."""
         self._round, self._call = round, 0
         self.calls = []
+
+    @property
+    def rng(self) -> torch.Generator:
+        return generator(self.seed, "server", self._round)
 
     def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
         if self.make_net is None:

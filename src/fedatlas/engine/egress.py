@@ -45,6 +45,7 @@ def check(
 
     model, model:NET    a dict of tensors that the net has too, with the same dtype and shape; perhaps not all of them
     mask, mask:NET      the same with bool tensors
+    bits, bits:NET      the same with eight of its positions in a byte, as `sharpness.pack_bits` packs them
     number              one number
     classes             class indices, none twice
     per class           at most one number per class
@@ -95,6 +96,20 @@ def _model(value: Any, classes: int, forms: Callable[[], Forms], mask: bool = Fa
 
 def _mask(value: Any, classes: int, forms: Callable[[], Forms]) -> str | None:
     return _model(value, classes, forms, mask=True)
+
+
+def _bits(value: Any, classes: int, forms: Callable[[], Forms]) -> str | None:
+    if not isinstance(value, dict):
+        return f"is a {type(value).__name__}"
+    expected = forms()
+    for name, tensor in value.items():
+        if name not in expected:
+            return f"holds bits of {name!r}, which the net does not have"
+        numel = math.prod(expected[name][1])
+        size = (numel + 7) // 8
+        if not isinstance(tensor, Tensor) or _dtype(tensor) != "uint8" or tuple(tensor.shape) != (size,):
+            return f"the bits of {name!r} are {_described(tensor)}, of its {numel} entries they are uint8[{size}]"
+    return None
 
 
 def _entries(value: Any, classes: int, forms: Callable[[], Forms]) -> str | None:
@@ -214,6 +229,7 @@ def _opaque(value: Any, classes: int, forms: Any) -> str | None:
 _CHECKS: dict[str, Callable[[Any, int, Callable[[], Forms]], str | None]] = {
     "model": _model,
     "mask": _mask,
+    "bits": _bits,
     "number": _number,
     "classes": _classes,
     "per class": _per_class,

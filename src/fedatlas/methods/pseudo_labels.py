@@ -157,7 +157,7 @@ class PseudoLabels:
         def asked(site: Site, teachers: Mapping[str, Mapping[str, Any]] | None = None, **payload: Any) -> Any:
             remember(site, teachers)
             maker = Maker(site, self.teachers, self.local)
-            answer = function(CompletedSite(site, maker), **payload)
+            answer = function(CompletedSite(site, maker.labels, maker), **payload)
             maker.log()
             return answer
 

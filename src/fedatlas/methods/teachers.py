@@ -12,7 +12,7 @@ Shapes: B batch, C classes with the background, *S spatial.
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -202,13 +202,17 @@ class Maker:
             self.nets[name] = net
         return self.nets[name]
 
+    def within(self) -> torch.autocast:
+        """The arithmetic in which teachers compute."""
+        return autocast(self.local, self.site.device)
+
     @torch.no_grad()
     def merged(self, image: Tensor, names: Iterable[str] | None = None) -> Merged:
         """What the teachers, all by default, say of images [B, I, *S]. Raises FederationError where there is none."""
         began = time.perf_counter()
         merge = Merge()
         for name in self.models if names is None else names:
-            with autocast(self.local, self.site.device):
+            with self.within():
                 logits = voxel_logits(self.net(name)(image))
             merge.add(full_precision(logits), self.speaks[name])
         self.seconds += time.perf_counter() - began
@@ -238,18 +242,18 @@ class Maker:
 
 
 class CompletedSite:
-    """A site as it looks to a method that is put on top of pseudo labels: every batch is completed, and all that a teacher
-    knows counts as annotated."""
+    """A site as it looks to a method that is put on top of pseudo labels: every batch is completed, and labels say what is
+    annotated then."""
 
-    def __init__(self, site: Site, maker: Maker) -> None:
-        self._site, self._maker = site, maker
-        self.labels = maker.labels
+    def __init__(self, site: Site, labels: SiteLabels, complete: Callable[[Batch], Batch]) -> None:
+        self._site, self._complete = site, complete
+        self.labels = labels
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._site, name)
 
     def batches(self, **how: Any) -> Batches:
-        return CompletedBatches(self._site.batches(**how), self._maker)
+        return CompletedBatches(self._site.batches(**how), self._complete)
 
     def with_predictions(self, net: nn.Module, **how: Any) -> Any:
         raise FederationError(
@@ -261,11 +265,11 @@ class CompletedSite:
 class CompletedBatches:
     """Batches with pseudo labels."""
 
-    def __init__(self, batches: Batches, maker: Maker) -> None:
-        self.batches, self.maker = batches, maker
+    def __init__(self, batches: Batches, complete: Callable[[Batch], Batch]) -> None:
+        self.batches, self.complete = batches, complete
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(self.maker, self.batches)
+        return map(self.complete, self.batches)

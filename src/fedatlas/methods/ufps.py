@@ -1,0 +1,639 @@
+"""UFPS.
+
+Jiang, Ma, Zeng, Ying. UFPS: a unified framework for partially annotated federated segmentation in heterogeneous data
+distribution. Patterns 2024, with its supplement; the algorithms are numbered as in the preprint.
+
+Every site trains a teacher on its own labels, all teachers are handed to all sites once, and every batch is completed by
+their pseudo labels (`teachers`). On top of that, each from a round of its own on:
+
+    unified label learning
+        GMT    the global model of the round teaches, its boundaries refined by the teachers      gmt, Eq. (5)
+        WS     a sample's loss is weighed by the uncertainty of its pseudo labels                 ws, Eq. (6), (8)
+        aRCE   reverse cross-entropy, ever more of it                                             rce, Eq. (9)
+        UA     the decoder is averaged by the sites' uncertainty                                  ua, Eq. (7)
+    sparse unified sharpness-aware minimisation
+        sUSAM  the ascent on a strong augmentation, masked                                        sam, Eq. (11) to (14)
+
+A module that is null is off; with all of them off it is FedAvg on pseudo labels, `pseudo_labels` on `fedavg`. What a site
+adds to FedAvg's message is two numbers and one bit for each parameter, and it gets one bit for each.
+
+A round r is counted from 1. Where an option asks for one, a number below 1 is that share of all rounds: 0.6 is the 300th
+of 500, as published.
+
+Differences from the paper and from the official code, whose own choices are switches:
+    The uncertainty's entropy is over classes (code: over the depth of the volume): `uncertainty.softmax`; its mean over
+    all classes (code: those present): `uncertainty.average`; from the teachers throughout (code: from the global model
+    once that teaches): `uncertainty.source`. High variance lowers a site's weight (code: raises it) and is that of the
+    population (code: of a sample): `ua.variance_sign`, `ua.ddof`. Tail shift and base decrement run over the rounds up to
+    the end of WS, as in the code (paper: over all rounds): `ws.period`; round trip is centred on the lowest uncertainty,
+    as in the code (paper: on the mean, which is 0 after normalisation): `ws.centre`. aRCE as printed, with the sign that
+    makes it a loss (code: linear in the logits): `rce.form`. Pseudo labels exclude each other: `teachers.exclusive`. The
+    masks' own switches are in `sharpness.Sparsity`. The gradient is clipped by `local.clip`, before the ascent too, as in
+    the code (12). Uncertainty is gathered from round 1 on, and statistics of a round are those of all rounds before it.
+
+Shapes: B batch, C classes with the background, N sites, *S spatial.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas import losses
+from fedatlas.cmidg import CMIDG, cmidg
+from fedatlas.data.batch import Batch
+from fedatlas.errors import FederationError
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.losses.onehot import DiceBCE, arce_coefficient, rce
+from fedatlas.method import Clients, Replies, Site, State, at_site
+from fedatlas.methods.pseudo_labels import require_exclusive, told
+from fedatlas.methods.teachers import (
+    SENDS,
+    CompletedSite,
+    Handing,
+    Maker,
+    TaughtState,
+    Teaching,
+    collected,
+    remember,
+    taught,
+)
+from fedatlas.methods.weighting import Weighting, site_weights
+from fedatlas.options import not_known, option, options
+from fedatlas.outputs import heads, voxel_logits
+from fedatlas.pseudo import Merged
+from fedatlas.sharpness import (
+    AscentStep,
+    Masks,
+    Sharpness,
+    SparseMask,
+    Sparsity,
+    disagreement,
+    pack_bits,
+    top,
+    unpack_bits,
+)
+from fedatlas.tensors import Tensors, Tree, average, parts, tensors_of
+from fedatlas.training import Local, Loss, Step, train
+
+BANK = "ufps.uncertainty"
+"""The key in a site's memory of the uncertainties of all samples so far, in their order."""
+MASKS = "ufps.masks"
+"""The key in a site's memory of the gradient's momentum and the last mask."""
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+@options
+class Uncertainty:
+    """How sure teachers are of a sample, Eq. (6)."""
+
+    softmax: Literal["classes", "depth"] = option(
+        "classes", "Over what logits become probabilities; depth: the volume's last axis (published code)."
+    )
+    average: Literal["all", "present"] = option(
+        "all", "Whether the mean is over all classes, or those with an uncertainty above 0 (published code)."
+    )
+    source: Literal["teachers", "pseudo"] = option(
+        "teachers",
+        "Whose predictions are judged: the teachers' throughout, or those of whoever makes the pseudo labels (published "
+        "code: the global model once it teaches).",
+    )
+
+
+@options
+class WeightScheduler:
+    """Weights of samples by their uncertainty, Eq. (8)."""
+
+    schedule: Literal["tail_shift", "base_decrement", "round_trip"] = option(
+        "tail_shift", "TS, BD or RG (round-trip Gaussian)."
+    )
+    start: float = option(0.02, "The round from which samples are weighed; below 1: a share of all.", ge=0)
+    end: float = option(0.4, "The round from which they count equally again; below 1: a share of all.", ge=0)
+    period: float | None = option(
+        None,
+        "R of the schedule, in rounds; below 1: a share of all; null: `end` (published code); the paper's text has all "
+        "rounds.",
+        gt=0,
+    )
+    threshold: float = option(0.7, "Quantile of the uncertainties so far that is U_T.", ge=0, le=1)
+    alpha: float = option(1.0, "BD: the base in the last round.", gt=0)
+    beta: float = option(0.7, "RG: share of the static weight.", ge=0, le=1)
+    width: float = option(0.28, "RG: s, the standard deviation of the Gaussian (rho in the paper).", gt=0)
+    centre: Literal["least", "mean"] = option(
+        "least",
+        "RG: where the Gaussian starts: at the least uncertainty (published code) or at the mean (paper).",
+    )
+
+
+@options
+class AdaptiveRCE:
+    """Reverse cross-entropy with a coefficient that grows, Eq. (9)."""
+
+    start: float = option(0.4, "The round from which it is added; below 1: a share of all.", ge=0)
+    coefficient: float = option(0.01, "Its coefficient in the last round.", ge=0)
+    growing: bool = option(
+        True, "Whether it grows as exp(-20 (1 - r / R)); false: it is the same throughout."
+    )
+    form: Literal["paper", "official"] = option(
+        "paper", "official: what the published code computes, linear in the logits and without a lower bound."
+    )
+    log_zero: float = option(-4.0, "What log 0 stands for.", lt=0)
+
+
+@options
+class UncertaintyAggregation:
+    """Weights of sites by the uncertainty of their samples, Eq. (7)."""
+
+    start: float = option(0.6, "The round from which it is used; below 1: a share of all.", ge=0)
+    parts: list[str] = option(
+        ["decoder", "head"],
+        "The parts of the net that are averaged so; a part that the net lacks is left out if another is there.",
+        min_length=1,
+    )
+    tau_mean: float = option(0.05, "Temperature of the means.", gt=0)
+    tau_variance: float = option(0.001, "Temperature of the variances.", gt=0)
+    variance_sign: Literal[-1, 1] = option(
+        -1, "-1: a site of high variance counts less (paper); 1: more (published code)."
+    )
+    ddof: Literal[0, 1] = option(0, "0: variance of the population (paper); 1: of a sample (published code).")
+
+
+@options
+class GlobalMainTeacher:
+    """The global model as teacher, Eq. (5)."""
+
+    start: float = option(0.6, "The round from which it teaches; below 1: a share of all.", ge=0)
+    rule: Literal["refined", "global", "intersection", "teachers"] = option(
+        "refined",
+        "refined, Eq. (5): the intersection with the teachers where it is at least v of the global foreground, else the "
+        "global model; or always the one or the other.",
+    )
+    v: float = option(0.8, "Share of the global model's foreground on which the teachers must agree.", ge=0)
+
+
+@options
+class UnifiedSharpness:
+    """Sharpness-aware minimisation with the ascent on a strong augmentation, and masked, Eq. (11) to (14)."""
+
+    start: float = option(0.6, "The round from which it is used; below 1: a share of all.", ge=0)
+    ascent: Literal["cmidg", "original", "none"] = option(
+        "cmidg",
+        "What the ascent sees; none: there is no ascent, and CMIDG, in the descent, is plain augmentation.",
+    )
+    descent: Literal["original", "cmidg"] = option("original", "What the descent sees.")
+    masks: Literal["sparse", "local", "none"] = option(
+        "sparse",
+        "sparse: sUSAM; local: the top of each batch's own gradient, nothing is exchanged; none: USAM (with ascent: "
+        "original, ASAM).",
+    )
+    every: int = option(5, "r_fre: masks and momentum follow in rounds r with r mod r_fre = 1.", ge=1)
+    sharpness: Sharpness = option(Sharpness(), "The perturbation.")
+    sparsity: Sparsity = option(Sparsity(), "The masks.")
+    cmidg: CMIDG = option(CMIDG(), "The augmentation; published code: channels 1, order 1.")
+
+    def __post_init__(self) -> None:
+        if self.ascent == "none" and self.descent == "original":
+            raise FederationError(
+                "method ufps: sam: ascent is none and descent is original, so that it does nothing; set sam to null, or "
+                "descent to cmidg"
+            )
+
+
+@dataclass(frozen=True)
+class UFPSState(TaughtState):
+    """disagree: M_G, packed, in which the sites' last masks differ; empty before any were sent."""
+
+    disagree: dict[str, Tensor] = field(default_factory=dict)
+
+
+# ------------------------------------------------------------------------------------------------------------- method
+
+
+@options
+class UFPS:
+    """Unified label learning and sparse unified sharpness-aware minimisation (Jiang 2024)."""
+
+    tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
+    state: ClassVar[type[State]] = UFPSState
+
+    teachers: Teaching = option(Teaching(), "How teachers are trained and asked.")
+    uncertainty: Uncertainty = option(Uncertainty(), "How sure teachers are of a sample.")
+    ws: WeightScheduler | None = option(
+        WeightScheduler(), "Weights of samples by their uncertainty; null: none."
+    )
+    rce: AdaptiveRCE | None = option(AdaptiveRCE(), "Reverse cross-entropy; null: none.")
+    gmt: GlobalMainTeacher | None = option(
+        GlobalMainTeacher(), "The global model as teacher; null: the teachers alone."
+    )
+    ua: UncertaintyAggregation | None = option(
+        UncertaintyAggregation(), "Weights of sites by uncertainty; null: by `weights` alone."
+    )
+    sam: UnifiedSharpness | None = option(UnifiedSharpness(), "Sharpness-aware minimisation; null: none.")
+    participation: int | None = option(
+        None, "So many sites, drawn anew for every round, take part in it; null: all.", ge=1
+    )
+    weights: Weighting = option("cases", "A_i: a site counts by its training cases, or all count equally.")
+    loss: LossChoice = option(LossChoice(name="dice_bce"), "The supervised loss; dice_bce with options.")
+    local: Local = option(Local(), "Training at a site between two exchanges.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        require_exclusive("ufps", space)
+        losses.make(self.teachers.loss or self.loss, space)
+        fits = isinstance(losses.make(self.loss, space), DiceBCE)
+        for name, needs in (("ws", self.ws), ("rce", self.rce)):
+            if needs is not None and not fits:
+                raise FederationError(
+                    f"method ufps: loss is {self.loss.name}, with which {name} cannot be; take dice_bce, or set {name} to "
+                    "null"
+                )
+        if not self.teachers.exclusive and not fits:
+            raise FederationError(
+                f"method ufps: loss is {self.loss.name}, which takes one class per voxel, and teachers.exclusive is "
+                "false; take dice_bce, or exclusive labels"
+            )
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell. Raises FederationError for parts of `ua` that the net lacks, and for more sites than
+        there are."""
+        if self.ua is not None:
+            part_names(net, self.ua.parts)
+        if self.participation is not None and self.participation > len(sites):
+            raise FederationError(
+                f"method ufps: participation is {self.participation}; allowed: 1 to {len(sites)}, the sites that train"
+            )
+        return [told(self.teachers, len(sites))]
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether masks travel."""
+        return self.sam is not None and self.sam.masks == "sparse" and self.sam.ascent != "none"
+
+    @property
+    def sends(self) -> dict[str, dict[str, str]]:
+        update = {"model": "model", "n": "number"}
+        if self.ua is not None:
+            update |= {"mean": "number", "variance": "number"}
+        if self.exchanged:
+            update |= {"mask": "bits"}
+        return {"teacher_update": SENDS, "local_update": update}
+
+    def start(self, net: nn.Module, clients: Clients) -> UFPSState:
+        return UFPSState(tensors_of(net))
+
+    def round(self, state: UFPSState, clients: Clients) -> UFPSState:
+        r, teachers, classes = state.round + 1, state.teachers, state.classes
+        if state.round == 0 and len(clients.sites) > 1:
+            answers = clients.call(self.teacher_update, model=state.model, rounds=state.rounds)
+            teachers, classes = collected(answers)
+        handing = Handing(clients, teachers, classes, state.served)
+        replies = handing.call(
+            self.local_update,
+            each=self.drawn(clients),
+            model=state.model,
+            disagree=state.disagree,
+            round=state.round,
+            rounds=state.rounds,
+        )
+        model = average(
+            replies.each("model"),
+            site_weights(replies, self.weights),
+            each=self.part_weights(replies, clients, state),
+        )
+        disagree = state.disagree
+        if self.exchanged and runs(self.sam, r, state.rounds):
+            disagree = self.M_G(replies, clients) or disagree
+        return UFPSState(model, r, state.rounds, disagree=disagree, **handing.left())
+
+    def drawn(self, clients: Clients) -> dict[str, dict[str, Any]] | None:
+        """The sites that take part in a round; None: all."""
+        if self.participation is None or self.participation >= len(clients.sites):
+            return None
+        order = torch.randperm(len(clients.sites), generator=clients.rng)[: self.participation]
+        return {clients.sites[i]: {} for i in sorted(order.tolist())}
+
+    def part_weights(self, replies: Replies, clients: Clients, state: UFPSState) -> dict[str, list[float]]:
+        """Tensor name -> A^ [N], for the parts that UA averages; empty before its first round."""
+        if self.ua is None or not runs(self.ua, state.round + 1, state.rounds):
+            return {}
+        mu, sigma = replies.plain("mean"), replies.plain("variance")
+        weights = A_hat(mu, sigma, site_weights(replies, self.weights), self.ua)
+        return dict.fromkeys(part_names(clients.network(), self.ua.parts), weights)
+
+    def M_G(self, replies: Replies, clients: Clients) -> dict[str, Tensor]:
+        """The global mask, packed, Eq. (12); of the sites that sent a mask."""
+        like = own_parameters(clients.network())
+        masks = (unpack_bits(mask, like) for mask in replies.each("mask") if mask)
+        first = next(masks, None)
+        return {} if first is None else pack_bits(disagreement(itertools.chain([first], masks)))
+
+    @at_site
+    def teacher_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
+        """Alg. 1: a teacher of the site alone, from the common start."""
+        return taught(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
+
+    @at_site
+    def local_update(
+        self,
+        site: Site,
+        model: Tensors,
+        disagree: dict[str, Tree],
+        round: int,
+        rounds: int,
+        teachers: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Alg. 3 and 4: one round at a site. teachers: the other sites', given once, then remembered."""
+        remember(site, teachers)
+        net, r = site.network(model), round + 1
+        labels = Labels(self, site, model, r, rounds)
+        step, masks = self.steps(site, net, disagree, r, rounds)
+        train(
+            cast(Site, CompletedSite(site, labels.maker.labels, labels)),
+            net,
+            self.F(site.labels.space, r, rounds),
+            self.local,
+            round=round,
+            rounds=rounds,
+            step=step,
+        )
+        labels.close()
+        answer: dict[str, Any] = {"model": tensors_of(net), "n": site.n_train}
+        if self.ua is not None:
+            answer["mean"], answer["variance"] = 0.0, 0.0
+            if runs(self.ua, r, rounds):
+                answer["mean"], answer["variance"] = moments(labels.bank, self.ua.ddof)
+        if self.exchanged:
+            answer["mask"] = {} if masks is None else masks.sent()
+            if masks is not None:
+                site.memory[MASKS] = cast(Tree, masks.memory())
+        return answer
+
+    def F(self, space: LabelSpace, r: int, rounds: int) -> Loss:
+        """The objective of round r, with its terms."""
+        l_seg = losses.make(self.loss, space)
+        head_weights = l_seg.head_weights if isinstance(l_seg, DiceBCE) else "encoder"
+
+        def objective(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            outputs = net(batch.image)
+            weight = batch.weight if isinstance(batch, Weighed) else None
+
+            def seg(outputs: Tensor | Sequence[Tensor], target: Tensor, known: Tensor) -> Tensor:
+                if weight is None or not isinstance(l_seg, DiceBCE):
+                    return l_seg(outputs, target, known)
+                return (weight * l_seg.per_sample(outputs, target, known)).mean()
+
+            terms = {"supervised": losses.on_batch(seg, outputs, batch, self.loss.findings)}
+            if self.rce is not None and runs(self.rce, r, rounds):
+                value = rce(
+                    heads(outputs),
+                    batch.target,
+                    batch.known,
+                    head_weights=head_weights,
+                    form=self.rce.form,
+                    log_zero=self.rce.log_zero,
+                )
+                factor = arce_coefficient(r, rounds, self.rce.coefficient, self.rce.growing)
+                terms["reverse"] = factor * value
+            return terms
+
+        return objective
+
+    def steps(
+        self, site: Site, net: nn.Module, disagree: dict[str, Tree], r: int, rounds: int
+    ) -> tuple[Callable[[torch.optim.Optimizer, Local, torch.device], Step] | None, SparseMask | None]:
+        """What makes the steps of round r (None: plain ones), and the masks of sUSAM if they are used."""
+        if self.sam is None or not runs(self.sam, r, rounds):
+            return None, None
+        sam = self.sam
+        masks = None
+        if self.exchanged:
+            M_G = unpack_bits(disagree, own_parameters(net)) if disagree else None
+            kept, update = site.memory.get(MASKS), r % sam.every == 1 % sam.every
+            masks = SparseMask(sam.sparsity, kept, M_G, update=update, rng=site.rng)
+
+        def local(gradient: Tensors) -> Masks:
+            return top(gradient, sam.sparsity.top)
+
+        def views(batch: Batch) -> tuple[Batch, Batch]:
+            strong = batch
+            if "cmidg" in (sam.ascent, sam.descent):
+                strong = dataclasses.replace(batch, image=cmidg(batch.image, sam.cmidg, site.rng))
+            return (
+                strong if sam.ascent == "cmidg" else batch,
+                strong if sam.descent == "cmidg" else batch,
+            )
+
+        def make(optimizer: torch.optim.Optimizer, chosen: Local, device: torch.device) -> Step:
+            if sam.ascent == "none":
+                return AugmentedStep(optimizer, chosen, device, lambda batch: views(batch)[1])
+            mask = masks if masks is not None else local if sam.masks == "local" else None
+            return AscentStep(optimizer, chosen, device, sam.sharpness, views=views, mask=mask, rng=site.rng)
+
+        return make, masks
+
+
+# ------------------------------------------------------------------------------------------------------------- labels
+
+
+@dataclass
+class Weighed(Batch):
+    """A batch with weight [B], w(U) of each sample; None: all count equally."""
+
+    weight: Tensor | None = None
+
+
+class Labels:
+    """Completes the batches of one round at a site, and gathers their uncertainty. model: the global one of the round."""
+
+    def __init__(self, method: UFPS, site: Site, model: Tensors, r: int, rounds: int) -> None:
+        self.method, self.site, self.r, self.rounds = method, site, r, rounds
+        self.maker = Maker(site, method.teachers, method.local)
+        self.bank = cast(Tensor, site.memory.get(BANK, torch.zeros(0)))
+        self.seen: list[Tensor] = []
+        self.F_global: nn.Module | None = None
+        if method.gmt is not None and method.gmt.rule != "teachers" and runs(method.gmt, r, rounds):
+            self.F_global = site.network(model).eval().requires_grad_(False)
+        ws = method.ws
+        self.weigher: Callable[[Tensor], Tensor] | None = None
+        if ws is not None and begins(ws.start, rounds) <= r < begins(ws.end, rounds) and len(self.bank):
+            period = begins(ws.end if ws.period is None else ws.period, rounds)
+            self.weigher = weigher(self.bank, ws, r, period)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether anything asks for the uncertainty of samples."""
+        return self.method.ws is not None or self.method.ua is not None
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Batch:
+        maker, how = self.maker, self.method.uncertainty
+        if not maker.models:
+            return batch
+        if self.F_global is None and not self.gathers:
+            return maker(batch)
+        merged = maker.merged(batch.image)
+        lent, masks = merged, merged.masks
+        if self.F_global is not None and self.method.gmt is not None:
+            lent = self.by_global(batch.image, merged.taught)
+            masks = refined(lent.masks, merged.masks, self.method.gmt)
+        done = maker.complete(batch, masks)
+        if not self.gathers:
+            return done
+        U = uncertainty(merged if how.source == "teachers" else lent, how)
+        self.seen.append(U.cpu())
+        weight = None if self.weigher is None else self.weigher(U)
+        shallow = {f.name: getattr(done, f.name) for f in dataclasses.fields(Batch)}
+        return Weighed(**shallow, weight=weight)
+
+    def by_global(self, image: Tensor, taught: Tensor) -> Merged:
+        """What the global model of the round says, in the form of what teachers say."""
+        assert self.F_global is not None
+        with self.maker.within():
+            logits = voxel_logits(self.F_global(image))
+        axes = (1, -1, *[1] * (logits.dim() - 2))
+        z = torch.where(taught.reshape(axes), logits.float(), 0)
+        winner = logits.float().masked_fill(~taught.reshape(axes), -math.inf).argmax(1, keepdim=True)
+        return Merged(z, winner == torch.arange(len(taught), device=z.device).reshape(axes), taught)
+
+    def close(self) -> None:
+        """Keeps what was gathered."""
+        self.maker.log()
+        if self.seen:
+            self.bank = torch.cat([self.bank, *self.seen])
+            self.site.memory[BANK] = self.bank
+            self.site.log(uncertainty=float(torch.cat(self.seen).mean()))
+
+
+def refined(by_global: Tensor, by_teachers: Tensor, how: GlobalMainTeacher) -> Tensor:
+    """Eq. (5): masks [B, C, *S] bool of the global model, made fine by those of the teachers, sample by sample."""
+    both = by_global & by_teachers
+    if how.rule == "intersection":
+        return both
+    if how.rule == "teachers":
+        return by_teachers
+    if how.rule == "global":
+        return by_global
+    space = tuple(range(1, both.dim()))
+    agreed, alone = both[:, 1:].sum(space), by_global[:, 1:].sum(space)
+    enough = agreed >= (how.v * alone.double()).long()
+    return torch.where(enough.reshape(-1, *[1] * (both.dim() - 1)), both, by_global)
+
+
+def uncertainty(merged: Merged, how: Uncertainty) -> Tensor:
+    """U [B], Eq. (6): for each taught class the mean entropy of the voxels that are given to it, and of these the mean."""
+    taught = merged.taught
+    z, m = merged.logits[:, taught], merged.masks[:, taught].float()
+    p = z.softmax(1 if how.softmax == "classes" else -1)
+    # in the code's form the axis of the softmax is not that of the sum; 0 log 0 is 0
+    E = -torch.special.xlogy(p, p).sum(1, keepdim=True) / z.shape[1]
+    space = tuple(range(2, z.dim()))
+    U_c = (E * m).sum(space) / (m.sum(space) + 1)
+    if how.average == "all":
+        return U_c.mean(1)
+    return U_c.sum(1) / (U_c > 0).sum(1).clamp(min=1)
+
+
+def weigher(bank: Tensor, ws: WeightScheduler, r: int, period: int) -> Callable[[Tensor], Tensor]:
+    """w(U), Eq. (8), in round r of a schedule of `period` rounds; bank: the uncertainties before this round."""
+    values = bank.double()
+    mean, least = float(values.mean()), float(values.min())
+    span = max(float(values.max()) - least, 1e-12)
+    U_T = float(values.quantile(ws.threshold))
+    done = min(r / period, 1.0)
+
+    def norm(U: Tensor | float) -> Any:
+        return (U - mean) / span
+
+    def tail_shift(n: Tensor) -> Tensor:
+        return 2 - torch.where(n > norm(U_T), n - done, n).exp()
+
+    def base_decrement(n: Tensor) -> Tensor:
+        return 2 - ((ws.alpha - math.e) * done + math.e) ** n
+
+    def round_trip(n: Tensor) -> Tensor:
+        reach, half = norm(U_T) - norm(least), max(period // 2, 1)
+        there = min(r, half) / half
+        back = max(r - half, 0) / half
+        centre = (norm(least) if ws.centre == "least" else 0.0) + reach * (there - back)
+        G = torch.exp(-((n - centre) ** 2) / (2 * ws.width**2)) / (math.sqrt(2 * math.pi) * ws.width)
+        return (1 - ws.beta) * G + ws.beta * (2 - n.exp())
+
+    schedule = {"tail_shift": tail_shift, "base_decrement": base_decrement, "round_trip": round_trip}[
+        ws.schedule
+    ]
+    return lambda U: schedule(norm(U.double())).float()
+
+
+def moments(bank: Tensor, ddof: int) -> tuple[float, float]:
+    """Mean and variance of a site's uncertainties; 0 and 0 where it has none, a variance of 0 where it has too few."""
+    values = bank.double()
+    if len(values) == 0:
+        return 0.0, 0.0
+    variance = float(values.var(correction=ddof)) if len(values) > ddof else 0.0
+    return float(values.mean()), variance
+
+
+# --------------------------------------------------------------------------------------------------------- the server
+
+
+def A_hat(
+    mu: Sequence[float], sigma: Sequence[float], n: Sequence[float], how: UncertaintyAggregation
+) -> list[float]:
+    """Eq. (7): (softmax(-mu / tau_mean) + softmax(-sigma / tau_variance) + n / sum n) / 3, of N sites; sigma: variances."""
+    by_mean = (-torch.tensor(mu, dtype=torch.float64) / how.tau_mean).softmax(0)
+    by_variance = (how.variance_sign * torch.tensor(sigma, dtype=torch.float64) / how.tau_variance).softmax(0)
+    A = torch.tensor(n, dtype=torch.float64)
+    return ((by_mean + by_variance + A / A.sum()) / 3).tolist()
+
+
+def part_names(net: nn.Module, wanted: Sequence[str]) -> list[str]:
+    """The tensors of some parts of a net; of these parts one at least must be there. Raises FederationError for a name
+    that no net of ours has, and where none is there."""
+    known = parts(net)
+    found = [name for part in wanted for name in known.get(part, ())]
+    if not found:
+        raise not_known("method ufps: ua.parts: the part of the net", wanted[0], known)
+    return found
+
+
+def own_parameters(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, by name."""
+    return {name: p for name, p in net.named_parameters() if p.requires_grad}
+
+
+def begins(when: float, rounds: int) -> int:
+    """The round, counted from 1, that an option means: below 1 it is a share of all rounds, rounded up."""
+    return math.ceil(when * rounds - 1e-9) if when < 1 else round(when)
+
+
+def runs(module: Any, r: int, rounds: int) -> bool:
+    """Whether a module is used in round r, counted from 1."""
+    return r >= begins(module.start, rounds)
+
+
+# -------------------------------------------------------------------------------------------------------------- steps
+
+
+class AugmentedStep(Step):
+    """A plain step on another view of the batch."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        local: Local,
+        device: torch.device,
+        view: Callable[[Batch], Batch],
+    ) -> None:
+        super().__init__(optimizer, local, device)
+        self.view = view
+
+    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
+        return super().__call__(net, loss, self.view(batch))
