@@ -48,6 +48,20 @@ def test_slices_see_their_neighbours(shape, context) -> None:
         assert torch.equal(torch.from_numpy(stack_slices(image.numpy(), z, context)), stack)
 
 
+def test_without_a_background_a_class_needs_a_sigmoid_above_a_half() -> None:
+    net, how = Pointwise(1, 2), Inference(background="zero")
+    torch.nn.init.constant_(net.conv.bias[0], 1.0)  # what an untrained channel happens to say
+    image = torch.randn(1, 8, 8, 2, generator=torch.Generator().manual_seed(1))
+    found = probabilities(net, image, (8, 8), 0, how, exclusive=True).argmax(0)
+    z = net.conv.weight[:, 0, 0, 0].detach()[1:, None, None, None] * image
+    p, best = z.sigmoid().max(0)
+    assert torch.equal(found, torch.where(p > 0.5, best + 1, 0))
+    plain = probabilities(net, image, (8, 8), 0, Inference(), exclusive=True).argmax(0)
+    assert not torch.equal(plain, found)
+    overlapping = (probabilities(net, image, (8, 8), 0, h, exclusive=False) for h in (how, Inference()))
+    assert torch.equal(*overlapping)
+
+
 def test_the_mode_of_every_module_is_put_back() -> None:
     net = nn.Sequential(Pointwise(1, 3), nn.Dropout(0.5))
     net[0].eval()

@@ -26,6 +26,11 @@ class Inference:
         "gaussian", "Weight of a window's voxels where windows overlap."
     )
     batch: int = option(8, "Windows, or slices, at a time.", gt=0)
+    background: Literal["channel", "zero"] = option(
+        "channel",
+        "Logit of the background of exclusive classes: the net's, or zero, for nets whose loss trains foreground "
+        "channels alone: a voxel is foreground where the sigmoid of a class exceeds 1/2.",
+    )
     gate: float | None = option(
         0.5,
         "A class of voxels that a finding is about is emptied where the finding is less probable than this; null: never.",
@@ -88,6 +93,8 @@ def predict(
         if isinstance(outputs, Mixed):
             told.append(outputs.findings.float().sigmoid().amax(0).cpu())
         logits = voxel_logits(outputs).float()
+        if exclusive and options.background == "zero":
+            logits = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, 1:]], 1)
         return logits.softmax(1) if exclusive else logits.sigmoid()
 
     with evaluating(net):

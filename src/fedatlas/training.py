@@ -1,5 +1,6 @@
 """Local training: the optimizer, its schedule, precision, clipping, and the plain step."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -23,19 +24,35 @@ class Local:
     """Training at a site between two exchanges."""
 
     optimizer: Literal["adamw", "adam", "sgd"] = option("adamw", "The local optimizer.")
-    lr: float = option(1e-3, "Learning rate at the first step.", gt=0)
+    lr: float = option(1e-3, "Learning rate after the warm-up, before it falls.", gt=0)
     weight_decay: float = option(1e-2, "Decoupled for adamw, added to the gradient for the others.", ge=0)
     momentum: float = option(0.9, "Momentum of sgd.", ge=0, lt=1)
     nesterov: bool = option(False, "Nesterov's form of sgd's momentum.")
+    eps: float = option(1e-8, "Added to the denominator of adam and adamw.", gt=0)
     batch: int = option(2, "Patches, or slices, per step.", gt=0)
     steps: int | None = option(100, "Optimizer steps per round; give this or `epochs`.", gt=0)
     epochs: float | None = option(
         None, "Passes over the training cases per round; give this or `steps`.", gt=0
     )
-    schedule: Literal["constant", "cosine", "poly"] = option(
-        "cosine", "How the learning rate falls over all steps of all rounds; poly has the exponent 0.9."
+    schedule: Literal["constant", "cosine", "poly", "restarts"] = option(
+        "cosine",
+        "How the learning rate falls over all steps of all rounds; poly has the exponent 0.9, restarts is one cosine "
+        "after another, each of the length `restart`.",
     )
-    warmup: int = option(0, "Steps over which the learning rate first rises linearly.", ge=0)
+    restart: int | None = option(
+        None, "Length of each cosine of `restarts`, in `schedule_unit`; null for the others.", gt=0
+    )
+    lr_min: float = option(0.0, "Learning rate at the end of a fall.", ge=0)
+    warmup: int = option(
+        0, "Length of the first, linear rise of the learning rate, in `schedule_unit`.", ge=0
+    )
+    warmup_from: float | None = option(
+        None,
+        "Learning rate at the first step of the warm-up, whose last step then has `lr`; null: lr / (warmup + 1), and "
+        "`lr` at the step after the last.",
+        ge=0,
+    )
+    schedule_unit: Literal["steps", "rounds"] = option("steps", "What `warmup` and `restart` count.")
     clip: float | None = option(None, "Largest norm of the gradient.", gt=0)
     precision: Literal["float32", "bf16", "fp16"] = option(
         "float32", "Arithmetic of the forward pass; fp16 scales the loss and needs a GPU."
@@ -49,6 +66,14 @@ class Local:
             raise FederationError(
                 f"local: steps is {self.steps} and epochs is {self.epochs}; give one and set the other to null"
             )
+        if (self.schedule == "restarts") != (self.restart is not None):
+            raise FederationError(
+                f"local: schedule is {self.schedule} and restart is {self.restart}; restarts needs a length, the others "
+                "take null"
+            )
+        for name, value in (("lr_min", self.lr_min), ("warmup_from", self.warmup_from)):
+            if value is not None and value > self.lr:
+                raise FederationError(f"local: {name} is {value} and lr is {self.lr}; give at most lr")
 
 
 def train(
@@ -77,8 +102,8 @@ def train(
     optimizer = optimizer or make_optimizer(net, local)
     if local.opt_state == "persist" and memory in site.memory:
         restore_optimizer(optimizer, net, site.memory[memory])
-    take = (step or Step)(optimizer, local, site.device)
     batches = site.batches(batch=local.batch, steps=local.steps, epochs=local.epochs)
+    take = (step or Step)(optimizer, in_steps(local, len(batches)), site.device)
     sums: dict[str, Tensor] = {}
     seconds = 0.0
     for count, batch in enumerate(batches):
@@ -145,14 +170,29 @@ def autocast(local: Local, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=local.precision != "float32")
 
 
+def in_steps(local: Local, per_round: int) -> Local:
+    """`local` with its warm-up and restarts counted in steps. per_round: steps of a round."""
+    if local.schedule_unit == "steps":
+        return local
+    restart = None if local.restart is None else local.restart * per_round
+    return dataclasses.replace(local, schedule_unit="steps", warmup=local.warmup * per_round, restart=restart)
+
+
 def lr_factor(local: Local, step: int, total: int) -> float:
-    """The learning rate of a step, counted from 0, over `local.lr`."""
+    """The learning rate of a step, counted from 0, over `local.lr`. local: as `in_steps` gives it."""
     if step < local.warmup:
-        return (step + 1) / (local.warmup + 1)
+        if local.warmup_from is None:
+            return (step + 1) / (local.warmup + 1)
+        first = local.warmup_from / local.lr
+        return first + (1 - first) * step / max(local.warmup - 1, 1)
+    if local.schedule == "constant":
+        return 1.0
     done = (step - local.warmup) / max(total - local.warmup, 1)
-    if local.schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * done))
-    return (1 - done) ** 0.9 if local.schedule == "poly" else 1.0
+    if local.restart is not None:
+        done = (step - local.warmup) % local.restart / local.restart
+    fallen = (1 - done) ** 0.9 if local.schedule == "poly" else 0.5 * (1 + math.cos(math.pi * done))
+    last = local.lr_min / local.lr
+    return last + (1 - last) * fallen
 
 
 def make_optimizer(net: nn.Module, local: Local) -> torch.optim.Optimizer:
@@ -167,7 +207,7 @@ def make_optimizer(net: nn.Module, local: Local) -> torch.optim.Optimizer:
             weight_decay=local.weight_decay,
         )
     kind = torch.optim.AdamW if local.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, lr=local.lr, weight_decay=local.weight_decay)
+    return kind(parameters, lr=local.lr, eps=local.eps, weight_decay=local.weight_decay)
 
 
 def optimizer_tree(optimizer: torch.optim.Optimizer, net: nn.Module) -> dict[str, Tree]:

@@ -81,7 +81,7 @@ def test_every_kind_has_its_limits(kind: str, value, text: str) -> None:
 
 
 def test_a_kind_that_does_not_exist_is_told() -> None:
-    assert "'n' is declared as 'numbr'; the kinds are model, mask, number" in refused(
+    assert "'n' is declared as 'numbr'; the kinds are model, mask, bits, number" in refused(
         {"n": 1}, {"n": "numbr"}
     )
 

@@ -10,7 +10,7 @@ from image_sites import Replies, Server
 from menunet_vectors import under, vectors
 from torch import nn
 
-from fedatlas import nets
+from fedatlas import losses, nets
 from fedatlas.data.batch import Batch
 from fedatlas.engine import egress, wire
 from fedatlas.errors import FederationError
@@ -26,11 +26,11 @@ from fedatlas.methods.fedmenu import (
     menu_of,
     organ_mask,
 )
-from fedatlas.methods.strategies import expert_weights
+from fedatlas.methods.strategies import StrategyChoice, expert_weights
 from fedatlas.nets.menunet import MENUNet
 from fedatlas.seeds import generator
 from fedatlas.tensors import Tensors, forms_of, from_tree, load, parts, tensors_of, to_tree
-from fedatlas.training import Local
+from fedatlas.training import Local, make_optimizer
 
 SPACE = LabelSpace(("background", "liver", "tumour", "spleen", "kidney"), groups=((1, 2),))
 """Organs: 0 liver and tumour, 1 spleen, 2 kidney."""
@@ -217,6 +217,41 @@ def test_a_site_trains_its_own_sub_encoders_only(name: str, agd: Any) -> None:
     if agd == "local" and OWN[name]:
         own = site.memory["agd"]
         assert any(not torch.equal(own[n], start[n]) for n in parts(menunet())["agd"])
+
+
+def test_a_step_for_every_organ() -> None:
+    """The variant of UFPS by hand: two steps for every batch of a site with two organs, each of one sub-encoder."""
+    method = FedMENU(agd="none", agg="owner_only", per_organ=True, local=LOCAL, loss=EXPERTS)
+    found = {}
+    for name in ("b", "c"):
+        site = Site(name, ANNOTATED[name], 3, menunet)
+        found[name] = method.local_update(cast(Any, site), tensors_of(menunet()), 0, 1)["model"]
+    plain = dataclasses.replace(method, per_organ=False)
+    one = plain.local_update(cast(Any, Site("b", {3}, 3, menunet)), tensors_of(menunet()), 0, 1)["model"]
+    assert same(found["b"], one)  # one organ: nothing is different
+
+    site, net = Site("c", ANNOTATED["c"], 3, menunet), menunet()
+    named, menu = dict(net.named_parameters()), parts(net)
+    loss = losses.supervised(EXPERTS, cast(Any, site))
+    trained = [
+        p for part in ("encoder:0", "encoder:1", "decoder", "head") for p in (named[n] for n in menu[part])
+    ]
+    optimizer = make_optimizer(nn.ParameterList(trained), LOCAL)
+    for step, batch in enumerate(site.batches(batch=2, steps=2)):
+        for group in optimizer.param_groups:
+            group["lr"] = LOCAL.lr * (1 - step / 2) ** 0.9
+        for organ, other, c in ((0, 1, 2), (1, 0, 3)):
+            batch.known = torch.tensor([[True, *(k == c for k in range(1, 5))]] * 2)
+            optimizer.zero_grad()
+            loss(net, batch).backward()
+            for name in menu[f"encoder:{other}"]:
+                named[name].grad = None
+            assert all(named[name].grad is not None for name in menu[f"encoder:{organ}"])
+            optimizer.step()
+    for name, value in tensors_of(net).items():
+        torch.testing.assert_close(found["c"][name], value, rtol=1e-4, atol=1e-6)
+    with pytest.raises(FederationError, match="per_organ is true and strategy is fedavgm"):
+        dataclasses.replace(method, strategy=StrategyChoice(name="fedavgm")).check(SPACE)
 
 
 def test_grouped_or_not_a_site_trains_the_same() -> None:

@@ -35,6 +35,7 @@ CASES = [
     ("mednext", {"size": "S", "deep_supervision": True}, 2),
     ("kim_unet", {"filters": [8, 16, 16]}, 2),
     ("kim_unet", {"filters": [8, 16]}, 3),
+    ("ufps_unet", {"width": 4, "levels": 3, "deep_supervision": False}, 2),
 ]
 WORKSHOP = {
     "filters": [32, 64, 128, 256, 320, 320],

@@ -135,15 +135,13 @@ def rce(
     """
     y, valid = channel_target(target, known), known.clone()
     valid[:, 0] = True
+    told = y if form == "official" else y.log().clamp(min=log_zero)
     terms = []
     for weight, head in weighted(outputs, head_weights):
         z = full_precision(head)
-        p = thinned(y, head.shape[2:]).to(z.dtype)
-        if form == "official":
-            terms.append(weight * masked_bce(p, z, valid))
-        else:
-            log_p = p.log().clamp(min=log_zero)
-            terms.append(weight * -(_softmax(z, valid) * log_p).sum(1).mean())
+        p = thinned(told, head.shape[2:]).to(z.dtype)
+        value = masked_bce(p, z, valid) if form == "official" else -(_softmax(z, valid) * p).sum(1).mean()
+        terms.append(weight * value)
     return torch.stack(terms).sum()
 
 

@@ -34,12 +34,12 @@ from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Member, Site, State, at_site
-from fedatlas.methods.fedbn import chosen
+from fedatlas.methods.fedbn import chosen, names_of_parts
 from fedatlas.methods.kim import head_known, head_space, head_target
 from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
-from fedatlas.options import not_known, option, options
+from fedatlas.options import option, options
 from fedatlas.organs import Groups
-from fedatlas.tensors import Tensors, forms_of, parts, tensors_of
+from fedatlas.tensors import Tensors, tensors_of
 from fedatlas.training import Local, Loss, train
 
 MEMORY = "fed_dodnet.own"
@@ -110,12 +110,7 @@ class FedDoDNet:
     def kept(self, net: nn.Module) -> tuple[str, ...]:
         """The names of the tensors of the parts `own`. Raises as `examine`."""
         tasks_of(net)
-        known = parts(net)
-        for part in self.own:
-            if part not in known:
-                raise not_known(f"method fed_dodnet: own: the part of {type(net).__name__}", part, known)
-        kept = {name for part in self.own for name in known[part]}
-        return tuple(name for name in forms_of(net) if name in kept)
+        return names_of_parts(net, self.own, "method fed_dodnet: own")
 
     def round(self, state: DoDState, clients: Clients) -> DoDState:
         replies = clients.call(

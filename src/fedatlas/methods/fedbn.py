@@ -76,11 +76,7 @@ class FedBN:
         """The names of the tensors that a site keeps, in the order of the net. Raises FederationError for a part of
         `keep` that it does not have."""
         layers = norm_layers(net, BATCH if self.norms == "batch" else NORMS)
-        named, known = set(names_in(net, layers)), parts(net)
-        for part in self.keep:
-            if part not in known:
-                raise not_known(f"fedbn: keep: the part of {type(net).__name__}", part, known)
-            named |= set(known[part])
+        named = {*names_in(net, layers), *names_of_parts(net, self.keep, "fedbn: keep")}
         return tuple(name for name in forms_of(net) if name in named)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
@@ -140,6 +136,18 @@ def names_in(net: nn.Module, modules: Iterable[nn.Module]) -> tuple[str, ...]:
             f"net {type(net).__name__}: does not hold {len(own - set(live.values()))} tensors"
         )
     return tuple(name for name, tensor in live.items() if tensor in own)
+
+
+def names_of_parts(net: nn.Module, chosen: Iterable[str], what: str) -> tuple[str, ...]:
+    """The names of the tensors of some parts of a net, in its order. what: where the parts were named. Raises
+    FederationError for a part that the net does not have."""
+    known = parts(net)
+    named: set[str] = set()
+    for part in chosen:
+        if part not in known:
+            raise not_known(f"{what}: the part of {type(net).__name__}", part, known)
+        named |= set(known[part])
+    return tuple(name for name in forms_of(net) if name in named)
 
 
 def chosen(model: Tensors, names: Collection[str]) -> Tensors:

@@ -12,6 +12,8 @@ as they came. Every batch is learnt from in two steps, each by an optimizer of i
 The server lets an expert count twice as much as any other site in the mean of a sub-encoder. Inference needs no AGD.
 Another federated strategy than FedAvg works on these means (`strategy`).
 
+In its empirical study, UFPS (Jiang et al., Patterns, 2024) has a variant: `agd: none`, `agg: owner_only`, `per_organ: true`.
+
 Differences from the paper, which follow the official code
     Eq. (1) weighs every parameter by the sites' cases; the code gives sub-encoders the weights 1 and 1/2 (`agg`). As
     sites that are no experts return theta_m unchanged, its mean is theta_m + rho_m mean_experts(theta_m,k - theta_m)
@@ -30,7 +32,7 @@ Shapes: B batch, C classes, M organs, *S spatial.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
@@ -96,6 +98,11 @@ class FedMENU:
         "shared",
         "The auxiliary decoder: averaged (AGD), kept at each site and never sent (ALD), or not used: no S2.",
     )
+    per_organ: bool = option(
+        False,
+        "Whether S1 is a step for each organ that a batch annotates, of its sub-encoder and the decoder, which learn this "
+        "organ from all the rest (UFPS).",
+    )
     weights: Weighting = option("cases", "Of all other parts: n_k/n, or all sites count equally.")
     strategy: StrategyChoice = option(
         StrategyChoice(), "The federated strategy: fedavg, or another that works on the means of the parts."
@@ -118,6 +125,11 @@ class FedMENU:
             raise FederationError(
                 f"method fedmenu: pooled is true and {got}; centralized training is one site, with strategy fedavg and agd "
                 "shared or none"
+            )
+        if self.per_organ and self.strategy.name != "fedavg":
+            raise FederationError(
+                f"method fedmenu: per_organ is true and strategy is {self.strategy.name}, which counts one step for every "
+                "batch; set strategy to fedavg or per_organ to false"
             )
         losses.make(self.loss, space)
         if not space.exclusive:
@@ -215,6 +227,7 @@ class FedMENU:
                     L_seg,
                     self.local,
                     auxiliary=auxiliary,
+                    per_organ=self.per_organ,
                     round=round,
                     rounds=rounds,
                     step=step,
@@ -241,6 +254,7 @@ def train_experts(
     local: Local,
     *,
     auxiliary: bool,
+    per_organ: bool = False,
     round: int,
     rounds: int,
     step: MakeStep = Step,
@@ -249,7 +263,7 @@ def train_experts(
 ) -> dict[str, float]:
     """Trains a MENU-Net in place for one round, its sub-encoders `own` only; returns the mean losses.
 
-    auxiliary: whether S2 is taken. step: makes the steps of both optimizers. The moments of both stay at the site as
+    auxiliary: whether S2 is taken. per_organ: whether S1 is taken for every organ by itself. step: makes the steps of both optimizers. The moments of both stay at the site as
     `local.opt_state` says, under keys that begin with `memory`; names of losses in the log begin with `prefix`.
     """
     menu = menu_of(net, agd=auxiliary)
@@ -260,8 +274,14 @@ def train_experts(
     _only(net, (module for name in S1 for module in modules[name]))
     first = make_optimizer(net, local)
     fit = partial(train, site, net, L_seg, local, round=round, rounds=rounds, optimizer=first, prefix=prefix)
+
+    def segmenting(optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
+        one = step(optimizer, local, device)
+        encoders = {m: modules[f"{ENCODER}{m}"] for m in own}
+        return PerOrgan(one, organs=menu.organs, encoders=encoders) if per_organ else one
+
     if not auxiliary:
-        return fit(step=step, memory=f"{memory}optimizer")
+        return fit(step=segmenting, memory=f"{memory}optimizer")
     _only(net, (module for name in S2 for module in modules[name]))
     second, key = make_optimizer(net, local), f"{memory}auxiliary optimizer"
     _only(net, (module for name in [*S1, *S2] for module in modules[name]))
@@ -269,7 +289,7 @@ def train_experts(
         restore_optimizer(second, net, site.memory[key])
 
     def both(optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
-        S1, S2 = step(optimizer, local, device), step(second, local, device)
+        S1, S2 = segmenting(optimizer, local, device), step(second, local, device)
         return TwoSteps(S1, S2, organs=menu.organs, own=own)
 
     means = fit(step=both, memory=f"{memory}optimizer")
@@ -306,6 +326,39 @@ class TwoSteps(Step):
 
         S2 = self.second(net, L_aux, batch)["loss"]
         return {"loss": S1 + S2, "segmentation": S1, "auxiliary": S2}
+
+
+class PerOrgan(Step):
+    """S1 once for every organ that a batch annotates: no other of the site's own sub-encoders is trained, and no other
+    class is known. encoders: the place of an organ -> its sub-encoder."""
+
+    def __init__(
+        self, step: Step, *, organs: Sequence[Sequence[int]], encoders: Mapping[int, Sequence[nn.Module]]
+    ) -> None:
+        super().__init__(step.optimizer, step.local, step.device)
+        self.step, self.organs, self.encoders = step, organs, encoders
+
+    def at(self, step: int, *, of: int) -> None:
+        self.step.at(step, of=of)
+
+    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
+        """Takes the steps; returns the mean of their losses. One step of everything where no organ is annotated."""
+        values: list[Tensor] = []
+        for m in self.encoders:
+            if not bool(samples_of(batch.known, self.organs[m]).any()):
+                continue
+            self._train([m])
+            others = [c for c in range(1, batch.known.shape[1]) if c not in self.organs[m]]
+            known = batch.known.clone()
+            known[:, others] = False
+            values.append(self.step(net, loss, dataclasses.replace(batch, known=known))["loss"])
+        self._train(self.encoders)
+        return {"loss": torch.stack(values).mean()} if values else self.step(net, loss, batch)
+
+    def _train(self, places: Collection[int]) -> None:
+        for m, modules in self.encoders.items():
+            for module in modules:
+                module.requires_grad_(m in places)
 
 
 def auxiliary_loss(

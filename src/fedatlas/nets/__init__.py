@@ -11,6 +11,8 @@ from torch.func import functional_call
 from fedatlas import seeds
 from fedatlas.errors import FederationError
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
+from fedatlas.nets.cond_unet import CondUNet, CondUNetModule
+from fedatlas.nets.crld_unet import CRLDUNet
 from fedatlas.nets.deeplab import DeepLabV3Plus
 from fedatlas.nets.dodnet import DoDNet, DoDNetModule
 from fedatlas.nets.heads import SimSiamHeads
@@ -19,6 +21,7 @@ from fedatlas.nets.mednext import MedNeXt
 from fedatlas.nets.menunet import MENUNet, MENUNetModule
 from fedatlas.nets.module import Net
 from fedatlas.nets.organ_heads import OrganHeads, OrganHeadsNet
+from fedatlas.nets.ufps_unet import UFPSUNet
 from fedatlas.nets.unet import UNet
 from fedatlas.options import from_dict, not_known
 from fedatlas.outputs import Mixed
@@ -39,13 +42,27 @@ REGISTRY: dict[str, type] = {
     "organ_heads": OrganHeads,
     "menunet": MENUNet,
     "dodnet": DoDNet,
+    "cond_unet": CondUNet,
+    "crld_unet": CRLDUNet,
+    "ufps_unet": UFPSUNet,
     "cnn": CNN,
     "densenet121": DenseNet121,
     "simsiam_heads": SimSiamHeads,
 }
 
 FOR_LEVEL: dict[str, tuple[str, ...]] = {
-    "voxel": ("unet", "mednext", "deeplabv3plus", "kim_unet", "organ_heads", "menunet", "dodnet"),
+    "voxel": (
+        "unet",
+        "mednext",
+        "deeplabv3plus",
+        "kim_unet",
+        "organ_heads",
+        "menunet",
+        "dodnet",
+        "ufps_unet",
+        "cond_unet",
+        "crld_unet",
+    ),
     "image": ("cnn", "densenet121"),
 }
 """Which nets fit labels of voxels, and of whole images."""
@@ -118,7 +135,7 @@ def check_level(name: str, net: nn.Module, level: str) -> None:
 
 def check_classes(name: str, net: nn.Module, exclusive: bool) -> None:
     """Raises FederationError for a net that is made for exclusive classes only, where they overlap."""
-    if isinstance(net, OrganHeadsNet | MENUNetModule | DoDNetModule) and not exclusive:
+    if isinstance(net, OrganHeadsNet | MENUNetModule | DoDNetModule | CondUNetModule) and not exclusive:
         raise FederationError(
             f"net {name}: is for exclusive classes, and labels.exclusive is false; take another net, as unet"
         )

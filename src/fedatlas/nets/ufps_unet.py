@@ -25,7 +25,7 @@ Shapes: B batch, I input channels, C classes with the background, *S spatial.
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,9 @@ Norm = Literal["batch", "instance"]
 @options
 class UFPSUNet:
     """nnU-Net's modular U-Net in 2D or 3D, with deep supervision on its encoder (UFPS)."""
+
+    name: ClassVar[str] = "ufps_unet"
+    """As it is registered."""
 
     width: int = option(32, "Channels of the first level; each further level doubles them.", ge=1)
     max_width: int = option(320, "The most channels that a level has.", ge=1)
@@ -72,7 +75,7 @@ class UFPSUNet:
             len(level) != spatial_dims or not all(1 <= size <= KERNEL for size in level) for level in strides
         ):
             raise FederationError(
-                f"net ufps_unet: strides are {given}; allowed: {self.levels - 1} entries, one per level after the "
+                f"net {self.name}: strides are {given}; allowed: {self.levels - 1} entries, one per level after the "
                 f"first, each a number from 1 to {KERNEL}, or {spatial_dims} of them"
             )
         return UFPSUNetModule(self, in_channels, classes, strides)
