@@ -24,6 +24,7 @@ ALLOWED = {
     "data": {"data", "augment", "inference"},
     "augment": set(),
     "cmidg": set(),
+    "features": set(),
     "sharpness": {"data.batch", "training", "tensors"},
     "losses": {"losses", "data.batch", "outputs"},
     "nets": {"nets", "tensors", "organs", "outputs"},
@@ -39,6 +40,7 @@ ALLOWED = {
         "augment",
         "organs",
         "outputs",
+        "features",
         "pseudo",
         "cmidg",
         "sharpness",
@@ -53,7 +55,7 @@ ALLOWED = {
     "report": {"report", "evaluation.statistics", "evaluation.classification"},
 }
 TOP = {
-    "experiment", "tasks", "build", "session", "trained", "trained_images", "site", "deploy", "audit", "check", "catalogue", "cli", "compare",
+    "experiment", "tasks", "build", "session", "trained", "trained_images", "site", "deploy", "audit", "check", "catalogue", "cli", "compare", "analyse",
     "__init__", "__main__",
 }  # fmt: skip
 """Nothing below imports these."""
@@ -105,7 +107,16 @@ def test_no_engine_names_a_method() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["--help", "run --help", "check --help", "list --help", "deploy start --help", "audit --help"]
+    "verb",
+    [
+        "--help",
+        "run --help",
+        "check --help",
+        "list --help",
+        "deploy start --help",
+        "audit --help",
+        "analyse --help",
+    ],
 )
 def test_help_needs_neither_torch_nor_monai(verb: str) -> None:
     code = (

@@ -164,7 +164,7 @@ def test_the_organs_of_a_net_are_those_of_the_labels(small, tmp_path) -> None:
     names = ["background", "liver", "tumour", "spleen"]
     labels = {"names": names, "groups": [["liver", "tumour"]]}
     aliases = {"aliases": {"kidney": "tumour"}}
-    for net in NETS.values():
+    for net in (NETS["fedmenu"], NETS["fed_dodnet"]):
         organs = []
         for own in ({}, {"groups": [[2, 3]]}, {"groups": []}):
             chosen = {"labels": labels, "net": net | own, "sites": [s | aliases for s in small["sites"]]}
@@ -277,6 +277,19 @@ DEFAULTS = {
     },
     "fed_dodnet": {"own": [], "evaluate": "before", "weights": "cases"},
     "fedprox": {"mu": 0.01},
+    "local_parts": {"keep": ["head"], "evaluate": "before", "weights": "cases"},
+    "fedcrld": {
+        "lambda_ce": 0.2,
+        "lambda_mse": 1.0,
+        "lambda_kl": 1.0,
+        "evaluate": "before",
+        "weights": "cases",
+    },
+    "fedasam": {"asam_start": 0, "weights": "cases"},
+    "moon": {"mu": 1.0, "tau": 0.5, "first": "none"},
+    "fedalign": {"mu": 0.45, "width": 0.25, "iterations": 10},
+    "cps": {"w": 1.5, "weights": "cases"},
+    "ms_kd": {"lambda_logits": 1.0, "lambda_features": 1.0, "T": 1.0},
     "fedavgm": {"beta": 0.9, "damping": 0, "weights": "cases"},
     "fedopt": {
         "optimizer": "sgd",
@@ -318,11 +331,17 @@ def test_defaults_are_those_of_the_atlas(name) -> None:
 
 
 EXTRAS_OFF = {
+    "cond_dec": {"scale": 0.0},
+    "fedcrld": {"lambda_kl": 0.0},
     "feddyn": {"alpha": 0.0},
     "fedmenu": {"agd": "none", "loss": {"name": "auto"}},
+    "cps": {"w": 0.0},
+    "fedalign": {"mu": 0.0},
+    "fedasam": {"sharpness": {"rho": 0.0}},
     "fedprox": {"mu": 0.0},
     "fedpsl": {"tadl": False},
     "fedssp": {"pretrain_rounds": 0},
+    "ufps": {"ws": None, "rce": None, "sam": None, "loss": {"name": "auto"}},
 }
 """What makes a method ordinary training where there is one site and every label."""
 ONE_SITE = [

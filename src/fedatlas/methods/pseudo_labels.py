@@ -97,8 +97,11 @@ class PseudoLabels:
 
     @property
     def loss(self) -> LossChoice:
-        """That of the method within; its teachers have it too, unless they have their own."""
-        return getattr(self.method, "loss", None) or LossChoice()
+        """That of the method within, which its teachers have too, unless they have their own; of a method whose loss is of
+        heads, the default for exclusive classes."""
+        chosen = getattr(self.method, "loss", None) or LossChoice()
+        kind = losses.REGISTRY.get(chosen.name)
+        return chosen if kind is None or kind.exclusive else LossChoice()
 
     @property
     def nets(self) -> Mapping[str, NetSpec]:

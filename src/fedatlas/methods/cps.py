@@ -1,0 +1,161 @@
+"""Federated CPS: two nets that teach each other.
+
+Chen, Yuan, Zeng, Wang. Semi-supervised semantic segmentation with cross pseudo supervision. CVPR 2021. In a federation
+as a baseline of UFPS, where both nets are averaged.
+
+Two nets of one form and different first weights see every batch. Each learns from its labels, and from the class that the
+other one finds most probable at every voxel:
+
+    L = L_seg(p_1) + L_seg(p_2) + w [CE(p_1, argmax p_2) + CE(p_2, argmax p_1)]
+
+At inference only the first is used.
+
+Differences from the paper: cross supervision is on every voxel of the same batches, of which the paper has labelled and
+unlabelled ones; with several heads it is between those of full resolution. Both nets move in one step of one optimizer,
+whose moments, and the clipping of the gradient, are each net's own. Where classes overlap, "most probable" is a
+probability above one half, class by class, and CE is binary.
+
+Reconstruction: the second net's first weights are those of the first, the entries of every parameter in another order. For
+entries that were drawn independently of one another, as initialisation draws them, this is another draw; a net that begins
+with weights from a file loses what these had learnt, in the second net.
+
+Shapes: B batch, C classes, *S spatial.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from fedatlas import losses
+from fedatlas.data.batch import Batch
+from fedatlas.labels import LabelSpace
+from fedatlas.losses import LossChoice
+from fedatlas.losses.heads import full_precision
+from fedatlas.method import Clients, Site, State, at_site
+from fedatlas.methods.weighting import SENDS, Weighting, site_weights
+from fedatlas.options import option, options
+from fedatlas.outputs import voxel_logits
+from fedatlas.seeds import generator
+from fedatlas.tensors import Tensors, average, tensors_of
+from fedatlas.training import Local, Loss, Step, train
+
+
+@dataclass(frozen=True)
+class CPSState(State):
+    """second: the mean of the second nets."""
+
+    second: Tensors = field(default_factory=dict)
+
+
+@options
+class CPS:
+    """Two nets at every site that learn from labels and from each other (Chen 2021)."""
+
+    state: ClassVar[type[State]] = CPSState
+    tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
+    sends: ClassVar[dict[str, str]] = SENDS | {"second": "model:main"}
+
+    w: float = option(1.5, "Weight of the cross supervision; 0: the first net is that of FedAvg.", ge=0)
+    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
+    loss: LossChoice = option(LossChoice(), "L_seg, the supervised loss.")
+    local: Local = option(Local(), "Training at a site between two exchanges.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        losses.make(self.loss, space)
+
+    def start(self, net: nn.Module, clients: Clients) -> CPSState:
+        return CPSState(tensors_of(net), second=redrawn(net, generator("cps")))
+
+    def round(self, state: CPSState, clients: Clients) -> CPSState:
+        replies = clients.call(
+            self.local_update,
+            model=state.model,
+            second=state.second,
+            round=state.round,
+            rounds=state.rounds,
+        )
+        weights = site_weights(replies, self.weights)
+        model, second = (average(replies.each(key), weights) for key in ("model", "second"))
+        return dataclasses.replace(state, model=model, second=second, round=state.round + 1)
+
+    @at_site
+    def local_update(
+        self, site: Site, model: Tensors, second: Tensors, round: int, rounds: int
+    ) -> dict[str, Any]:
+        pair = Pair(site.network(model), site.network(second))
+        train(site, pair, self.L(site), self.local, round=round, rounds=rounds, step=pair.step)
+        return {"model": tensors_of(pair.first), "second": tensors_of(pair.second), "n": site.n_train}
+
+    def L(self, site: Site) -> Loss:
+        """The objective of a `Pair`, with its terms."""
+        L_seg, exclusive = losses.for_site(self.loss, site), site.labels.space.exclusive
+
+        def of(pair: nn.Module, batch: Batch) -> dict[str, Tensor]:
+            p_1, p_2 = pair(batch.image)
+            terms = {
+                name: losses.on_batch(L_seg, p, batch, self.loss.findings)
+                for name, p in (("first", p_1), ("second", p_2))
+            }
+            if self.w:
+                z_1, z_2 = voxel_logits(p_1), voxel_logits(p_2)
+                terms["cross"] = self.w * (taught_by(z_1, z_2, exclusive) + taught_by(z_2, z_1, exclusive))
+            return terms
+
+        return of
+
+
+class Pair(nn.Module):
+    """Two nets that are trained together. forward: what both make of the same images."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> tuple[Any, Any]:
+        return self.first(x), self.second(x)
+
+    def step(self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
+        """A step that clips the gradient of each net by itself."""
+        return _PairStep(optimizer, local, device, self)
+
+
+class _PairStep(Step):
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device, pair: Pair
+    ) -> None:
+        super().__init__(optimizer, local, device)
+        self.pair = pair
+
+    def apply(self) -> None:
+        if self.local.clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            for net in (self.pair.first, self.pair.second):
+                nn.utils.clip_grad_norm_(net.parameters(), self.local.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def taught_by(z: Tensor, other: Tensor, exclusive: bool) -> Tensor:
+    """The cross-entropy of logits z [B, C, *S] with what is most probable by the logits of the other net, which get no
+    gradient; the mean over all voxels, and where classes overlap over all classes."""
+    z, other = full_precision(z), full_precision(other).detach()
+    if exclusive:
+        return cross_entropy(z, other.argmax(1))
+    return binary_cross_entropy_with_logits(z, (other > 0).to(z.dtype))
+
+
+def redrawn(net: nn.Module, rng: torch.Generator) -> Tensors:
+    """The tensors of a net, the entries of each of its parameters in an order drawn by `rng`, a CPU generator; buffers
+    stay as they are."""
+    parameters = {name for name, _ in net.named_parameters()}
+    return {
+        name: value.flatten()[torch.randperm(value.numel(), generator=rng)].reshape(value.shape)
+        if name in parameters
+        else value
+        for name, value in tensors_of(net).items()
+    }

@@ -1,0 +1,94 @@
+"""The opponents of UFPS on pseudo labels: each runs within `pseudo_labels`, on labels that teachers complete."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from method_cases import NETS
+from torch import nn
+from unet_sites import LOCAL, SPACE, play, resumed, same, unet
+
+from fedatlas import methods, nets
+from fedatlas.experiment import parse_federation
+from fedatlas.method import eval_members
+from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
+from fedatlas.methods.teachers import Teaching
+from fedatlas.options import from_dict
+from fedatlas.session import run_federation
+from fedatlas.training import Local
+
+ONE = dataclasses.replace(LOCAL, steps=1)
+LOSS = {"loss": {"name": "dice_bce", "options": {"channels": "known"}}}
+INNER: dict[str, dict[str, Any]] = {
+    "fedavg": LOSS,
+    "fedprox": LOSS,
+    "moon": LOSS,
+    "fedalign": LOSS,
+    "fedasam": LOSS | {"swa": {"start": 0.5}},
+    "cps": LOSS,
+    "fed_dodnet": {"own": ["decoder", "controller"]},
+}
+OFF = {
+    "fedprox": {"mu": 0.0},
+    "moon": {"mu": 0.0},
+    "fedalign": {"mu": 0.0},
+    "fedasam": {"sharpness": {"rho": 0.0}, "swa": {"start": 1.0}},
+    "cps": {"w": 0.0},
+}
+
+
+def star(name: str, local: Local = LOCAL, **options: Any) -> PseudoLabels:
+    chosen = MethodChoice(name, {**INNER[name], **options})
+    return PseudoLabels(inner=chosen, teachers=Teaching(rounds=1), local=local)
+
+
+def dodnet() -> nn.Module:
+    return nets.build("dodnet", {"filters": [8, 8]}, in_channels=1, classes=4, spatial_dims=2, seed=3)
+
+
+@pytest.mark.parametrize("name", sorted(INNER))
+def test_every_opponent_learns_from_pseudo_labels(name: str) -> None:
+    method, make = star(name, ONE), dodnet if name == "fed_dodnet" else unet
+    method.check(SPACE)
+    method.examine(make(), ["a", "b"])
+    got = play(method, make=make)
+    alone = from_dict(methods.get(name), {**INNER[name], "local": ONE}, what=name)
+    for site in ("a", "b"):
+        for mine, other in zip(
+            eval_members(method, got, site),
+            eval_members(alone, play(alone, make=make), site),
+            strict=True,
+        ):
+            assert not same(mine.model, other.model)
+    assert got.teachers == {} and got.served == ["a", "b"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(OFF))
+def test_without_its_own_term_every_opponent_is_fedavg_on_pseudo_labels(name: str) -> None:
+    """E17, E18, bit for bit."""
+    plain = play(star("fedavg")).model
+    assert same(play(star(name, **OFF[name])).model, plain)
+    assert not same(play(star(name)).model, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(INNER.keys() - {"fed_dodnet"}))
+def test_resumed(name: str) -> None:
+    assert same(play(star(name), rounds=3).model, resumed(star(name), rounds=3).model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cps", "fed_dodnet", "fedasam", "moon"])
+def test_in_a_federation_resumed_to_the_same_bits(name: str, small: dict[str, Any], tmp_path: Path) -> None:
+    method = {"name": "pseudo_labels", "teachers": {"rounds": 1}}
+    small["method"] = method | {"inner": {"name": name, "options": INNER[name]}}
+    small["net"] = NETS.get(name, small["net"])
+    federation, path = parse_federation(small, base=Path()), tmp_path / "run"
+    found = []
+    for _ in range(2):
+        run_federation(federation, path, tell=lambda text: None, resume=True)
+        found.append((path / "models" / "last.fa").read_bytes())
+        (path / "rounds" / "0002").rename(path / "rounds" / ".0002.part")
+    assert found[0] == found[1]
