@@ -17,7 +17,13 @@ def catalogue(what: str) -> dict[str, str]:
         "nets": nets.REGISTRY,
         "datasets": {**datasets.REGISTRY, **{name: read for name, (_, read) in image_index.READERS.items()}},
         "losses": losses.REGISTRY,
-        "metrics": {**metrics.METRICS, **classification.METRICS},
+        "metrics": {
+            **metrics.METRICS,
+            **{
+                name: f"{metrics.METRICS[name]} Of whole images: {told}" if name in metrics.METRICS else told
+                for name, told in classification.METRICS.items()
+            },
+        },
     }[what]
     return {
         name: entry if isinstance(entry, str) else first_sentence(entry) for name, entry in registry.items()

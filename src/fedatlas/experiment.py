@@ -198,6 +198,10 @@ def _of_task(federation: Federation) -> Federation:
         federation = replace(federation, labels=replace(federation.labels, exclusive=task == "segmentation"))
     known, final, selecting = METRICS_OF[task]
     chosen = federation.evaluation
+    if chosen.postprocess is not None and task == "classification":
+        raise FederationError(
+            "evaluation: postprocess: processes outlines, and findings of whole images have none; leave it out"
+        )
     for key, names in (("metrics", chosen.metrics), ("round_metrics", chosen.round_metrics)):
         for name in names:
             if name not in known:

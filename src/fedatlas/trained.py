@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from fedatlas.engine import wire
 from fedatlas.engine.run import RunFolder, read_json, to_json
 from fedatlas.engine.store import read_whole, write_atomic
 from fedatlas.errors import DataError, FederationError, RunFolderError
-from fedatlas.evaluation.statistics import write_rows
+from fedatlas.evaluation.postprocess import Postprocess, postprocess
+from fedatlas.evaluation.statistics import POST, write_rows
 from fedatlas.experiment import load_federation, make_method
 from fedatlas.labels import BACKGROUND, LabelSpace
 from fedatlas.method import Member, eval_members
@@ -115,6 +117,15 @@ class Trained:
         """[C, *S] the voxels of `predict`."""
         return self.predict(image).voxels
 
+    @property
+    def postprocess(self) -> Postprocess:
+        """That of the run's `evaluation`, or where there is none its defaults."""
+        return self.federation.evaluation.postprocess or Postprocess()  # type: ignore[call-arg]
+
+    def clean(self, labels: np.ndarray) -> np.ndarray:
+        """Labels on the grid of a file after `postprocess`; exclusive classes stay so."""
+        return postprocess(labels, self.space, replace(self.postprocess, channels="exclusive"))
+
 
 def task_name(path: Path) -> str:
     """The task of a run. Raises RunFolderError if it is not a run folder."""
@@ -127,12 +138,19 @@ def task_name(path: Path) -> str:
 
 
 def predict_scans(
-    path: Path, scans: Sequence[Sequence[Path]], out: Path, *, model: str = "best", device: str | None = None
+    path: Path,
+    scans: Sequence[Sequence[Path]],
+    out: Path,
+    *,
+    model: str = "best",
+    device: str | None = None,
+    post: bool = False,
 ) -> dict[str, Any]:
     """Writes a label map per scan, in the scan's own geometry, and classes.json beside them.
 
     scans: the NIfTI files of each, one per channel, or a picture each; of pictures PNG files are written, see
     `flat.write_labels`, and predictions.csv with the pixels of every class and the probability of every finding.
+    post: write labels after post-processing, see `Trained.postprocess`.
     Returns what was written and the volume, or the pixels, found per class, and where a selector chooses among models
     the site whose model it took (`Trained.choice`).
     """
@@ -149,7 +167,7 @@ def predict_scans(
     table: list[dict[str, Any]] = []
     for files, target in zip(scans, targets, strict=True):
         if flat.is_picture(files[0]):
-            entry, rows = _predict_picture(trained, list(files), out)
+            entry, rows = _predict_picture(trained, list(files), out, post)
             written.append(entry)
             table += rows
             continue
@@ -160,6 +178,7 @@ def predict_scans(
             )
         found = trained.predict(volume.image)
         labels = volume.restore(found.voxels)
+        labels = trained.clean(labels) if post else labels
         write_label_map(target, labels, files[0])
         millilitres = float(np.prod(volume.raw_spacing)) / 1000
         masks = {c: labels == c if trained.space.exclusive else labels[c] for c in trained.space.foreground}
@@ -184,7 +203,7 @@ def _target(out: Path, file: Path) -> Path:
 
 
 def _predict_picture(
-    trained: Trained, files: Sequence[Path], out: Path
+    trained: Trained, files: Sequence[Path], out: Path, post: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Writes the labels of a picture. What is told of it, and its rows of predictions.csv."""
     space, case = trained.space, files[0].stem
@@ -200,6 +219,7 @@ def _predict_picture(
         raise DataError(f"{error.file}: {error.what}; {error.remedy}") from None
     told = trained.predict(scan.image)
     labels = scan.restore(told.voxels)
+    labels = trained.clean(labels) if post else labels
     paths = flat.write_labels(out, case, labels, space)
     size = labels.shape[-3] * labels.shape[-2]
     pixels = {
@@ -260,10 +280,12 @@ def evaluate_folder(
     reading: Mapping[str, Any] | None = None,
     out: Path | None = None,
     device: str | None = None,
+    post: bool = False,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Scores a trained model on every labelled case of a folder, on the original grids.
 
-    format, reading: the layout of the folder and its options, as a site of a federation has them. Returns the rows, and the labels of the folder that the model does not know: they are not scored.
+    format, reading: the layout of the folder and its options, as a site of a federation has them. post: score once
+    more after post-processing also where the run's `evaluation` names none, see `Trained.postprocess`. Returns the rows, and the labels of the folder that the model does not know: they are not scored.
     """
     trained = Trained(path, model, device)
     federation, space = trained.federation, trained.space
@@ -306,6 +328,9 @@ def evaluate_folder(
         raise DataError(
             f"{data}: its scans have {source.channels} channels; the model was trained on {trained.channels}"
         )
+    if post:
+        processed = replace(federation.evaluation, postprocess=trained.postprocess)
+        federation = replace(federation, evaluation=processed)
     evaluator = task_of(federation).evaluator(federation, space)
     rows: list[dict[str, Any]] = []
     members = [member.to_payload() for member in trained.members]
@@ -333,7 +358,13 @@ class Visitor:
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Mean (SD) per class and metric as text, over the cases where it is defined; below, findings of the whole image."""
+    """Mean (SD) per class and metric as text, over the cases where it is defined; below, the same after post-processing,
+    and findings of the whole image."""
+    processed = [row for row in rows if row["model"].startswith(POST)]
+    if processed:
+        kept = [row for row in rows if not row["model"].startswith(POST)]
+        after = [{**row, "model": row["model"].removeprefix(POST)} for row in processed]
+        return f"{evaluation_table(kept)}\n\nafter post-processing:\n{evaluation_table(after)}"
     told = [row for row in rows if not row["case"]]
     if told:
         parts = [row for row in rows if row["case"]]

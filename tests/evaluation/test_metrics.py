@@ -75,7 +75,8 @@ def test_identical_symmetric_and_scaled() -> None:
     p, g = blob((16, 16, 16), 0, 0.8), blob((16, 16, 16), 1, 0.8)
     same = score_pair(p, p, (1, 1, 1), ALL)
     assert (same["dice"][0], same["nsd"][0], same["hd95"][0], same["asd"][0]) == (1, 1, 0, 0)
-    one, other = score_pair(p, g, (1, 1, 1), ALL), score_pair(g, p, (1, 1, 1), ALL)
+    both_ways = ("dice", "hd95", "hd", "asd", "nsd", "jaccard")
+    one, other = score_pair(p, g, (1, 1, 1), both_ways), score_pair(g, p, (1, 1, 1), both_ways)
     assert one == other
     twice = score_pair(p, g, (2, 2, 2), ALL, tolerance=4.0)
     assert twice["hd95"][0] == pytest.approx(2 * one["hd95"][0]) and twice["nsd"] == one["nsd"]

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from fedatlas.compare.curves import curve_figure
 from fedatlas.compare.figures import TITLES, write_figures
 from fedatlas.compare.overlays import Shown, overlays, subjects
 from fedatlas.compare.pictures import box_plots
 from fedatlas.compare.plan import Comparison
+from fedatlas.compare.radar import radars
 from fedatlas.compare.running import Tell
 from fedatlas.compare.sweep import exchanges
 from fedatlas.engine.store import write_atomic
@@ -23,13 +25,13 @@ PUBLISHED = ("docs", "results.md")
 
 
 def write_page(comparison: Comparison, found: Mapping[str, Any], tell: Tell = lambda text: None) -> Path:
-    """comparison.html beside the runs: the tables, the critical-difference diagram, averages over the number of rounds
-    where arms differ in it, and, where cases are scored, box plots and pictures of the median case of every site;
+    """comparison.html beside the runs: the tables, the critical-difference diagram, validation over the rounds, averages
+    over their number where arms differ in it, radar plots of the tables that ask for them, and, where cases are scored, box plots and pictures of the median case of every site;
     figure-2.html to figure-4.html beside it, see `figures.write_figures`."""
     page = comparison.folder / (f"{comparison.name}.html" if comparison.shared else "comparison.html")
     page.parent.mkdir(parents=True, exist_ok=True)
     seeds = {arm: of_arm["seeds"] for arm, of_arm in found["arms"].items()}
-    figures = exchanges(comparison, found)
+    figures = curve_figure(found) + exchanges(comparison, found) + radars(found)
     if boxes := box_plots(comparison, seeds):
         caption = (
             f"{found['metric']} over {found['split']} cases in which the class is there, of all finished seeds, for the global "

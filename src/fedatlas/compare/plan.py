@@ -54,6 +54,9 @@ class Measure:
         None,
         "true: only classes that the case's own site annotates for the first arm; false: only the others; null: all.",
     )
+    postprocess: bool = option(
+        False, "Whether the values are those after `evaluation.postprocess`, which every arm then has."
+    )
 
 
 AVERAGES = ("mean", "exclude*", "include*")
@@ -89,6 +92,11 @@ class Layout:
     percent: bool = option(False, "Whether values are printed in percent, as `printed` then is.")
     decimals: int | None = option(
         None, "Of what is printed; null: three, of percent two, of millimetres one.", ge=0, le=6
+    )
+    radar: Literal["values", "normalised"] | None = option(
+        None,
+        "Radar plots of the table's arms over sites and over classes, on the page. values: one scale; normalised: every "
+        "axis from its worst arm to its best.",
     )
 
     def __post_init__(self) -> None:
@@ -501,13 +509,27 @@ def _from_federations(
     return Comparison(title, None, federations, Measure(), {})  # type: ignore[call-arg]
 
 
+def of_findings(comparison: Comparison) -> bool:
+    """Is the metric one of findings beside segmentation? Sensitivity and specificity are, unless they are evaluated of
+    voxels, too."""
+    return (
+        comparison.metric in OF_FINDINGS
+        and comparison.first.task == "segmentation"
+        and comparison.metric not in comparison.first.evaluation.metrics
+    )
+
+
 def _check_measure(comparison: Comparison, file: Path) -> None:
     """FederationError where the runs will not hold what the tables average."""
     measure = comparison.measure
     for arm, of_arm in comparison.federations.items():
         federation = next(iter(of_arm.values()))
         known = METRICS_OF[federation.task][0]
-        if federation.labels.findings and comparison.metric in OF_FINDINGS:
+        if federation.labels.findings and of_findings(comparison):
+            if measure.postprocess:
+                raise FederationError(
+                    f"{file}: measure.postprocess: {comparison.metric} of findings is of no outline; leave it out"
+                )
             continue
         if comparison.metric not in known:
             raise not_known(
@@ -528,6 +550,11 @@ def _check_measure(comparison: Comparison, file: Path) -> None:
             raise FederationError(
                 f"{file}: measure.{key}, and the arm {arm} evaluates only "
                 f"{', '.join(evaluation.models)}; add it to evaluation.models"
+            )
+        if measure.postprocess and evaluation.postprocess is None:
+            raise FederationError(
+                f"{file}: measure.postprocess is true, and the arm {arm} has no evaluation.postprocess; set it there, as "
+                "`evaluation: {postprocess: {}}` for its defaults"
             )
         names = [site.name for site in federation.sites]
         if measure.model.startswith("local/") and measure.model.removeprefix("local/") not in names:
@@ -551,8 +578,9 @@ def _check_layout(comparison: Comparison, file: Path) -> None:
         "layout: cells: cases": layout.cells == "cases",
         "layout: against": layout.against is not None,
     }
+    of_voxels = comparison.first.task == "segmentation" and not of_findings(comparison)
     for key, asked in by_case.items():
-        if asked and metric not in METRICS_OF["segmentation"][0]:
+        if asked and not of_voxels:
             raise FederationError(
                 f"{file}: {key}: {metric} has no values by case; allowed for "
                 f"{', '.join(METRICS_OF['segmentation'][0])}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from fedatlas.compare.cells import Values, cell_tests, means_of, spread_of
 from fedatlas.compare.costs import costs
+from fedatlas.compare.curves import curves
 from fedatlas.compare.forgetting import forgetting
 from fedatlas.compare.intervals import bootstrap
 from fedatlas.compare.plan import Comparison
@@ -61,7 +62,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     and seed. bootstrap: arm -> an interval of the difference of the table's means, by case, or by patient where labels
     are of whole images. ranks: of the arms of which every seed is finished, over cells of site and class, each the
     mean over seeds; with fewer than LEAST_PAIRS cases no test. tables: `means` of the further tables. costs,
-    forgetting: as the functions of these names give them; local: which local models those are, as `evaluation.local`.
+    forgetting, curves: as the functions of these names give them; local: which local models those are, as `evaluation.local`.
     """
     done = finished(comparison)
     found, values = means(comparison, done)
@@ -80,6 +81,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     found["tables"] = [means(comparison.table(table), done)[0] for table in comparison.tables]
     found["costs"] = costs(comparison, done.seeds)
     found["forgetting"] = forgetting(comparison, done.seeds)
+    found["curves"] = curves(comparison, done.seeds)
     found["local"] = comparison.first.evaluation.local
     return found
 
@@ -165,6 +167,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
         "model": measure.model,
         "sites": None if measure.sites is None else list(measure.sites),
         "known": measure.known,
+        "postprocess": measure.postprocess,
         "classes": _classes(comparison, arms | own_rows),
         "arms": arms,
         "printed": {arm: dict(values) for arm, values in comparison.printed.items()},

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from fedatlas.compare.plan import Comparison
+from fedatlas.compare.plan import Comparison, of_findings
 from fedatlas.engine.run import read_json
 from fedatlas.errors import FedAtlasError, RunFolderError
 from fedatlas.evaluation.statistics import (
+    POST,
     cell_means,
     class_means,
     mean_of_defined,
@@ -159,8 +160,16 @@ def average(comparison: Comparison, cells: Cells) -> float | None:
 
 
 def all_rows(comparison: Comparison, arm: str, seed: int) -> list[dict[str, Any]]:
-    """The rows of a finished run's final evaluation."""
-    return read_rows(comparison.path(arm, seed) / "rows.csv")
+    """The rows of a finished run's final evaluation: before post-processing, or with `measure.postprocess` after it,
+    under the same names of models. Of a metric that voxels and findings share those of voxels, if they are evaluated."""
+    rows = read_rows(comparison.path(arm, seed) / "rows.csv")
+    of_cases = comparison.first.task == "segmentation" and not of_findings(comparison)
+    if of_cases:
+        rows = [row for row in rows if row["case"]]
+    if comparison.measure.postprocess:
+        after = [row for row in rows if row["model"].startswith(POST)]
+        return [{**row, "model": row["model"].removeprefix(POST)} for row in after]
+    return [row for row in rows if not row["model"].startswith(POST)]
 
 
 def rows_of(comparison: Comparison, arm: str, seed: int) -> list[Mapping[str, Any]]:

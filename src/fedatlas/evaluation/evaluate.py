@@ -19,8 +19,9 @@ from fedatlas.data.batch import Volume
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
 from fedatlas.evaluation.findings import Findings
-from fedatlas.evaluation.metrics import METRICS, EmptyPolicy, score, whole_organs
-from fedatlas.evaluation.statistics import client_wise_index, macro_over_classes, select
+from fedatlas.evaluation.metrics import METRICS, EmptyPolicy, Score, score, whole_organs
+from fedatlas.evaluation.postprocess import Postprocess, classes_of, postprocess
+from fedatlas.evaluation.statistics import POST, client_wise_index, macro_over_classes, select
 from fedatlas.inference import Inference
 from fedatlas.labels import LabelSpace
 from fedatlas.method import Member, at_site
@@ -79,6 +80,11 @@ class Evaluation:
         "nan",
         "Empty masks: nan leaves what is not defined out, zero is Fed-MENU's code, siim scores an empty truth 1 if the "
         "prediction is empty and 0 if not; or {class: rule, default: rule}.",
+    )
+    postprocess: Postprocess | None = option(
+        None,
+        "Segmentation: the final evaluation scores every model once more after its labels were processed so, as the model "
+        "post/<model>; null: it does not.",
     )
     select_weights: Literal["classes", "sites"] = option(
         "classes",
@@ -149,7 +155,9 @@ class Evaluator:
     space: LabelSpace
 
     def __post_init__(self) -> None:
-        """Raises FederationError for a rule of a class that the space does not hold."""
+        """Raises FederationError for a rule, or post-processing, of a class that the space does not hold."""
+        if self.options.postprocess:
+            classes_of(self.space, self.options.postprocess)
         for name in self.options.empty if isinstance(self.options.empty, dict) else ():
             if name != "default" and name not in self.space.names:
                 raise not_known("evaluation: empty: the class", name, [*self.space.names, "default"])
@@ -169,7 +177,7 @@ class Evaluator:
         """Rows for every case of a split, and every class that has a truth there.
 
         members: of the model to evaluate, as `Member.to_payload` gives them. grid: "original" scores on the file's
-        voxels, "federation" on the common grid. overlays: keep pictures in the site's own folder; they are never part
+        voxels, there also after `postprocess`, "federation" on the common grid. overlays: keep pictures in the site's own folder; they are never part
         of the answer, and need dice among the metrics.
         """
         given = [Member.from_payload(member) for member in members]
@@ -189,34 +197,18 @@ class Evaluator:
             truth = volume.truth(grid)
             if volume.whole:
                 prediction, truth = whole_organs(prediction, self.space), whole_organs(truth, self.space)
-            scores = score(
-                prediction,
-                truth,
-                self.space,
-                volume.scored.tolist(),
-                spacing,
-                metrics,
-                tolerance=self.options.tolerance,
-                empty=self.options.empty,
-            )
-            for s in scores:
-                name, known = self.space.names[s.class_index], bool(volume.known[s.class_index])
-                row = Row(
-                    split,
-                    grid,
-                    model,
-                    round,
-                    site.name,
-                    volume.case,
-                    name,
-                    s.metric,
-                    s.value,
-                    known,
-                    s.reason,
-                )
-                rows.append(row.to_dict())
+            scored = {model: self._score(volume, prediction, truth, spacing, metrics)}
+            if grid == "original" and self.options.postprocess:
+                clean = postprocess(prediction, self.space, self.options.postprocess)
+                scored[POST + model] = self._score(volume, clean, truth, spacing, metrics)
+            for version, scores in scored.items():
+                place = (split, grid, version, round, site.name, volume.case)
+                for s in scores:
+                    name, known = self.space.names[s.class_index], bool(volume.known[s.class_index])
+                    rows.append(Row(*place, name, s.metric, s.value, known, s.reason).to_dict())
             if pictures:
-                dice = {s.class_index: s.value for s in scores if s.metric == "dice" and s.value is not None}
+                plain = (s for s in scored[model] if s.metric == "dice")
+                dice = {s.class_index: s.value for s in plain if s.value is not None}
                 shown = _decide(found, self.space.exclusive)
                 pictures.see(volume, whole_organs(shown, self.space) if volume.whole else shown, dice)
         if pictures:
@@ -224,6 +216,20 @@ class Evaluator:
         for cell, known in findings.cells(self.options.inference.gate):
             rows.append(Row(split, grid, model, round, site.name, "", known=known, **cell).to_dict())
         return {"rows": rows}
+
+    def _score(
+        self,
+        volume: Volume,
+        prediction: np.ndarray,
+        truth: np.ndarray,
+        spacing: Sequence[float],
+        metrics: Sequence[str],
+    ) -> list[Score]:
+        tolerance, empty = self.options.tolerance, self.options.empty
+        scored = volume.scored.tolist()
+        return score(
+            prediction, truth, self.space, scored, spacing, metrics, tolerance=tolerance, empty=empty
+        )
 
     def predict(
         self, members: Sequence[Member], nets: Sequence[nn.Module], image: Tensor

@@ -1,4 +1,10 @@
-"""Overlap and surface metrics of segmentations, in millimetres, with a stated rule for empty masks.
+"""Overlap, volume and surface metrics of segmentations, in millimetres, with a stated rule for empty masks.
+
+A metric is of a whole case. The slice-wise forms of UFPS's official code, with which its paper's numbers were made, are
+metrics of their own with names that say so, so that both can stand in one evaluation: `dice_slicewise`,
+`jaccard_slicewise`, `sensitivity_slicewise`, `specificity_slicewise`, and `hd_rows` for its Hausdorff distance, which
+is one between the rows of a slice and no distance in space. A slice is a plane of the first two axes, which is axial
+in a case of axial slices; a picture is one slice.
 
 All surface metrics of a pair of masks come from one computation: surfaces are the voxels that a face-connected
 erosion removes (a voxel at the border of the volume is on the surface), and distances run between the centres of
@@ -8,9 +14,10 @@ where it touches the outside with an edge or a corner; its surfaces are thicker 
 Shapes: C classes, *S spatial.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from scipy.ndimage import distance_transform_edt
@@ -24,8 +31,22 @@ METRICS = {
     "hd": "Symmetric Hausdorff distance, the largest distance between the surfaces, in mm.",
     "asd": "Average symmetric surface distance, in mm.",
     "nsd": "Normalised surface Dice: the share of both surfaces within a tolerance of the other, 0 to 1.",
+    "jaccard": "Jaccard coefficient, |P∩G| / |P∪G|, 0 to 1.",
+    "sensitivity": "Sensitivity, |P∩G| / |G|, 0 to 1.",
+    "specificity": "Specificity, the share of the voxels outside of G that are outside of P, 0 to 1; it grows with the field of view.",
+    "rve": "Relative volume error, ||P| - |G|| / |G|, from 0.",
+    "dice_slicewise": "UFPS's official code: the mean of Dice over the slices in which there is a truth.",
+    "jaccard_slicewise": "UFPS's official code: the mean of Jaccard over all slices, 0 where both are empty, so that it is low.",
+    "sensitivity_slicewise": "UFPS's official code: the mean of sensitivity over the slices in which there is a truth.",
+    "specificity_slicewise": "UFPS's official code: the mean of specificity over all slices that the truth does not fill.",
+    "hd_rows": "UFPS's official code: the mean over slices of the Hausdorff distance between the rows of both masks, taken "
+    "as sets of vectors; no distance in space.",
 }
 """name -> what it is."""
+
+OVERLAPS = ("dice", "jaccard", "nsd")
+DISTANCES = ("hd95", "hd", "asd")
+"""What a rule for empty masks speaks of; the other metrics follow their formula wherever there is a truth."""
 
 EmptyPolicy = Literal["nan", "zero", "siim"]
 EmptyPolicies = EmptyPolicy | Mapping[str, EmptyPolicy]
@@ -55,15 +76,18 @@ def score(
 ) -> list[Score]:
     """Every metric of every foreground class for which there is a truth.
 
-    prediction, truth: class index [*S] if exclusive, else masks [C, *S]. scored [C]: which classes have a
-    truth. spacing: mm per voxel and axis. tolerance: of nsd, in mm. empty: see `score_pair`.
+    prediction, truth: class index [*S] if exclusive, else masks [C, *S]; a prediction of exclusive classes may be
+    masks, too. scored [C]: which classes have a truth. spacing: mm per voxel and axis. tolerance: of nsd, in mm.
+    empty: see `score_pair`.
     """
+    masks = prediction.ndim > len(spacing)
     found = []
     for c in space.foreground:
         if scored[c]:
             rule = empty if isinstance(empty, str) else empty.get(space.names[c], empty.get("default", "nan"))
-            pair = (prediction == c, truth == c) if space.exclusive else (prediction[c] > 0, truth[c] > 0)
-            values = score_pair(*pair, spacing, metrics, tolerance=tolerance, empty=rule)
+            p = prediction[c] > 0 if masks else prediction == c
+            g = truth == c if space.exclusive else truth[c] > 0
+            values = score_pair(p, g, spacing, metrics, tolerance=tolerance, empty=rule)
             found += [Score(c, metric, *values[metric]) for metric in metrics]
     return found
 
@@ -79,11 +103,12 @@ def score_pair(
 ) -> dict[str, tuple[float | None, str]]:
     """metric -> (value, "") or (None, reason) for two boolean masks [*S].
 
-    Empty masks: without a truth nothing is defined. With a truth and an empty prediction dice and nsd are 0
-    and distances are not defined. `empty="zero"` gives distances of an empty mask as 0 and the overlap of two
+    Empty masks: without a truth nothing is defined. With a truth and an empty prediction dice, jaccard and nsd are 0,
+    distances are not defined, and the rest is what its formula gives. `empty="zero"` gives distances of an empty mask as 0 and the overlap of two
     empty masks as 1, as the public Fed-MENU code does; it flatters a model that predicts nothing. `empty="siim"`
     is the rule of the SIIM-ACR challenge: without a truth the overlap is 1 for an empty prediction and 0 for any
-    other, with the reason "truth empty", so that cases with a truth can be told from those without.
+    other, with the reason "truth empty", so that cases with a truth can be told from those without. Both rules are of
+    OVERLAPS and DISTANCES only.
 
     Raises ValueError for masks of different shape, a spacing that does not fit them, or an unknown metric.
     """
@@ -96,25 +121,104 @@ def score_pair(
     for metric in metrics:
         if metric not in METRICS:
             raise ValueError(f"metric {metric!r} is not known; known: {', '.join(METRICS)}")
-    box = _joint_box(prediction, truth)
+    box = joint_box(prediction, truth)
     p, g = prediction[box], truth[box]
-    size_p, size_g = int(np.count_nonzero(p)), int(np.count_nonzero(g))
-    if size_p and size_g:
-        values: dict[str, tuple[float | None, str]] = {}
-        if "dice" in metrics:
-            values["dice"] = (2.0 * int(np.count_nonzero(p & g)) / (size_p + size_g), "")
-        if any(metric != "dice" for metric in metrics):
+    count = Counts(*(int(np.count_nonzero(mask)) for mask in (p & g, p, g)), all=prediction.size)
+    found: dict[str, tuple[float | None, str]] = {}
+    if count.truth:
+        found = {metric: (of(count), "") for metric, of in _OF_COUNTS.items() if metric in metrics}
+        if sliced := [metric for metric in metrics if metric in _OF_SLICES]:
+            slices = counts_by_slice(prediction, truth)
+            found |= {metric: (_OF_SLICES[metric](slices), "") for metric in sliced}
+        if "hd_rows" in metrics:
+            found["hd_rows"] = (float(row_distances(prediction, truth).mean()), "")
+    if count.prediction and count.truth:
+        if surface := [metric for metric in metrics if metric in (*DISTANCES, "nsd")]:
             there, back = surface_distances(p, g, spacing)
-            values |= {m: (_of_distances(m, there, back, tolerance), "") for m in metrics if m != "dice"}
-        return values
-    overlaps = ("dice", "nsd")
-    if empty == "zero":
-        both = 0.0 if size_p or size_g else 1.0
-        return {metric: (both if metric in overlaps else 0.0, "") for metric in metrics}
-    if not size_g:
-        overlap = (0.0 if size_p else 1.0) if empty == "siim" else None
-        return {metric: (overlap if metric in overlaps else None, "truth empty") for metric in metrics}
-    return {metric: (0.0, "") if metric in overlaps else (None, "prediction empty") for metric in metrics}
+            found |= {metric: (_of_distances(metric, there, back, tolerance), "") for metric in surface}
+    elif empty == "zero":
+        both = 0.0 if count.prediction or count.truth else 1.0
+        found |= {metric: (both, "") for metric in metrics if metric in OVERLAPS}
+        found |= {metric: (0.0, "") for metric in metrics if metric in DISTANCES}
+    elif count.truth:
+        found |= {metric: (0.0, "") for metric in metrics if metric in OVERLAPS}
+    elif empty == "siim":
+        overlap = 0.0 if count.prediction else 1.0
+        found |= {metric: (overlap, "truth empty") for metric in metrics if metric in OVERLAPS}
+    for metric in metrics:
+        if found.get(metric, (None, ""))[0] is None:
+            of_truth = "prediction empty" if metric in DISTANCES else "truth fills the case"
+            found[metric] = (None, of_truth if count.truth else "truth empty")
+    return {metric: found[metric] for metric in metrics}
+
+
+class Counts(NamedTuple):
+    """Voxels of both masks, of the prediction, of the truth, and in all; numbers, or arrays [Z], one entry per slice."""
+
+    both: Any
+    prediction: Any
+    truth: Any
+    all: Any
+
+
+def counts_by_slice(prediction: np.ndarray, truth: np.ndarray) -> Counts:
+    """Of two boolean masks [X, Y, Z], or [X, Y], which are one slice."""
+    p, g = (np.atleast_3d(mask) for mask in (prediction, truth))
+    sizes = [np.count_nonzero(mask, axis=(0, 1)) for mask in (p & g, p, g)]
+    return Counts(*sizes, all=np.full(p.shape[2], p.shape[0] * p.shape[1]))
+
+
+def _specificity(count: Counts) -> float | None:
+    outside = count.all - count.truth
+    return (outside - count.prediction + count.both) / outside if outside else None
+
+
+_OF_COUNTS: Mapping[str, Callable[[Counts], float | None]] = {
+    "dice": lambda n: 2.0 * n.both / (n.prediction + n.truth),
+    "jaccard": lambda n: n.both / (n.prediction + n.truth - n.both),
+    "sensitivity": lambda n: n.both / n.truth,
+    "specificity": _specificity,
+    "rve": lambda n: abs(n.prediction - n.truth) / n.truth,
+}
+"""metric -> its value where there is a truth."""
+
+
+def _over(top: np.ndarray, below: np.ndarray, where: np.ndarray | None = None) -> float | None:
+    """The mean of top / below over slices, 0 for 0 / 0; where: which slices count, None for all. None without one."""
+    if where is not None:
+        top, below = top[where], below[where]
+    return float(np.divide(top, np.maximum(below, 1)).mean()) if len(top) else None
+
+
+_OF_SLICES: Mapping[str, Callable[[Counts], float | None]] = {
+    "dice_slicewise": lambda n: _over(2.0 * n.both, n.prediction + n.truth, n.truth > 0),
+    "jaccard_slicewise": lambda n: _over(n.both, n.prediction + n.truth - n.both),
+    "sensitivity_slicewise": lambda n: _over(n.both, n.truth, n.truth > 0),
+    "specificity_slicewise": lambda n: _over(
+        n.all - n.truth - n.prediction + n.both, n.all - n.truth, n.truth < n.all
+    ),
+}
+"""metric -> its value where there is a truth in any slice."""
+
+
+def row_distances(prediction: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """[Z]: UFPS's official "Hausdorff distance" of every slice of two boolean masks [X, Y, Z], or [X, Y].
+
+    A slice is taken for a set of Y vectors of X numbers, 0 or 1: its rows, as a viewer shows them. What comes out is the
+    largest distance from a row of one mask to the nearest row of the other, wherever that row stands: the root of a
+    number of voxels. (`code/utils/metric.py` L76-87, `torch.cdist` of two planes.)
+    """
+    p, g = (np.atleast_3d(mask) for mask in (prediction, truth))
+    found = np.zeros(p.shape[2])
+    x, y, z = joint_box(p, g)
+    rest = y.stop - y.start < p.shape[1]  # a row that is empty in both
+    for index in range(z.start, z.stop):
+        one, other = (mask[x, y, index].T.astype(np.float32) for mask in (p, g))
+        if rest:
+            one, other = (np.pad(rows, ((0, 1), (0, 0))) for rows in (one, other))
+        apart = one.sum(1)[:, None] + other.sum(1)[None] - 2 * one @ other.T
+        found[index] = math.sqrt(max(apart.min(1).max(), apart.min(0).max()))
+    return found
 
 
 def whole_organs(labels: np.ndarray, space: LabelSpace) -> np.ndarray:
@@ -171,7 +275,8 @@ def _surface(mask: np.ndarray) -> np.ndarray:
     return mask & ~inner
 
 
-def _joint_box(one: np.ndarray, other: np.ndarray) -> tuple[slice, ...]:
+def joint_box(one: np.ndarray, other: np.ndarray) -> tuple[slice, ...]:
+    """The smallest box that holds two boolean masks [*S]; empty where both are."""
     either = one | other
     box = []
     for axis in range(either.ndim):

@@ -16,6 +16,9 @@ from fedatlas.errors import RunFolderError
 
 COLUMNS = ("split", "grid", "model", "round", "site", "case", "class", "metric", "value", "known", "reason")
 
+POST = "post/"
+"""Before the name of a model in rows of what it predicts after post-processing, as in post/best and post/local/a."""
+
 RowDict = Mapping[str, Any]
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MEAN, EXCLUDE, INCLUDE = "mean", "exclude*", "include*"
-LOWER = frozenset({"hd95", "hd", "asd", "ece", "ece_mass", "brier"})
+LOWER = frozenset({"hd95", "hd", "asd", "rve", "hd_rows", "ece", "ece_mass", "brier"})
 """Metrics of which the lower value is the better one."""
 MILLIMETRES = frozenset({"hd95", "hd", "asd"})
 NOT_RUN, NOT_DEFINED = "not run", "–"
@@ -48,7 +48,7 @@ def _parts(found: Mapping[str, Any]) -> list[str | Table]:
     parts: list[str | Table] = [*_means(found), *_differences(found), *_ranks(found), *_forgetting(found)]
     for other in found["tables"]:
         parts += _means(other)
-    return [part for part in [*parts, *_costs(found), _footer(found)] if part]
+    return [part for part in [*parts, *_curves(found), *_costs(found), _footer(found)] if part]
 
 
 def _means(found: Mapping[str, Any]) -> list[str | Table]:
@@ -122,7 +122,11 @@ def heading(found: Mapping[str, Any]) -> str:
     sites = f", sites {', '.join(found['sites'])}" if found["sites"] else ""
     title = f"{found['title']}: " if found["title"] else ""
     unit = " in %" if found["layout"]["percent"] else ""
-    return f"{title}{found['metric']}{unit}, {found['split']} cases, model {found['model']}{which[found['known']]}{sites}"
+    after = ", after post-processing" if found.get("postprocess") else ""
+    return (
+        f"{title}{found['metric']}{unit}, {found['split']} cases, model {found['model']}{after}{which[found['known']]}"
+        f"{sites}"
+    )
 
 
 def _averages(found: Mapping[str, Any]) -> list[str]:
@@ -379,6 +383,41 @@ def _forgetting(found: Mapping[str, Any]) -> list[str | Table]:
     )
     head = ["arm", "global", "local", "local - global", "95 % interval by case"]
     return [told, Table([*head, *(f"of {owner}" for owner in owners)], lines)]
+
+
+def _curves(found: Mapping[str, Any]) -> list[str | Table]:
+    """How far validation came, and how much it swung."""
+    of_arms = found.get("curves", {})
+    if not of_arms:
+        return []
+    metric = next(iter(of_arms.values()))["metric"]
+    digits = 1 if metric in MILLIMETRES else 3
+    best = min if metric in LOWER else max
+    lines = []
+    for arm in found["arms"]:
+        told = of_arms.get(arm)
+        if told is None:
+            lines.append([arm, *[NOT_DEFINED if found["arms"][arm]["seeds"] else NOT_RUN] * 5])
+            continue
+        counts = dict.fromkeys(str(len(values)) for values in told["values"])
+        ends = [[best(values) for values in told["values"]], [values[-1] for values in told["values"]]]
+        swings = [told["change"], told["fall"]]
+        lines.append(
+            [
+                arm,
+                " or ".join(counts),
+                *(_spread(values, 1.0, digits) for values in ends),
+                *(_spread(values, 1.0, digits + 1) for values in swings),
+            ]
+        )
+    text = (
+        f"Validation over the rounds: {metric} of the global model on the validation cases of all sites, mean ± SD over seeds. *change*: the mean "
+        "absolute change between neighbouring evaluated rounds; *fall*: the same with rises as 0, so that it is 0 where "
+        "every round is better than the last."
+    )
+    if len({line[1] for line in lines} - {NOT_RUN, NOT_DEFINED}) > 1:
+        text += " The arms were evaluated in different numbers of rounds: change and fall do not compare between them."
+    return [text, Table(["arm", "evaluated rounds", "best", "last", "change", "fall"], lines)]
 
 
 def _costs(found: Mapping[str, Any]) -> list[str | Table]:

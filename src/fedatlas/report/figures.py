@@ -1293,3 +1293,135 @@ def exchange_curves(panels: Sequence[Sweep], ticks: Mapping[int, str], label: st
 
     units = ", ".join(dict.fromkeys(panel.unit for panel in panels))
     return _svg(draw, "exchanges", f"{units} by the number of rounds: {', '.join([*names, *levels])}")
+
+
+# ---------------------------------------------------------------------------------------------- arms of a comparison
+
+
+class Curve(NamedTuple):
+    """A line of an arm. seeds: per seed (round, value); change: the mean absolute one between neighbouring values."""
+
+    seeds: Sequence[Sequence[tuple[int, float]]]
+    change: float
+
+    def mean(self) -> list[tuple[int, float]]:
+        """Over the seeds, at the rounds that all of them have."""
+        found = [dict(of_seed) for of_seed in self.seeds]
+        shared = [number for number in found[0] if all(number in of for of in found)]
+        return [(number, float(np.mean([of[number] for of in found]))) for number in shared]
+
+
+def arm_curves(lines: Mapping[str, Curve], label: str) -> str:
+    """A panel per arm with its seeds and their mean, and the means of the others in grey. label: of the values."""
+    means = {arm: curve.mean() for arm, curve in lines.items()}
+    columns = min(3, len(lines))
+    numbers = [number for curve in lines.values() for of_seed in curve.seeds for number, _ in of_seed]
+    margin = max(0.5, 0.02 * (max(numbers) - min(numbers)))
+    several = any(len(curve.seeds) > 1 for curve in lines.values())
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(lines), columns=columns, height=1.8, share=True)
+        for index, (axis, (arm, curve)) in enumerate(zip(axes, lines.items(), strict=True)):
+            colour = CLASS_COLOURS[index % len(CLASS_COLOURS)][0]
+            for other, points in means.items():
+                if other != arm:
+                    _line(axis, points, color=_MUTED, linewidth=0.8, alpha=0.35, zorder=1.5)
+            for of_seed in curve.seeds if several else ():
+                _line(axis, of_seed, color=colour, linewidth=0.8, alpha=0.6)
+            _line(axis, means[arm], color=colour, linewidth=1.9)
+            axis.set_title(_short(arm, 28))
+            told = {"fontsize": 8, "fontweight": "normal", "color": _MUTED}
+            axis.set_title(f"change {curve.change:.4f}", loc="right", **told)
+            axis.set_xlim(min(numbers) - margin, max(numbers) + margin)
+            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+            if index % columns == 0:
+                axis.set_ylabel("\n".join(textwrap.wrap(label, 22)))
+        for axis in axes[columns * ((len(axes) - 1) // columns) :]:
+            axis.set_xlabel("round")
+        return figure
+
+    return _svg(draw, "arm-curves", f"Validation {label} over rounds: {', '.join(lines)}")
+
+
+class Radar(NamedTuple):
+    """A plot. axes: in order; lines: name -> a value or None per axis."""
+
+    title: str
+    axes: Sequence[str]
+    lines: Mapping[str, Sequence[float | None]]
+
+
+def radar_plots(
+    panels: Sequence[Radar], label: str, decimals: int, *, lower: bool, normalised: bool, name: str
+) -> str:
+    """Closed lines around a centre; outside is better, also where the lower value is. A line is open where it lacks a
+    value.
+
+    label: of the values. normalised: every axis runs from its worst value, at a fifth of the radius, to its best;
+    otherwise all have one scale, whose rings are labelled.
+    """
+    names = list(dict.fromkeys(line for panel in panels for line in panel.lines))
+    dashes = ("-", (0, (4, 1.4)), (0, (1.2, 1.2)))
+
+    def style(line: str) -> dict[str, Any]:
+        index = names.index(line)
+        return {
+            "color": CLASS_COLOURS[index % len(CLASS_COLOURS)][0],
+            "marker": MARKERS[index % len(MARKERS)],
+            "linestyle": dashes[index // len(CLASS_COLOURS) % len(dashes)],
+        }
+
+    def panel_of(axis: Any, panel: Radar) -> None:
+        angles = np.linspace(0, 2 * np.pi, len(panel.axes), endpoint=False)
+        values = np.array([[math.nan if v is None else v for v in of] for of in panel.lines.values()])
+        titles = [_short(text, 18) for text in panel.axes]
+        axis.set_theta_zero_location("N")
+        axis.set_theta_direction(-1)
+        if normalised:
+            low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
+            ends = (high, low) if lower else (low, high)
+            apart = np.where(high > low, ends[1] - ends[0], 1.0)
+            radii = np.where(high > low, 0.2 + 0.8 * (values - ends[0]) / apart, 1.0)
+            radii[np.isnan(values)] = math.nan
+            titles = [
+                f"{text}\n{worst:.{decimals}f} – {best:.{decimals}f}"
+                for text, worst, best in zip(titles, *ends, strict=True)
+            ]
+            axis.set_yticks([0.2, 0.6, 1.0], ["", "", ""])
+            axis.set_ylim(0, 1.08)
+        else:
+            low, high = float(np.nanmin(values)), float(np.nanmax(values))
+            room = 0.0 if high - low > 1e-6 * abs(high) else 0.05 * max(abs(high), 1e-6)
+            ticks = MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]).tick_values(low - room, high + room)
+            sign = -1.0 if lower else 1.0
+            radii, rings = sign * values, sorted((sign * np.asarray(ticks)).tolist())
+            step = rings[1] - rings[0]
+            axis.set_ylim(rings[0] - 0.5 * step, rings[-1] + 0.1 * step)
+            axis.set_yticks(rings, [f"{sign * ring:g}" for ring in rings], fontsize=7)
+            # between two axes, so that the labels stand on no line of an axis
+            axis.set_rlabel_position(math.degrees(math.pi / len(panel.axes)))
+            for text in axis.get_yticklabels():
+                text.set_bbox({"facecolor": _PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.8})
+                text.set_zorder(5)
+        for line, of in zip(panel.lines, radii, strict=True):
+            axis.plot([*angles, angles[0]], [*of, of[0]], linewidth=1.4, **style(line))
+        axis.set_xticks(angles, titles)
+        for angle, text in zip(angles, axis.get_xticklabels(), strict=True):
+            side = math.sin(angle)
+            text.set_horizontalalignment("center" if abs(side) < 0.1 else "left" if side > 0 else "right")
+        axis.spines["polar"].set_color(_GRID)
+        axis.spines["polar"].set_visible(True)
+        axis.set_title(panel.title, pad=14)
+
+    def draw() -> Figure:
+        figure = Figure(figsize=(WIDTH, 4.6 + 0.22 * math.ceil(len(names) / 5)))
+        FigureCanvasSVG(figure)
+        made = figure.subplots(1, 2, squeeze=False, subplot_kw={"projection": "polar"}).ravel().tolist()
+        for axis in made[len(panels) :]:
+            axis.remove()
+        for axis, panel in zip(made, panels, strict=False):
+            panel_of(axis, panel)
+        _legend(figure, [Line2D([], [], label=_short(line, 40), **style(line)) for line in names])
+        return figure
+
+    return _svg(draw, name, f"Radar plots of {label}: {', '.join(names)}")

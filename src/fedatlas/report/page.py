@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedatlas import __version__
 from fedatlas.evaluation.statistics import RowDict, mean_of_defined, select
-from fedatlas.report import classification, figures, markup, tables
+from fedatlas.report import analysis, classification, figures, markup, tables
 from fedatlas.report.tables import METRICS, Cell, Metric, Run
 
 
@@ -52,6 +52,7 @@ def render(run: Run, beside: Path | None = None) -> str:
             True,
         ),
         ("forgetting", "Forgetting matrix", _forgetting, not unknown_locals),
+        ("analyses", "Analyses", analysis.sections, bool(analysis.there(run))),
         ("cost", "Cost", _cost, True),
         ("traffic", "Traffic", _traffic, bool(run.rounds)),
         ("configuration", "Configuration", _configuration, True),
@@ -442,7 +443,7 @@ def _results(run: Run) -> str:
         "annotates stand apart from those it never annotated, where a high Dice means that the organ was "
         "learnt from other sites."
     )
-    rows, provisional = tables.scored(run)
+    (rows, provisional), processed = tables.scored(run), tables.processed(run)
     if not rows:
         return aid + markup.no_rows()
     parts = [aid]
@@ -470,6 +471,12 @@ def _results(run: Run) -> str:
                     open=metric == "dice" and position == 0,
                 )
             )
+            if after := select(processed, split=split, metric=metric):
+                name = f"{split}, after post-processing"
+                content = "".join(_metric_table(run, after, metric, name, known) for known in (True, False))
+                parts.append(
+                    markup.details(f"{markup.text(described.title)}{unit}, after post-processing", content)
+                )
     parts.append(
         '<p class="aid">Bold compares the models with the most defined values of a row, so that a model does '
         "not win by leaving cases out; n is the number of scored cases.</p>"

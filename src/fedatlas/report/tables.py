@@ -16,6 +16,7 @@ from fedatlas.errors import RunFolderError, WireError
 from fedatlas.evaluation.classification import Histogram, Threshold
 from fedatlas.evaluation.statistics import (
     COLUMNS,
+    POST,
     RowDict,
     Summary,
     client_wise_index,
@@ -53,8 +54,11 @@ class Metric(NamedTuple):
 METRICS = {
     "dice": Metric("Dice", "", 3, True),
     "hd95": Metric("HD95", "mm", 2, False),
+    "hd": Metric("HD", "mm", 2, False),
     "asd": Metric("ASD", "mm", 2, False),
     "nsd": Metric("NSD", "", 3, True),
+    "jaccard": Metric("Jaccard", "", 3, True),
+    "rve": Metric("Relative volume error", "", 3, False),
     "auroc": Metric("AUROC", "", 3, True),
     "ap": Metric("Average precision", "", 3, True),
     "f1": Metric("F1", "", 3, True),
@@ -64,6 +68,11 @@ METRICS = {
     "ece": Metric("ECE", "", 3, False),
     "ece_mass": Metric("ECE, equal mass", "", 3, False),
     "brier": Metric("Brier score", "", 3, False),
+    "dice_slicewise": Metric("Dice, mean over slices", "", 3, True),
+    "jaccard_slicewise": Metric("Jaccard, mean over slices", "", 3, True),
+    "sensitivity_slicewise": Metric("Sensitivity, mean over slices", "", 3, True),
+    "specificity_slicewise": Metric("Specificity, mean over slices", "", 3, True),
+    "hd_rows": Metric("HD of rows", "", 3, False),
 }
 
 
@@ -625,12 +634,19 @@ def metrics(rows: Iterable[RowDict]) -> tuple[str, ...]:
 
 
 def scored(run: Run) -> tuple[list[RowDict], bool]:
-    """The rows of the final evaluation on the original grid, or else those of the last evaluated round, and whether
-    it is these."""
+    """The rows of the final evaluation on the original grid, before post-processing, or else those of the last evaluated
+    round, and whether it is these."""
     if run.rows:
-        return select(run.rows, grid="original") or list(run.rows), False
+        rows = [row for row in run.rows if not row["model"].startswith(POST)]
+        return select(rows, grid="original") or rows, False
     latest = next((entry.rows for entry in reversed(run.rounds) if entry.rows), ())
     return list(latest), True
+
+
+def processed(run: Run) -> list[RowDict]:
+    """The rows of the final evaluation after post-processing, under the names of the models; none without it."""
+    after = (row for row in run.rows or () if row["model"].startswith(POST))
+    return [{**row, "model": row["model"].removeprefix(POST)} for row in after]
 
 
 class Verdict(NamedTuple):

@@ -1,0 +1,167 @@
+"""Validation over the rounds, radar plots, and tables after post-processing."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from test_compare_tables import IN, ORGANS, OUT, line, menu, pretend
+
+from fedatlas.compare import Comparison, collect
+from fedatlas.compare.curves import curve_figure, curves
+from fedatlas.compare.radar import radars
+from fedatlas.errors import FederationError
+from fedatlas.evaluation.statistics import POST, read_rows, write_rows
+from fedatlas.report.comparison import html, markdown
+
+CELLS = ("c1/liver", "c2/kidney", "btcv/liver")
+PLAIN = {"columns": "site-class"}
+
+
+def finish(comparison: Comparison, arm: str, value: float, after: float | None = None, seed: int = 0) -> None:
+    """A run with two cases in every cell; after: the value after post-processing."""
+    models = {"best": value, "local/c5": value} | ({POST + "best": after} if after is not None else {})
+    pretend(
+        comparison,
+        arm,
+        {model: {cell: [of] * 2 for cell in (*IN, *OUT)} for model, of in models.items()},
+        seed,
+    )
+
+
+def validate(comparison: Comparison, arm: str, values: Sequence[float | None], seed: int = 0) -> None:
+    """Round by round the mean Dice; cells lie around it, and one more that the first arm lacks. None: not validated."""
+    for number, value in enumerate(values, 1):
+        folder = comparison.path(arm, seed) / "rounds" / f"{number:04d}"
+        folder.mkdir(exist_ok=True)
+        cells = {"c1/liver": -0.1, "c2/kidney": 0.1} | ({"c5/spleen": 0.3} if arm == "menu" else {})
+        rows = [
+            {
+                "split": "validation", "grid": "federation", "model": "global", "round": number, "case": f"case-{case}",
+                "site": cell.partition("/")[0], "class": cell.partition("/")[2], "metric": "dice",
+                "value": value + apart + 0.01 * case, "known": True, "reason": "",
+            }
+            for cell, apart in cells.items() for case in (-1, 1) if value is not None
+        ]  # fmt: skip
+        (folder / "rows.json").write_text(json.dumps(rows))
+        log = (comparison.path(arm, seed) / "rounds" / "0001" / "log.json").read_text()
+        (folder / "log.json").write_text(log)
+
+
+def test_a_swing_is_told_from_a_rise(tmp_path) -> None:
+    comparison = menu(tmp_path, seeds=(0, 1), layout=dict(PLAIN))
+    rise, swing = [0.1, None, 0.3, 0.4, 0.6], [0.2, 0.6, 0.2, 0.6, 0.2]
+    for seed in (0, 1):
+        for arm, values in (("localized", rise), ("menu", swing)):
+            finish(comparison, arm, 0.5, seed=seed)
+            validate(comparison, arm, values, seed)
+    finish(comparison, "unet", 0.5)
+    found = collect(comparison)
+    told = found["curves"]
+    assert list(told) == ["localized", "menu"] and told["localized"]["rounds"] == [[1, 3, 4, 5]] * 2
+    assert told["localized"]["values"][0] == pytest.approx([0.1, 0.3, 0.4, 0.6])
+    assert told["localized"]["change"] == pytest.approx([0.5 / 3] * 2) and told["localized"]["fall"] == [0, 0]
+    assert told["menu"]["values"][1] == pytest.approx(swing), "a cell that the first arm lacks is not counted"
+    assert told["menu"]["change"] == pytest.approx([0.4] * 2) and told["menu"]["fall"] == pytest.approx(
+        [0.2] * 2
+    )
+    text = markdown(found)
+    assert "| menu | 5 | 0.600 ± 0.000 | 0.200 ± 0.000 | 0.4000 ± 0.0000 | 0.2000 ± 0.0000 |" in text
+    assert "| unet | – | – | – | – | – |" in text and "different numbers of rounds" in text
+    figure = curve_figure(found)
+    assert figure.count(">change 0.") == 2 and "Validation over the rounds</h2>" in figure
+    assert curve_figure({**found, "curves": {}}) == ""
+    assert curves(comparison, dict.fromkeys(comparison.arms, ())) == {}
+
+
+def test_tables_with_and_without_post_processing_are_of_one_run(tmp_path) -> None:
+    sites = [{"layout": dict(PLAIN), "postprocess": True, "title": "Post"}]
+    given = {"seeds": (0, 1), "layout": dict(PLAIN), "tables": sites}
+    arms = {"localized": {"method.name": "standalone"}, "menu": {"method.name": "fedprox"}}
+    processed = {arm: {**of, "evaluation.postprocess": {}} for arm, of in arms.items()}
+    comparison = menu(tmp_path, arms=processed, **given)
+    for seed in (0, 1):
+        finish(comparison, "localized", 0.5, 0.6 + 0.1 * seed, seed)
+        finish(comparison, "menu", 0.7, 0.8, seed)
+    found = collect(comparison)
+    text = markdown(found)
+    assert (
+        line(text, "localized")[-1] == "0.500 ± 0.000"
+        and "Post: dice, test cases, model best, after post" in text
+    )
+    assert line(text, "localized", 1)[-1] == f"0.650 ± {np.std([0.6, 0.7], ddof=1):.3f}"
+    assert line(text, "menu", 1)[-1] == "**0.800 ± 0.000**"
+    with pytest.raises(FederationError, match=r"arm localized has no evaluation\.postprocess"):
+        menu(tmp_path, arms=arms, **given)
+
+
+def test_a_metric_that_findings_share_is_of_voxels_where_it_is_evaluated(tmp_path) -> None:
+    changes = {"evaluation.metrics": ["dice", "sensitivity"]}
+    comparison = menu(tmp_path, arms={"menu": changes}, measure={"metric": "sensitivity"}, layout=dict(PLAIN))
+    pretend(comparison, "menu", {"best": {cell: [0.5, 0.7] for cell in IN}}, metric="sensitivity")
+    file = comparison.path("menu", 0) / "rows.csv"
+    rows = read_rows(file)
+    write_rows(file, [*rows, {**rows[0], "case": "", "class": "pneumothorax", "value": 0.0}])
+    found = collect(comparison)
+    assert found["arms"]["menu"]["mean"] == [pytest.approx(0.6)] and "pneumothorax" not in found["classes"]
+    told = {"metric": "auroc"}
+    with pytest.raises(FederationError, match="auroc"):
+        menu(tmp_path, arms={"menu": changes}, measure=told, layout=dict(PLAIN))
+
+
+@pytest.mark.parametrize("kind", ["values", "normalised"])
+def test_radar_plots_over_sites_and_classes(tmp_path, monkeypatch, kind) -> None:
+    drawn = []
+    monkeypatch.setattr(
+        "fedatlas.compare.radar.radar_plots", lambda *of, **more: drawn.append((of, more)) or "<svg/>"
+    )
+    layout = {**PLAIN, "radar": kind, "percent": True}
+    comparison = menu(tmp_path, layout=layout, tables=[{"sites": ["c1", "c5"], "layout": layout}])
+    finish(comparison, "unet", 0.5)
+    pretend(comparison, "menu", {"best": {cell: [0.8 if cell[:2] == "c5" else 0.6] for cell in (*IN, *OUT)}})
+    text = radars(collect(comparison))
+    (((sites, classes), label, decimals), more), (((inner,), *_), _) = drawn
+    assert inner.title == "over classes" and len(inner.axes) == 5
+    assert (label, decimals, more["lower"], more["normalised"]) == ("Dice, %", 1, False, kind == "normalised")
+    assert sites.axes == ["c1", "c2", "c3", "c4", "c5", "btcv"] and list(sites.lines) == ["unet", "menu"]
+    assert sites.lines["menu"] == pytest.approx([60, 60, 60, 60, 80, 60])
+    assert classes.axes == list(ORGANS) and classes.lines["menu"][0] == pytest.approx((60 + 80 + 60) / 3)
+    assert "there are 2 sites" in text, "two axes make no radar"
+
+
+def test_the_radar_is_drawn(tmp_path) -> None:
+    from fedatlas.report.figures import Radar, radar_plots
+
+    axes = ["kidney", "liver", "inferior vena cava and more"]
+    panel = Radar("over classes", axes, {"a": [1.0, 2.0, 3.0], "b": [4.0, 2.0, None]})
+    one = radar_plots([panel], "HD, mm", 1, lower=True, normalised=True, name="r")
+    assert (
+        "4.0 – 1.0" in one
+        and ">inferior vena cav…" in one
+        and one == radar_plots([panel], "HD, mm", 1, lower=True, normalised=True, name="r")
+    )
+    rings = re.findall(
+        r">(-?[\d.]+)<", radar_plots([panel], "HD, mm", 1, lower=True, normalised=False, name="r")
+    )
+    assert [float(ring) for ring in rings] == sorted(map(float, rings), reverse=True), "the best is outside"
+    page = html(collect(menu(tmp_path)), one)
+    assert one in page
+
+
+def test_no_radar_unless_asked(tmp_path) -> None:
+    comparison = menu(tmp_path)
+    finish(comparison, "unet", 0.5)
+    assert radars(collect(comparison)) == ""
+    with pytest.raises(FederationError, match="radar"):
+        menu(tmp_path, layout={"radar": "spider"})
+
+
+def test_the_how_to_shows_post_processing_that_loads(tmp_path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "how-to" / "compare.md").read_text()
+    shown = yaml.safe_load(page.partition("Table 2 of UFPS")[2].partition("```yaml\n")[2].partition("```")[0])
+    comparison = menu(tmp_path, arms={"ufps": {"evaluation.postprocess": {}}}, **shown)
+    assert not comparison.measure.postprocess and comparison.tables[0].postprocess
+    assert comparison.layout.radar == comparison.tables[0].layout.radar == "normalised"
