@@ -21,6 +21,7 @@ from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import functions_of, sends_of
+from fedatlas.methods.phases import begins
 from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
 from fedatlas.methods.teachers import MEMORY, Maker, Teaching
 from fedatlas.methods.ufps import (
@@ -36,7 +37,6 @@ from fedatlas.methods.ufps import (
     UnifiedSharpness,
     Weighed,
     WeightScheduler,
-    begins,
     moments,
     own_parameters,
     part_names,
@@ -230,7 +230,7 @@ def literal_weight(U: float, ws: WeightScheduler, r: int, R: int) -> float:
 @pytest.mark.parametrize("schedule", ["tail_shift", "base_decrement", "round_trip"])
 @pytest.mark.parametrize("r", [0, 3, 5, 8, 10])
 def test_weights_of_samples_number_by_number(schedule: Any, r: int) -> None:
-    U = torch.linspace(0, 1, 9)
+    U = torch.linspace(float(BANK_VALUES.min()), float(BANK_VALUES.max()), 9)
     for centre in ("least", "mean"):
         ws = WeightScheduler(schedule=schedule, centre=centre)  # type: ignore[arg-type]
         found = weigher(BANK_VALUES, ws, r, 10)(U)
@@ -246,7 +246,11 @@ def test_weights_in_the_limits() -> None:
     assert torch.equal(start[BANK_VALUES.max() >= U], everywhere)  # no shift: in round 0, or of no sample
     flat = weigher(BANK_VALUES, WeightScheduler(schedule="base_decrement"), 10, 10)(U)
     assert torch.allclose(flat, torch.ones(9))
-    assert torch.isfinite(weigher(torch.ones(3), WeightScheduler(), 1, 2)(U)).all()
+    assert torch.equal(weigher(torch.ones(3), WeightScheduler(), 1, 2)(U), torch.ones(9))
+    few = torch.tensor([0.4, 0.41])  # uncertainties far beyond the few so far have no weight beyond theirs
+    for schedule in ("tail_shift", "base_decrement", "round_trip"):
+        w = weigher(few, WeightScheduler(schedule=schedule), 3, 9)  # type: ignore[arg-type]
+        assert torch.equal(w(torch.tensor([0.1, 9.0])), w(few)) and (w(few) >= 2 - math.e).all()
 
 
 # ------------------------------------------------------------------------------------------------ the teacher, Eq. (5)
@@ -261,7 +265,7 @@ def test_the_global_teacher_is_made_fine_sample_by_sample() -> None:
         found = refined(g, t, GlobalMainTeacher(v=v))
         for b in range(4):
             agreed, alone = int((g[b, 1:] & t[b, 1:]).sum()), int(g[b, 1:].sum())
-            expected = g[b] if agreed < int(v * alone) else g[b] & t[b]
+            expected = g[b] if agreed < v * alone else g[b] & t[b]
             assert torch.equal(found[b], expected)
     assert torch.equal(refined(g, t, GlobalMainTeacher())[0], g[0])  # identical
     assert torch.equal(refined(g, t, GlobalMainTeacher())[1], g[1])  # disjoint
@@ -510,7 +514,9 @@ def test_published_switches_run() -> None:
         FULL,
         teachers=Teaching(rounds=1, exclusive=False, resident="all"),
         uncertainty=Uncertainty(softmax="depth", average="present", source="pseudo"),
-        ws=WeightScheduler(start=2, end=4, schedule="round_trip", centre="mean", period=1.5),
+        ws=WeightScheduler(
+            start=2, end=4, schedule="round_trip", centre="mean", period="all", activation="softmax"
+        ),
         rce=AdaptiveRCE(start=3, form="official"),
         ua=UncertaintyAggregation(start=3, variance_sign=1, ddof=1),
         sam=dataclasses.replace(SAM, sparsity=Sparsity(score="momentum", draw="tensor", history="momentum")),
@@ -541,8 +547,17 @@ def test_what_does_not_fit_is_refused(method: UFPS, space: LabelSpace, words: st
 
 
 def test_a_net_without_the_part_and_too_few_sites() -> None:
-    with pytest.raises(FederationError, match="decodr"):
-        part_names(Net(5), ["decodr"])
+    for wanted in (["decodr"], ["decoder", "decodr"]):
+        with pytest.raises(FederationError, match="decodr"):
+            part_names(Net(5), wanted)
+    assert part_names(Net(5), ["deep_supervision", "head"]) == ["head.weight", "head.bias"]
+    with pytest.raises(FederationError, match="a whole round"):
+        AdaptiveRCE(start=2.5)
+    with pytest.raises(FederationError, match="no sample is ever weighed"):
+        WeightScheduler(start=5, end=5)
+    late = dataclasses.replace(FULL, ua=UncertaintyAggregation(start=6))
+    with pytest.raises(FederationError, match=r"ua.start is 6.*5 rounds"):
+        federation(late)
     with pytest.raises(FederationError, match="participation is 4"):
         UFPS(participation=4).examine(Net(5), ["a", "b"])
     with pytest.raises(FederationError, match="does nothing"):
@@ -556,6 +571,10 @@ def test_a_net_without_the_part_and_too_few_sites() -> None:
         ({"name": "pseudo_labels"}, "is pseudo_labels"),
         ({"name": "centralized"}, "sites train apart"),
         ({"name": "fixmatch"}, "not for segmentation"),
+        ({"name": "ms_kd"}, "teachers of its own"),
+        ({"name": "ufps"}, "teachers of its own"),
+        ({"name": "kim"}, "teachers of its own"),
+        ({"name": "condistfl", "options": {"teacher": "cached"}}, "cached"),
         ({"name": "fedavgg"}, "fedavg"),
         ({"name": "fedprox", "options": {"local": {}}}, "key `local`"),
         ({"name": "fedprox", "options": {"muu": 1}}, "mu"),

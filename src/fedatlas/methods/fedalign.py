@@ -125,7 +125,7 @@ def L_lip(block: Call, width: float, iterations: int) -> Tensor:
 def K(F_in: Tensor, F_out: Tensor, iterations: int = 10) -> Tensor:
     """[B, 1, 1] of maps F_in [B, I, *s] and F_out [B, O, *s]."""
     X = transmitting_matrix(F_in.float(), F_out.float())
-    return top_eigenvalue(X @ X.transpose(1, 2), iterations).sqrt()
+    return top_eigenvalue(X @ X.transpose(1, 2), iterations).clamp(min=torch.finfo(X.dtype).tiny).sqrt()
 
 
 def transmitting_matrix(F_in: Tensor, F_out: Tensor) -> Tensor:

@@ -9,14 +9,15 @@ a sample does not annotate is labelled by the teachers, its own ground truth sta
 
     method: {name: pseudo_labels, inner: {name: fedavg}}
 
-and `fedprox*`, `moon*`, `fedalign*`, `fedasam*`, `cps*` and `dod*` are written the same way; `ms_kd` and `ufps` use the
-teachers for more than labels and are methods of their own. Where every class is annotated by every site, it is the
+and `fedprox*`, `moon*`, `fedalign*`, `fedasam*` and `cps*` are written the same way; `ms_kd` and `ufps` use the teachers for
+more than labels and are methods of their own. DOD* has its star for another reason: it is `fed_dodnet` without pseudo labels. Where every class is annotated by every site, it is the
 method within.
 
 Shapes: C classes.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -42,7 +43,7 @@ from fedatlas.methods.teachers import (
     taught,
 )
 from fedatlas.options import from_dict, option, options
-from fedatlas.tensors import Tensors, Tree, from_tree, to_tree
+from fedatlas.tensors import Tensors, Tree, from_tree, n_bytes, tensors_of, to_tree
 from fedatlas.training import Local
 
 
@@ -88,6 +89,14 @@ class PseudoLabels:
         made = from_dict(cls, {**self.inner.options, "local": self.local}, what=f"{what}.options")
         if "segmentation" not in declared(made, "tasks"):
             raise FederationError(f"{what}.name: {self.inner.name} is not for segmentation")
+        if any("teachers" in inspect.signature(one).parameters for one in functions_of(made).values()):
+            raise FederationError(
+                f"{what}.name: {self.inner.name} has teachers of its own; take it alone, or a method without"
+            )
+        if getattr(made, "teacher", None) == "cached":
+            raise FederationError(
+                f"{what}.options.teacher: is cached, which predicts on other labels than those of the teachers; take another"
+            )
         if declared(made, "pooled"):
             raise FederationError(
                 f"{what}.name: {self.inner.name} trains at one site that holds all cases; allowed: a method whose "
@@ -132,7 +141,7 @@ class PseudoLabels:
         """What `check` should tell. Raises as the method within does."""
         inner = getattr(self.method, "examine", None)
         notes = inner(net, sites) if inner else []
-        return [*notes, told(self.teachers, len(sites))]
+        return [*notes, told(self.teachers, len(sites), net)]
 
     def start(self, net: nn.Module, clients: Clients) -> InnerState:
         return self._outer(self.method.start(net, clients), {})
@@ -186,10 +195,11 @@ def require_exclusive(name: str, space: LabelSpace) -> None:
         )
 
 
-def told(how: Teaching, sites: int) -> str:
+def told(how: Teaching, sites: int, net: nn.Module) -> str:
     """What `check` tells of teachers."""
+    size = n_bytes(tensors_of(net)) / 2**20
     long = "as many rounds as the federation has" if how.rounds is None else f"{how.rounds} rounds"
     return (
-        f"before the first round every site trains a teacher for {long}, within one call; once, it sends that model and "
-        f"gets {sites - 1}"
+        f"before the first round every site trains a teacher for {long}, within one call; once, it sends that model "
+        f"({size:.1f} MiB) and gets {sites - 1} ({size * (sites - 1):.1f} MiB)"
     )

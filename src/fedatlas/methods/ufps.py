@@ -18,7 +18,7 @@ A module that is null is off; with all of them off it is FedAvg on pseudo labels
 adds to FedAvg's message is two numbers and one bit for each parameter, and it gets one bit for each.
 
 A round r is counted from 1. Where an option asks for one, a number below 1 is that share of all rounds: 0.6 is the 300th
-of 500, as published.
+of 500, as published (`phases`).
 
 Differences from the paper and from the official code, whose own choices are switches:
     The uncertainty's entropy is over classes (code: over the depth of the volume): `uncertainty.softmax`; its mean over
@@ -28,7 +28,10 @@ Differences from the paper and from the official code, whose own choices are swi
     the end of WS, as in the code (paper: over all rounds): `ws.period`; round trip is centred on the lowest uncertainty,
     as in the code (paper: on the mean, which is 0 after normalisation): `ws.centre`. aRCE as printed, with the sign that
     makes it a loss (code: linear in the logits): `rce.form`. Pseudo labels exclude each other: `teachers.exclusive`. The
-    masks' own switches are in `sharpness.Sparsity`. The gradient is clipped by `local.clip`, before the ascent too, as in
+    masks' own switches are in `sharpness.Sparsity`. While samples are weighed the Dice is that of each sample, as in the
+    code, and not pooled over the batch; the code has a softmax there: `ws.activation`. An uncertainty beyond all before it
+    counts as the largest of them, so that no weight of TS or BD is below 2 - e; GMT's share v is of voxels, not of their
+    integer part. The gradient is clipped by `local.clip`, before the ascent too, as in
     the code (12). Uncertainty is gathered from round 1 on, and statistics of a round are those of all rounds before it.
 
 Shapes: B batch, C classes with the background, N sites, *S spatial.
@@ -52,6 +55,7 @@ from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.losses.onehot import DiceBCE, arce_coefficient, rce
 from fedatlas.method import Clients, Replies, Site, State, at_site
+from fedatlas.methods.phases import begins, check_begins, check_when, runs
 from fedatlas.methods.pseudo_labels import require_exclusive, told
 from fedatlas.methods.teachers import (
     SENDS,
@@ -84,6 +88,8 @@ from fedatlas.training import Local, Loss, Step, train
 
 BANK = "ufps.uncertainty"
 """The key in a site's memory of the uncertainties of all samples so far, in their order."""
+PARTS = ("encoder", "decoder", "head", "deep_supervision")
+"""Parts that nets commonly have."""
 MASKS = "ufps.masks"
 """The key in a site's memory of the gradient's momentum and the last mask."""
 
@@ -117,11 +123,8 @@ class WeightScheduler:
     )
     start: float = option(0.02, "The round from which samples are weighed; below 1: a share of all.", ge=0)
     end: float = option(0.4, "The round from which they count equally again; below 1: a share of all.", ge=0)
-    period: float | None = option(
-        None,
-        "R of the schedule, in rounds; below 1: a share of all; null: `end` (published code); the paper's text has all "
-        "rounds.",
-        gt=0,
+    period: Literal["end", "all"] = option(
+        "end", "R of the schedule: the rounds up to `end` (published code), or all rounds (the paper's text)."
     )
     threshold: float = option(0.7, "Quantile of the uncertainties so far that is U_T.", ge=0, le=1)
     alpha: float = option(1.0, "BD: the base in the last round.", gt=0)
@@ -131,6 +134,18 @@ class WeightScheduler:
         "least",
         "RG: where the Gaussian starts: at the least uncertainty (published code) or at the mean (paper).",
     )
+    activation: Literal["sigmoid", "softmax"] | None = option(
+        None,
+        "The probabilities of the Dice while samples are weighed; null: as the loss says; published code: softmax.",
+    )
+
+    def __post_init__(self) -> None:
+        check_when("method ufps: ws", start=self.start, end=self.end)
+        if (self.start < 1) == (self.end < 1) and self.end <= self.start:
+            raise FederationError(
+                f"method ufps: ws: end is {self.end} and start is {self.start}, so that no sample is ever weighed; take a "
+                "later end, or set ws to null"
+            )
 
 
 @options
@@ -146,6 +161,9 @@ class AdaptiveRCE:
         "paper", "official: what the published code computes, linear in the logits and without a lower bound."
     )
     log_zero: float = option(-4.0, "What log 0 stands for.", lt=0)
+
+    def __post_init__(self) -> None:
+        check_when("method ufps: rce", start=self.start)
 
 
 @options
@@ -165,6 +183,9 @@ class UncertaintyAggregation:
     )
     ddof: Literal[0, 1] = option(0, "0: variance of the population (paper); 1: of a sample (published code).")
 
+    def __post_init__(self) -> None:
+        check_when("method ufps: ua", start=self.start)
+
 
 @options
 class GlobalMainTeacher:
@@ -177,6 +198,9 @@ class GlobalMainTeacher:
         "global model; or always the one or the other.",
     )
     v: float = option(0.8, "Share of the global model's foreground on which the teachers must agree.", ge=0)
+
+    def __post_init__(self) -> None:
+        check_when("method ufps: gmt", start=self.start)
 
 
 @options
@@ -200,6 +224,7 @@ class UnifiedSharpness:
     cmidg: CMIDG = option(CMIDG(), "The augmentation; published code: channels 1, order 1.")
 
     def __post_init__(self) -> None:
+        check_when("method ufps: sam", start=self.start)
         if self.ascent == "none" and self.descent == "original":
             raise FederationError(
                 "method ufps: sam: ascent is none and descent is original, so that it does nothing; set sam to null, or "
@@ -270,7 +295,7 @@ class UFPS:
             raise FederationError(
                 f"method ufps: participation is {self.participation}; allowed: 1 to {len(sites)}, the sites that train"
             )
-        return [told(self.teachers, len(sites))]
+        return [told(self.teachers, len(sites), net)]
 
     @property
     def exchanged(self) -> bool:
@@ -291,6 +316,10 @@ class UFPS:
 
     def round(self, state: UFPSState, clients: Clients) -> UFPSState:
         r, teachers, classes = state.round + 1, state.teachers, state.classes
+        if state.round == 0:
+            modules = {"ws": self.ws, "rce": self.rce, "gmt": self.gmt, "ua": self.ua, "sam": self.sam}
+            starts = {f"{name}.start": one.start for name, one in modules.items() if one is not None}
+            check_begins("method ufps", state.rounds, **starts)
         if state.round == 0 and len(clients.sites) > 1:
             answers = clients.call(self.teacher_update, model=state.model, rounds=state.rounds)
             teachers, classes = collected(answers)
@@ -380,15 +409,18 @@ class UFPS:
         """The objective of round r, with its terms."""
         l_seg = losses.make(self.loss, space)
         head_weights = l_seg.head_weights if isinstance(l_seg, DiceBCE) else "encoder"
+        l_weighed = l_seg
+        if self.ws is not None and self.ws.activation is not None and isinstance(l_seg, DiceBCE):
+            l_weighed = dataclasses.replace(l_seg, activation=self.ws.activation)
 
         def objective(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
             outputs = net(batch.image)
             weight = batch.weight if isinstance(batch, Weighed) else None
 
             def seg(outputs: Tensor | Sequence[Tensor], target: Tensor, known: Tensor) -> Tensor:
-                if weight is None or not isinstance(l_seg, DiceBCE):
+                if weight is None or not isinstance(l_weighed, DiceBCE):
                     return l_seg(outputs, target, known)
-                return (weight * l_seg.per_sample(outputs, target, known)).mean()
+                return (weight * l_weighed.per_sample(outputs, target, known)).mean()
 
             terms = {"supervised": losses.on_batch(seg, outputs, batch, self.loss.findings)}
             if self.rce is not None and runs(self.rce, r, rounds):
@@ -464,7 +496,7 @@ class Labels:
         ws = method.ws
         self.weigher: Callable[[Tensor], Tensor] | None = None
         if ws is not None and begins(ws.start, rounds) <= r < begins(ws.end, rounds) and len(self.bank):
-            period = begins(ws.end if ws.period is None else ws.period, rounds)
+            period = begins(ws.end, rounds) if ws.period == "end" else rounds
             self.weigher = weigher(self.bank, ws, r, period)
 
     @property
@@ -509,7 +541,6 @@ class Labels:
         if self.seen:
             self.bank = torch.cat([self.bank, *self.seen])
             self.site.memory[BANK] = self.bank
-            self.site.log(uncertainty=float(torch.cat(self.seen).mean()))
 
 
 def refined(by_global: Tensor, by_teachers: Tensor, how: GlobalMainTeacher) -> Tensor:
@@ -523,7 +554,7 @@ def refined(by_global: Tensor, by_teachers: Tensor, how: GlobalMainTeacher) -> T
         return by_global
     space = tuple(range(1, both.dim()))
     agreed, alone = both[:, 1:].sum(space), by_global[:, 1:].sum(space)
-    enough = agreed >= (how.v * alone.double()).long()
+    enough = agreed >= how.v * alone.double() - 1e-9
     return torch.where(enough.reshape(-1, *[1] * (both.dim() - 1)), both, by_global)
 
 
@@ -542,10 +573,13 @@ def uncertainty(merged: Merged, how: Uncertainty) -> Tensor:
 
 
 def weigher(bank: Tensor, ws: WeightScheduler, r: int, period: int) -> Callable[[Tensor], Tensor]:
-    """w(U), Eq. (8), in round r of a schedule of `period` rounds; bank: the uncertainties before this round."""
+    """w(U), Eq. (8), in round r of a schedule of `period` rounds; bank: the uncertainties before this round. A U outside
+    of the bank counts as the nearest in it; where all are equal every weight is 1."""
     values = bank.double()
-    mean, least = float(values.mean()), float(values.min())
-    span = max(float(values.max()) - least, 1e-12)
+    mean, least, most = (float(value) for value in (values.mean(), values.min(), values.max()))
+    span = most - least
+    if span <= 0:
+        return torch.ones_like
     U_T = float(values.quantile(ws.threshold))
     done = min(r / period, 1.0)
 
@@ -561,7 +595,7 @@ def weigher(bank: Tensor, ws: WeightScheduler, r: int, period: int) -> Callable[
     def round_trip(n: Tensor) -> Tensor:
         reach, half = norm(U_T) - norm(least), max(period // 2, 1)
         there = min(r, half) / half
-        back = max(r - half, 0) / half
+        back = min(max(r - half, 0) / half, 1.0)
         centre = (norm(least) if ws.centre == "least" else 0.0) + reach * (there - back)
         G = torch.exp(-((n - centre) ** 2) / (2 * ws.width**2)) / (math.sqrt(2 * math.pi) * ws.width)
         return (1 - ws.beta) * G + ws.beta * (2 - n.exp())
@@ -569,7 +603,7 @@ def weigher(bank: Tensor, ws: WeightScheduler, r: int, period: int) -> Callable[
     schedule = {"tail_shift": tail_shift, "base_decrement": base_decrement, "round_trip": round_trip}[
         ws.schedule
     ]
-    return lambda U: schedule(norm(U.double())).float()
+    return lambda U: schedule(norm(U.double().clamp(least, most))).float()
 
 
 def moments(bank: Tensor, ddof: int) -> tuple[float, float]:
@@ -595,28 +629,19 @@ def A_hat(
 
 
 def part_names(net: nn.Module, wanted: Sequence[str]) -> list[str]:
-    """The tensors of some parts of a net; of these parts one at least must be there. Raises FederationError for a name
-    that no net of ours has, and where none is there."""
+    """The tensors of some parts of a net. Of PARTS some may be missing, as in a net without a decoder of its own. Raises
+    FederationError for any other part that the net does not have, and where none of them is there."""
     known = parts(net)
-    found = [name for part in wanted for name in known.get(part, ())]
-    if not found:
-        raise not_known("method ufps: ua.parts: the part of the net", wanted[0], known)
-    return found
+    missing = [part for part in wanted if part not in known]
+    strange = [part for part in missing if part not in PARTS]
+    if strange or len(missing) == len(wanted):
+        raise not_known("method ufps: ua.parts: the part of the net", (strange or missing)[0], known)
+    return [name for part in wanted for name in known.get(part, ())]
 
 
 def own_parameters(net: nn.Module) -> dict[str, Tensor]:
     """The parameters that are trained, by name."""
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
-
-
-def begins(when: float, rounds: int) -> int:
-    """The round, counted from 1, that an option means: below 1 it is a share of all rounds, rounded up."""
-    return math.ceil(when * rounds - 1e-9) if when < 1 else round(when)
-
-
-def runs(module: Any, r: int, rounds: int) -> bool:
-    """Whether a module is used in round r, counted from 1."""
-    return r >= begins(module.start, rounds)
 
 
 # -------------------------------------------------------------------------------------------------------------- steps
