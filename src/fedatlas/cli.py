@@ -72,6 +72,14 @@ def parser() -> argparse.ArgumentParser:
     def as_json(made: argparse.ArgumentParser) -> None:
         made.add_argument("--json", action="store_true", help="print the result as JSON")
 
+    def postprocess(made: argparse.ArgumentParser, sentence: str) -> None:
+        made.add_argument(
+            "--postprocess",
+            action="store_true",
+            help=f"{sentence} (segmentation): the run's evaluation.postprocess, or else holes are filled and components "
+            "under 20 %% of the largest of their class removed",
+        )
+
     made = verb("check", check, "Read everything, train nothing.", "fedatlas check federation.yaml")
     federation(made)
     as_json(made)
@@ -131,6 +139,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
     made.add_argument("--out", type=Path, help="write all rows to this CSV file")
     made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
+    postprocess(made, "score once more after post-processing")
     as_json(made)
 
     made = verb(
@@ -157,6 +166,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
+    postprocess(made, "write labels after post-processing")
     as_json(made)
 
     made = verb(
@@ -194,6 +204,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--only-table", action="store_true", help="train nothing")
     as_json(made)
 
+    _analyse_verbs(verb, as_json)
+
     _deploy_verbs(verb, federation)
 
     made = verb(
@@ -217,6 +229,77 @@ def parser() -> argparse.ArgumentParser:
         "fedatlas schema > federation.schema.json",
     )
     return top
+
+
+def _analyse_verbs(verb: Any, as_json: Any) -> None:
+    """`fedatlas analyse …`: what lies around a run's models, how alike they are, what they give away."""
+    top = verb(
+        "analyse", None, "Analyse the models of a run.", "fedatlas analyse hessian runs/demo-1a2b3c4d --top 5"
+    )
+    kinds = top.add_subparsers(title="kinds", required=True, metavar="KIND")
+
+    def part(name: str, sentence: str) -> Any:
+        made = kinds.add_parser(name, help=sentence, description=sentence)
+        made.set_defaults(verb=analyse, kind=name, keys=[])
+        made.add_argument("run", type=Path, help="the run folder")
+        made.add_argument("--sites", help="only these, joined by commas (default: all that train)")
+        made.add_argument(
+            "--data",
+            action="append",
+            default=[],
+            metavar="SITE=PATH",
+            help="where a site's data lie, if not where the run's file says",
+        )
+        made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
+        as_json(made)
+
+        def add(flag: str, help: str, **how: Any) -> None:
+            made.get_default("keys").append(made.add_argument(flag, help=help, **how).dest)
+
+        add("--seed", "all that is random follows from it (0)", type=int)
+        return add
+
+    models = "best, last, local (each site's own), joined by commas (best, else last)"
+    labels = {"choices": ["annotated", "reference"]}
+    for name, sentence in (
+        ("landscape", "The loss around a model, over a plane of two random directions, per site."),
+        ("hessian", "How the loss of a model curves: eigenvalues, trace, spectral density, per site."),
+    ):
+        add = part(name, sentence)
+        add("--model", models)
+        add("--labels", "annotated: as training saw; reference: all with a truth (annotated)", **labels)
+        add("--batches", f"batches of a site ({4 if name == 'landscape' else 2})", type=int)
+        add("--batch", "samples of a batch (8)", type=int)
+        if name == "landscape":
+            add("--grid", "points along each direction (11)", type=int)
+            add("--reach", "the largest step, in units of the weights' own norm (1)", type=float)
+            add("--level", "flat is a loss at most this above the model's own (0.1)", type=float)
+            continue
+        add("--top", "eigenvalues (5)", type=int)
+        add("--steps", "the most products that these may take (40)", type=int)
+        add("--tolerance", "of their error, in parts of the largest (0.001)", type=float)
+        add("--samples", "products for the trace (20)", type=int)
+        add("--runs", "random vectors for the density (1)", type=int)
+        add("--density", "products for each of them (40)", type=int)
+        add("--points", "points at which the density is told (201)", type=int)
+
+    add = part("cka", "How alike models are, layer by layer, in their parameters and their activations.")
+    add("--model", "best, last, local, joined by commas (best, else last; and local, if there are)")
+    add("--against", "another run of the same net, whose models are compared too", metavar="RUN")
+    add("--on", "what of a layer (both)", choices=["parameters", "activations", "both"])
+    add("--images", "patches, or images, for activations (16)", type=int)
+    add("--cells", "cells along every axis, between layers of one model (4)", type=int)
+
+    add = part("membership", "Can an attacker tell a model's training cases from others?")
+    add("--model", "the target: local, best or last (local, if there are)", choices=["local", "best", "last"])
+    add("--pool", "others: of all sites, or the target's own (all)", choices=["all", "own"])
+    add("--labels", "ground truth (reference)", **labels)
+    add("--predictions", "whose the attack is tested on (target)", choices=["target", "shadow"])
+    add("--image", "let the attack see the image, too", action="store_true", default=None)
+    add("--cells", "cells along every axis to which maps are averaged (12)", type=int)
+    add("--steps", "training steps of the shadow (200)", type=int)
+    add("--attack", "training steps of the attack (300)", type=int)
+    add("--cases", "the most cases of a site and split (all)", type=int)
 
 
 def _deploy_verbs(verb: Any, federation: Any) -> None:
@@ -362,6 +445,37 @@ def deploy_install(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def analyse(arguments: argparse.Namespace) -> int:
+    from fedatlas.analyse import analyse as run_analysis
+
+    options = {key: value for key in arguments.keys if (value := getattr(arguments, key)) is not None}
+    several = {"sites": arguments.sites}
+    if arguments.kind != "membership":
+        several["model"] = options.pop("model", None)
+    options |= {key: tuple(value.split(",")) for key, value in several.items() if value}
+    data = {}
+    for text in arguments.data:
+        site, equals, path = text.partition("=")
+        if not equals:
+            raise FedAtlasError(f"--data {text}: expected SITE=PATH, as in --data site-a=/path/of/the/data")
+        data[site] = path
+    out = sys.stderr if arguments.json else sys.stdout
+    found = run_analysis(
+        arguments.kind,
+        arguments.run,
+        options,
+        device=arguments.device,
+        data=data,
+        tell=lambda text: print(text, file=out, flush=True),
+    )
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        file = arguments.run / "analysis" / f"{arguments.kind}.json"
+        print(f"numbers: {file}\nfigures: in the report, with `fedatlas report {arguments.run}`")
+    return 0
+
+
 def audit(arguments: argparse.Namespace) -> int:
     from fedatlas.audit import logs_of, text_of
 
@@ -454,6 +568,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         "reading": reading,
     }
     if of_images:
+        _only_of_voxels(arguments)
         rows, ignored = evaluate_images(arguments.run, arguments.data, aliases=aliases, **layout, **chosen)
     else:
         rows, ignored = evaluate_folder(
@@ -463,6 +578,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
             table=arguments.table,
             labels=arguments.labels,
             test_labels=arguments.test_labels,
+            post=arguments.postprocess,
             **layout,
             **chosen,
         )
@@ -491,9 +607,8 @@ def predict(arguments: argparse.Namespace) -> int:
     if task_name(arguments.run) == "classification":
         return _predict_images(arguments)
     scans = [[Path(part) for part in str(scan).split(",")] for scan in arguments.scan]
-    result = predict_scans(
-        arguments.run, scans, arguments.out, model=arguments.model, device=arguments.device
-    )
+    chosen = {"model": arguments.model, "device": arguments.device, "post": arguments.postprocess}
+    result = predict_scans(arguments.run, scans, arguments.out, **chosen)
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:
@@ -505,9 +620,17 @@ def predict(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _only_of_voxels(arguments: argparse.Namespace) -> None:
+    if arguments.postprocess:
+        raise FedAtlasError(
+            f"--postprocess: processes outlines, and {arguments.run} is a run of findings of whole images; leave it out"
+        )
+
+
 def _predict_images(arguments: argparse.Namespace) -> int:
     from fedatlas.trained_images import predict_images
 
+    _only_of_voxels(arguments)
     result = predict_images(
         arguments.run, arguments.scan, arguments.out, model=arguments.model, device=arguments.device
     )

@@ -224,3 +224,20 @@ def test_what_is_refused() -> None:
         spectral_density(h, generator=draws, runs=0)
     with pytest.raises(FederationError, match="2 or more"):
         Quadrature(vector[None], vector[None]).density(points=1)
+
+
+def test_attention_has_a_second_derivative() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with isolated("attends"):
+                self.linear = nn.Linear(4, 12)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(*self.linear(x)[None].chunk(3, -1))
+
+    net = Attends()
+    x = torch.randn(2, 5, 4, generator=generator("x"))
+    operator = Hessian(net, lambda net, batch: net(batch).square().mean(), [x])
+    e, f = torch.eye(operator.size, dtype=torch.float64)[[3, 40]]
+    assert torch.isclose(f @ operator(e), e @ operator(f), rtol=1e-4) and bool(operator(e).any())

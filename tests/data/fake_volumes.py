@@ -1,5 +1,5 @@
-"""Small folders in the exact layouts of KiTS19, LiTS, AMOS22, BTCV and the Medical Segmentation Decathlon, with a rough
-abdomen."""
+"""Small folders in the exact layouts of KiTS19, LiTS, AMOS22, BTCV, WORD, AbdomenCT-1K and the Medical Segmentation
+Decathlon, with a rough abdomen."""
 
 import json
 from collections.abc import Mapping
@@ -54,6 +54,25 @@ BTCV_NAMES = (
     "left adrenal gland",
 )
 """Of the integers from 1 on."""
+WORD_NAMES = (
+    "liver",
+    "spleen",
+    "left kidney",
+    "right kidney",
+    "stomach",
+    "gallbladder",
+    "esophagus",
+    "pancreas",
+    "duodenum",
+    "colon",
+    "intestine",
+    "adrenal",
+    "rectum",
+    "bladder",
+    "left head of femur",
+    "right head of femur",
+)
+ABDOMENCT1K_NAMES = ("liver", "kidney", "spleen", "pancreas")
 MSD_TASKS: Mapping[str, tuple[str, dict[str, str], str]] = {
     "Task03_Liver": ("liver", {"0": "background", "1": "liver", "2": "cancer"}, "liver"),
     "Task07_Pancreas": ("pancreas", {"0": "background", "1": "pancreas", "2": "cancer"}, "pancreas"),
@@ -200,4 +219,32 @@ def write_btcv(root: Path, cases: int = 3, test: int = 1) -> Path:
         save(folder / "img" / f"img{number:04d}.nii.gz", scan[::-1].astype(np.float32), affine)
         if number < 61:
             save(folder / "label" / f"label{number:04d}.nii.gz", labels[::-1].copy(), affine)
+    return root
+
+
+def write_word(root: Path, cases: tuple[int, int, int] = (3, 1, 1), test_labels: bool = False) -> Path:
+    """imagesTr, labelsTr, the same with Val and Ts; cases: scans of each list, the first of which is a validation scan."""
+    affine = np.diag([-SPACING[0], SPACING[1], SPACING[2], 1.0])
+    table = {name: number for number, name in enumerate(WORD_NAMES, 1)}
+    numbers = iter(range(1, 151))
+    for ending, count in (("Val", cases[1]), ("Tr", cases[0]), ("Ts", cases[2])):
+        for number in (next(numbers) for _ in range(count)):
+            scan, labels = abdomen(np.random.default_rng([16, number]), table)
+            save(root / f"images{ending}" / f"word_{number:04d}.nii.gz", scan[::-1].astype(np.int16), affine)
+            if ending != "Ts" or test_labels:
+                save(root / f"labels{ending}" / f"word_{number:04d}.nii.gz", labels[::-1].copy(), affine)
+    return root
+
+
+def write_abdomenct1k(root: Path, cases: int = 6, unlabelled: int = 1) -> Path:
+    """AbdomenCT-1K-ImagePart1 to 3 and Mask; the scans from the second half on are larger files."""
+    affine = np.diag([-SPACING[0], -SPACING[1], SPACING[2], 1.0])
+    numbers = {"liver": 1, "right kidney": 2, "left kidney": 2, "spleen": 3, "pancreas": 4}
+    for number in range(1, cases + unlabelled + 1):
+        scan, labels = abdomen(np.random.default_rng([1000, number]), numbers)
+        form = np.int16 if number <= cases // 2 else np.float64
+        part = root / f"AbdomenCT-1K-ImagePart{1 + (number - 1) % 3}"
+        save(part / f"Case_{number:05d}_0000.nii.gz", scan[::-1, ::-1].astype(form), affine)
+        if number <= cases:
+            save(root / "Mask" / f"Case_{number:05d}.nii.gz", labels[::-1, ::-1].copy(), affine)
     return root

@@ -1,4 +1,4 @@
-"""KiTS19, LiTS, AMOS22, BTCV and three tasks of the Decathlon, in folders of their exact layouts."""
+"""KiTS19, LiTS, AMOS22, BTCV, WORD, AbdomenCT-1K and three tasks of the Decathlon, in folders of their exact layouts."""
 
 import json
 import shutil
@@ -9,7 +9,19 @@ import nibabel as nib
 import numpy as np
 import pytest
 import torch
-from fake_volumes import BTCV_NAMES, MSD_TASKS, write_amos22, write_btcv, write_kits19, write_lits, write_msd
+from fake_volumes import (
+    ABDOMENCT1K_NAMES,
+    BTCV_NAMES,
+    MSD_TASKS,
+    WORD_NAMES,
+    write_abdomenct1k,
+    write_amos22,
+    write_btcv,
+    write_kits19,
+    write_lits,
+    write_msd,
+    write_word,
+)
 
 from fedatlas.data.site_data import SiteConfig, SiteData, SiteIndex, check_federation, check_site, read_site
 from fedatlas.data.transforms import Preprocessing
@@ -40,6 +52,8 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lits(root / "lits")
     write_amos22(root / "amos22")
     write_btcv(root / "btcv")
+    write_word(root / "word")
+    write_abdomenct1k(root / "abdomenct1k")
     for task in MSD_TASKS:
         write_msd(root, task)
     return root
@@ -300,6 +314,104 @@ def test_amos22_by_list(sets: Path) -> None:
     assert "its layout lists 2 labelled validation cases" in told(sets / "amos22", **config)
     other = index_of(sets / "amos22", format="amos22", reading={"lists": "validation"})
     assert [case.name for case in other.cases if case.labelled] == ["amos_0004", "amos_0005"]
+
+
+# ------------------------------------------------------------------------------------------ WORD and AbdomenCT-1K
+
+FOUR = LabelSpace(("background", "kidney", "liver", "spleen", "pancreas"))
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "annotated"),
+    [
+        ("word", {"reading": {"splits": "seed"}, "aliases": BOTH_KIDNEYS}, {"kidney"}),
+        ("abdomenct1k", {}, {"spleen", "pancreas"}),
+    ],
+)
+def test_a_part_is_annotated_and_all_is_scored(
+    name: str, config: dict[str, Any], annotated: set[str], sets: Path, tmp_path: Path
+) -> None:
+    """As UFPS has them: training sees some of the four organs, the test all of them."""
+    integers = {
+        "word": {"kidney": [3, 4], "liver": [1], "spleen": [2], "pancreas": [8]},
+        "abdomenct1k": {"kidney": [2], "liver": [1], "spleen": [3], "pancreas": [4]},
+    }[name]
+    split = {"validation": 1, "test": 1}
+    given = {"format": name, "split": split, "annotated": sorted(annotated), "score_all": True}
+    index = index_of(sets / name, **config, **given)
+    assert not fatal(index) and set(index.brings) == annotated
+    assert not [problem for problem in check_site(index, FOUR) if problem.fatal]
+    data = SiteData(index, FOUR, SOLID, cache=tmp_path)
+    (volume,) = data.volumes("test")
+    assert {FOUR.names[c] for c in FOUR.foreground if volume.known[c]} == annotated
+    assert volume.scored[1:].all()
+    folder, file = ("Mask", volume.case) if name == "abdomenct1k" else ("labels*", volume.case)
+    (path,) = (sets / name).glob(f"{folder}/{file}.nii.gz")
+    own, truth = raw_label(path), volume.truth("original")
+    for organ, numbers in integers.items():
+        drawn = truth == FOUR.index(organ)
+        assert drawn.any() and np.array_equal(drawn, np.isin(own, numbers))
+
+
+def test_word_by_its_lists_and_by_seed(sets: Path, tmp_path: Path) -> None:
+    index = index_of(sets / "word", format="word")
+    assert tuple(index.table) == ("background", *WORD_NAMES) and list(index.table.values()) == [*range(17)]
+    assert {case.name: (case.split, case.labelled) for case in index.cases} == {
+        "word_0001": ("validation", True),
+        **{f"word_000{n}": ("train", True) for n in (2, 3, 4)},
+        "word_0005": ("test", False),
+    }
+    assert not fatal(index) and "imagesTr: 3 scans; WORD has 100 there" in str(index.problems[0])
+    split = {"validation": 1, "test": 1}
+    one = index_of(sets / "word", format="word", reading={"splits": "seed"}, split=split)
+    assert sorted(case.split for case in one.cases) == ["test", "train", "train", "validation"]
+    assert "its layout lists 1 labelled validation cases" in told(sets / "word", format="word", split=split)
+    released = write_word(tmp_path / "release" / "WORD-V0.1.0", test_labels=True).parent
+    assert [c.name for c in index_of(released, format="word").cases if c.labelled and c.split == "test"] == [
+        "word_0005"
+    ]
+    seeded = index_of(released, format="word", reading={"splits": "seed"})
+    assert "word_0005" not in {c.name for c in seeded.cases if c.labelled}
+
+
+def test_word_that_is_not_whole(sets: Path, tmp_path: Path) -> None:
+    root = Path(shutil.copytree(sets / "word", tmp_path / "word"))
+    (root / "labelsTr" / "word_0003.nii.gz").unlink()
+    (root / "imagesVal" / "word_0001.nii.gz").unlink()
+    lone_scan, lone_label = fatal(index_of(root, format="word"))
+    assert "imagesTr/word_0003.nii.gz: missing: 1 of 3 scans in its folder have no label map" in lone_scan
+    assert "labelsVal/word_0001.nii.gz: missing: 1 of 1 label maps in its folder have no scan" in lone_label
+    shutil.copy(root / "imagesTr/word_0002.nii.gz", root / "imagesTs")
+    assert "imagesTr/word_0002.nii.gz and imagesTs/word_0002.nii.gz are the same scan twice" in told(
+        root, format="word"
+    )
+    assert "WORD is expected, with imagesTr/word_0002.nii.gz" in told(sets / "kits19", format="word")
+    assert "splits" in told(sets / "word", format="word", reading={"splits": "train"})
+
+
+def test_abdomenct1k_by_size(sets: Path, tmp_path: Path) -> None:
+    index = index_of(sets / "abdomenct1k", format="abdomenct1k")
+    assert tuple(index.table) == ("background", *ABDOMENCT1K_NAMES)
+    assert [case.name for case in index.cases if case.labelled] == [f"Case_0000{n}" for n in range(1, 7)]
+    assert [(case.name, case.split) for case in index.cases if not case.labelled] == [("Case_00007", "test")]
+    assert not fatal(index) and "6 labelled scans; AbdomenCT-1K has 1000" in str(index.problems[0])
+    for count, expected in ((3, [1, 2, 3]), (266, [1, 2, 3, 4, 5, 6])):
+        few = index_of(sets / "abdomenct1k", format="abdomenct1k", reading={"smallest": count})
+        assert [case.name for case in few.cases if case.labelled] == [f"Case_0000{n}" for n in expected]
+    assert "of which reading.smallest asks for 266" in str(few.problems[0])
+    flat = tmp_path / "flat"
+    (flat / "imagesTr").mkdir(parents=True)
+    shutil.copytree(sets / "abdomenct1k" / "Mask", flat / "labels")
+    for file in (sets / "abdomenct1k").glob("AbdomenCT*/*"):
+        shutil.copy(file, flat / "imagesTr")
+    assert [c.name for c in index_of(flat, format="abdomenct1k").cases] == [c.name for c in index.cases]
+    (flat / "imagesTr" / "Case_00002_0000.nii.gz").unlink()
+    (text,) = fatal(index_of(flat, format="abdomenct1k"))
+    assert "labels/Case_00002.nii.gz: missing: 1 of 6 label maps have no scan" in text
+    shutil.rmtree(flat / "labels")
+    assert "found no label maps, Case_00001.nii.gz" in told(flat, format="abdomenct1k")
+    assert "found no scans" in told(sets / "word", format="abdomenct1k")
+    assert "smallest" in told(sets / "abdomenct1k", format="abdomenct1k", reading={"smallest": 0})
 
 
 # ---------------------------------------------------------------------------- a lesion: of its organ, or of nothing

@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedatlas.analysis.landscape import Loss, one_number, shares_of
 from fedatlas.errors import FederationError
@@ -82,7 +83,8 @@ class Hessian:
         given = vector.to(self.device).split([p.numel() for p in self.parameters])
         pieces = [v.view_as(p).to(p.dtype) for v, p in zip(given, self.parameters, strict=True)]
         total = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        with evaluating(self.net), torch.enable_grad():
+        # the faster forms of attention have no second derivative
+        with evaluating(self.net), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             for share, batch in zip(self.shares, self.batches, strict=True):
                 for place, product in self._of_batch(batch, pieces):
                     total[place : place + product.numel()] += share * product.flatten().double()

@@ -129,6 +129,48 @@ def cka_activations(
     }
 
 
+def cka_between(
+    first: nn.Module, second: nn.Module, images: Sequence[Tensor], *, cells: int = 4
+) -> tuple[list[str], list[str], Tensor]:
+    """CKA of the outputs of every layer of one net with every layer of another, on the same images: (layers of the
+    first, layers of the second, values [K, L] float64), of every convolution and linear layer that is run.
+
+    images: batches [B, I, *S]. As layers differ in size, each output is averaged over `cells` cells along every spatial
+    axis first (one without axes is the same in all cells): a row is a cell of an image, its columns the C channels. The
+    diagonal of a net with itself is 1. NaN as in `cka`.
+
+    Both nets are asked in evaluation mode and are as before afterwards. Raises FederationError for no images, cells below
+    1, and layers that give something else than one tensor.
+    """
+    if not len(images) or cells < 1:
+        raise FederationError(
+            f"CKA: {len(images)} batches of images and {cells} cells; allowed: 1 or more of both"
+        )
+    kept: list[dict[str, list[Tensor]]] = [{}, {}]
+    for batch in images:
+        for net, of_net in zip((first, second), kept, strict=True):
+            for name, output in _outputs(net, batch, list(_layers(net))).items():
+                of_net.setdefault(name, []).append(_cells(output, cells, batch.dim() - 2, name))
+    one, two = ({name: torch.cat(rows) for name, rows in of_net.items()} for of_net in kept)
+    values = [[cka(x, y) for y in two.values()] for x in one.values()]
+    return list(one), list(two), torch.tensor(values, dtype=torch.float64)
+
+
+def _cells(output: Any, cells: int, axes: int, name: str) -> Tensor:
+    """[B * cells ** axes, C] the means of a layer's output over cells."""
+    if not isinstance(output, Tensor) or output.dim() < 2:
+        return _rows(output, "positions", name)  # raises
+    if output.dim() == 2:
+        output = output[(..., *[None] * axes)]
+    pool = (
+        nn.functional.adaptive_avg_pool1d,
+        nn.functional.adaptive_avg_pool2d,
+        nn.functional.adaptive_avg_pool3d,
+    )
+    mean: Tensor = pool[output.dim() - 3](output.float(), cells)
+    return _rows(mean, "positions", name)
+
+
 class _Sums:
     """CKA from sums over rows x [n, p] and y [n, q] that come in batches: of their products about a fixed row, and of
     the rows.

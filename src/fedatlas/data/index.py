@@ -69,6 +69,8 @@ VolumeFormat = Literal[
     "monai",
     "masks",
     "kits19",
+    "word",
+    "abdomenct1k",
     "amos22",
     "lits",
     "btcv",

@@ -100,7 +100,7 @@ class MSKD:
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises FederationError for a net that names no encoder."""
         with watched(net):
-            return [told(self.teachers, len(sites))]
+            return told(self.teachers, len(sites), net, self.local)
 
     def start(self, net: nn.Module, clients: Clients) -> TaughtState:
         return TaughtState(tensors_of(net))

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, cast
 
 from torch import nn
 
-from fedatlas import losses, methods
+from fedatlas import dp_sgd, losses, methods
 from fedatlas import method as contract
 from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
@@ -141,7 +141,7 @@ class PseudoLabels:
         """What `check` should tell. Raises as the method within does."""
         inner = getattr(self.method, "examine", None)
         notes = inner(net, sites) if inner else []
-        return [*notes, told(self.teachers, len(sites), net)]
+        return [*notes, *told(self.teachers, len(sites), net, self.local)]
 
     def start(self, net: nn.Module, clients: Clients) -> InnerState:
         return self._outer(self.method.start(net, clients), {})
@@ -195,11 +195,12 @@ def require_exclusive(name: str, space: LabelSpace) -> None:
         )
 
 
-def told(how: Teaching, sites: int, net: nn.Module) -> str:
-    """What `check` tells of teachers."""
+def told(how: Teaching, sites: int, net: nn.Module, local: Local) -> list[str]:
+    """What `check` tells of teachers. Raises FederationError where they cannot be trained as `how` says."""
     size = n_bytes(tensors_of(net)) / 2**20
     long = "as many rounds as the federation has" if how.rounds is None else f"{how.rounds} rounds"
-    return (
+    return [
         f"before the first round every site trains a teacher for {long}, within one call; once, it sends that model "
-        f"({size:.1f} MiB) and gets {sites - 1} ({size * (sites - 1):.1f} MiB)"
-    )
+        f"({size:.1f} MiB) and gets {sites - 1} ({size * (sites - 1):.1f} MiB)",
+        *dp_sgd.examine(how.dp_sgd, net, how.local or local),
+    ]

@@ -5,15 +5,20 @@ and together as an ensemble in which a model speaks for the classes that its sit
 
 Reconstruction: the merging rule of the ensemble is not given in the papers that compare with it; `Member` in
 `fedatlas.method` states ours.
+
+With `dp_sgd` the sites train by DP-SGD, as teachers do in the privacy study of UFPS (Jiang, Ma, Zeng, Ying, Patterns 2024,
+Tables S12 and S13); `fedatlas.dp_sgd` states what that protects.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import nn
 
-from fedatlas import losses
+from fedatlas import dp_sgd, losses
+from fedatlas.dp_sgd import DPSGD
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Member, Site, State, at_site
@@ -38,11 +43,18 @@ class Standalone:
     sends: ClassVar[dict[str, str]] = {"model": "model", "n": "number", "classes": "classes"}
 
     loss: LossChoice = option(LossChoice(), "The supervised loss.")
+    dp_sgd: DPSGD | None = option(
+        None, "Training with clipped gradients of single samples and noise; null: without."
+    )
     local: Local = option(Local(), "Training at a site between two evaluations.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""
         losses.make(self.loss, space)
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell. Raises FederationError where DP-SGD cannot be: see `dp_sgd.examine`."""
+        return dp_sgd.examine(self.dp_sgd, net, self.local)
 
     def start(self, net: nn.Module, clients: Clients) -> StandaloneState:
         return StandaloneState(model=tensors_of(net))
@@ -64,5 +76,6 @@ class Standalone:
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         net = site.network(model)
         loss = losses.supervised(self.loss, site)
-        train(site, net, loss, self.local, round=round, rounds=rounds)
+        with dp_sgd.stepping(self.dp_sgd, site, net, self.local) as step:
+            train(site, net, loss, self.local, round=round, rounds=rounds, step=step)
         return {"model": tensors_of(net), "n": site.n_train, "classes": sorted(site.labels.annotated)}

@@ -19,8 +19,9 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from fedatlas import losses
+from fedatlas import dp_sgd, losses
 from fedatlas.data.batch import Batch
+from fedatlas.dp_sgd import DPSGD
 from fedatlas.errors import FederationError
 from fedatlas.labels import SiteLabels, known_row
 from fedatlas.losses import LossChoice
@@ -51,6 +52,10 @@ class Teaching:
     )
     local: Local | None = option(None, "Training of the teachers; null: as in the rounds.")
     loss: LossChoice | None = option(None, "The loss of the teachers; null: that of the rounds.")
+    dp_sgd: DPSGD | None = option(
+        None,
+        "DP-SGD for the teachers, which all sites get; null: without. What is trained and sent after them is not covered.",
+    )
     exclusive: bool = option(
         True,
         "Whether a voxel has one pseudo label: its own ground truth, else the first class of which a teacher says so, "
@@ -143,17 +148,20 @@ def taught(
     net, memory = site.network(model), "teacher optimizer"
     supervised = losses.supervised(how.loss or loss, site)
     length = how.rounds or rounds
-    for round in range(length):
-        train(
-            site,
-            net,
-            supervised,
-            how.local or local,
-            round=round,
-            rounds=length,
-            memory=memory,
-            prefix="teacher_",
-        )
+    own_local, spent = how.local or local, "teacher dp_sgd"
+    with dp_sgd.stepping(how.dp_sgd, site, net, own_local, memory=spent, prefix="teacher_") as step:
+        for round in range(length):
+            train(
+                site,
+                net,
+                supervised,
+                own_local,
+                round=round,
+                rounds=length,
+                memory=memory,
+                step=step,
+                prefix="teacher_",
+            )
     site.memory.pop(memory, None)
     own = {"teacher": tensors_of(net), "classes": sorted(site.labels.annotated)}
     site.memory[MEMORY] = {site.name: {"model": dict(own["teacher"]), "classes": list(own["classes"])}}

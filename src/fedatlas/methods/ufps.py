@@ -295,7 +295,7 @@ class UFPS:
             raise FederationError(
                 f"method ufps: participation is {self.participation}; allowed: 1 to {len(sites)}, the sites that train"
             )
-        return [told(self.teachers, len(sites), net)]
+        return told(self.teachers, len(sites), net, self.local)
 
     @property
     def exchanged(self) -> bool:

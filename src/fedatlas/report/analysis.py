@@ -418,16 +418,16 @@ def _membership(found: Found) -> str:
         body.append(cells)
     head = [
         "Target",
-        "members / others tested",
-        "accuracy: members",
+        "cases",
+        "acc. members",
         "others",
         "mean",
         "F1: members",
         "others",
         "mean",
         "AUROC",
-        "target on members",
-        "on others",
+        "gap: members",
+        "others",
         "shadow",
     ]
     notes = []
@@ -444,8 +444,8 @@ def _membership(found: Found) -> str:
         + markup.table("Membership attack", head, body, kind="wide")
         + "".join(markup.note(note) for note in notes)
         + markup.aid(
-            f"Attacked by the classes {markup.text(classes)}. “Target on members” and “on others”: its agreement with the "
-            "truth; the difference is what the attack lives on. “Shadow”: its agreement with the target on cases that it "
+            f"Attacked by the classes {markup.text(classes)}. “Cases”: members and others in the test. “Gap”: the target's "
+            "agreement with the truth on members and others; the difference is what the attack lives on. “Shadow”: its agreement with the target on cases that it "
             "did not see."
         )
     )

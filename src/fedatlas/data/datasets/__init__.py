@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas.data.datasets import (
+    abdomenct1k,
     amos22,
     btcv,
     jsrt,
@@ -18,6 +19,7 @@ from fedatlas.data.datasets import (
     nnunet,
     shenzhen,
     siim,
+    word,
 )
 from fedatlas.data.datasets.listing import Layout, Listing, read_json
 from fedatlas.errors import DataError
@@ -30,6 +32,8 @@ REGISTRY: Mapping[str, Callable[[Layout], Listing]] = {
     "amos22": amos22.read,
     "lits": lits.read,
     "btcv": btcv.read,
+    "word": word.read,
+    "abdomenct1k": abdomenct1k.read,
     "masks": masks.read,
     "montgomery": montgomery.read,
     "shenzhen": shenzhen.read,
@@ -40,6 +44,8 @@ REGISTRY: Mapping[str, Callable[[Layout], Listing]] = {
 
 OPTIONS: Mapping[str, type[Any]] = {
     "amos22": amos22.Amos22,
+    "word": word.Word,
+    "abdomenct1k": abdomenct1k.AbdomenCT1K,
     "masks": masks.Masks,
     "montgomery": montgomery.Montgomery,
     "shenzhen": shenzhen.Shenzhen,
