@@ -80,9 +80,10 @@ def completed(target: Tensor, known: Tensor, masks: Tensor, taught: Tensor) -> t
     A voxel that the sample's own labels give to an annotated class stays there. Any other gets the first of the taught
     classes that the sample does not annotate and whose mask holds it, and else the background.
 
-    target: [B, *S] class index, 0 wherever no annotated class is; known [B, C] bool; masks [B, C, *S] bool; taught [C].
+    target: [B, *S] class index, where a class that the sample does not annotate counts as 0; known [B, C] bool; masks [B, C, *S] bool; taught [C].
     """
-    made = torch.zeros_like(target)
+    own = known.gather(1, target.flatten(1).long()).reshape(target.shape)
+    target, made = torch.where(own, target, 0), torch.zeros_like(target)
     axes = (-1, *[1] * (target.dim() - 1))
     for c in reversed(range(1, known.shape[1])):
         lent = masks[:, c] & (taught[c] & ~known[:, c]).reshape(axes)
