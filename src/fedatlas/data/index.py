@@ -100,8 +100,8 @@ class SiteConfig:
     format: Literal[VolumeFormat, ImageFormat] = option(
         "auto",
         "The layout of the folder; auto: nnunet, msd or monai, whichever it is. Scans of one data set: "
-        "kits19, amos22, lits, btcv, word, abdomenct1k. Pictures with masks: masks, montgomery, shenzhen, jsrt, siim. For findings of "
-        "whole images: csv, chestxray14, tbx (Tuberculosis Chest X-ray), covid (COVID-19 Radiography).",
+        "kits19, amos22, lits, btcv, word, abdomenct1k. Pictures with masks: masks, montgomery, shenzhen, jsrt, siim. "
+        "For findings of whole images: csv, chestxray14, tbx (Tuberculosis Chest X-ray), covid (COVID-19 Radiography).",
     )
     reading: dict[str, Any] = option({}, "The options of a layout, as the columns of a csv.")
     role: Literal["train", "test"] = option(
