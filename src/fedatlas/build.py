@@ -149,9 +149,10 @@ class Design:
         return net
 
     def examine(self, net: nn.Module) -> list[str]:
-        """What the method tells of the net and of the training sites. Raises FederationError where they do not fit."""
-        examine = getattr(self.method, "examine", None)
-        return examine(net, training_sites(self.federation)) if examine else []
+        """What the method tells of the net, the training sites and the number of rounds. Raises FederationError where they do not fit."""
+        examine, plan = (getattr(self.method, name, None) for name in ("examine", "plan"))
+        found = examine(net, training_sites(self.federation)) if examine else []
+        return [*found, *(plan(self.federation.rounds) if plan else [])]
 
 
 class Experiment(Design):

@@ -56,6 +56,13 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             f"answer, lower it to {count} or less"
         )
     found += experiment.examine(experiment.make_net(initial=False))
+    loss, how = getattr(experiment.method, "loss", None), getattr(federation.evaluation, "inference", None)
+    foreground = getattr(loss, "options", {}).get("channels") == "foreground"
+    if foreground and getattr(how, "background", None) == "channel":
+        found.append(
+            "the loss trains foreground channels alone, and predictions compare them with the background's, which nothing "
+            "trains; set evaluation.inference.background to zero"
+        )
     if experiment.pooled:
         found.append(
             f"method {federation.method['name']} trains on the union of all sites' data; it runs where all data lie "

@@ -189,9 +189,9 @@ class Clients(Protocol):
 
 @runtime_checkable
 class Method(Protocol):
-    """Two functions over a state. Optional declarations, with their defaults, are those below, and two checks before
-    anything is trained, which raise FederationError: `check(space)`, and `examine(net, training_sites)`, which returns what
-    `fedatlas check` should tell."""
+    """Two functions over a state. Optional declarations, with their defaults, are those below, and checks before
+    anything is trained, which raise FederationError: `check(space)`; `examine(net, training_sites)` and `plan(rounds)`, which
+    return what `fedatlas check` should tell."""
 
     def start(self, net: nn.Module, clients: Clients) -> State: ...
     def round(self, state: Any, clients: Clients) -> State: ...

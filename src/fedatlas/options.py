@@ -46,9 +46,28 @@ def from_dict(cls: type[T], values: Mapping[str, Any], *, what: str) -> T:
     """An `@options` class from a dict, as it stands in a file. Raises FederationError that names `what`, the
     key, the nearest known key if it is misspelt, and what is allowed."""
     try:
-        return TypeAdapter(cls).validate_python(dict(values))
+        return TypeAdapter(cls).validate_python(_on_defaults(cls, values))
     except ValidationError as error:
         raise FederationError("\n".join(explain(error, cls, what))) from None
+
+
+def _on_defaults(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, and where one is a mapping for a key whose default is a set of options, what that default says of the
+    keys that the mapping leaves out; a default of another `name` says nothing."""
+    fields = getattr(cls, "__pydantic_fields__", {})
+    filled = dict(values)
+    for key, value in values.items():
+        default = fields[key].default if key in fields else None
+        if (
+            not isinstance(value, Mapping)
+            or not dataclasses.is_dataclass(default)
+            or isinstance(default, type)
+        ):
+            continue
+        held = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
+        if value.get("name", held.get("name")) == held.get("name"):
+            filled[key] = held | _on_defaults(type(default), value)
+    return filled
 
 
 def explain(error: ValidationError, cls: Any, what: str) -> list[str]:

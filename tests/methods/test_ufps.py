@@ -44,6 +44,7 @@ from fedatlas.methods.ufps import (
     uncertainty,
     weigher,
 )
+from fedatlas.options import from_dict
 from fedatlas.pseudo import Merged
 from fedatlas.seeds import generator
 from fedatlas.sharpness import Sharpness, Sparsity, unpack_bits
@@ -262,16 +263,16 @@ def test_the_global_teacher_is_made_fine_sample_by_sample() -> None:
     t[0] = g[0]
     t[1] = ~g[1]
     for v in (0.0, 0.4, 0.8, 1.01):
-        found = refined(g, t, GlobalMainTeacher(v=v))
+        found, taken = refined(g, t, GlobalMainTeacher(v=v))
         for b in range(4):
             agreed, alone = int((g[b, 1:] & t[b, 1:]).sum()), int(g[b, 1:].sum())
             expected = g[b] if agreed < v * alone else g[b] & t[b]
-            assert torch.equal(found[b], expected)
-    assert torch.equal(refined(g, t, GlobalMainTeacher())[0], g[0])  # identical
-    assert torch.equal(refined(g, t, GlobalMainTeacher())[1], g[1])  # disjoint
-    assert torch.equal(refined(g, t, GlobalMainTeacher(v=0)), g & t)
+            assert torch.equal(found[b], expected) and bool(taken[b]) == (agreed >= v * alone)
+    assert torch.equal(refined(g, t, GlobalMainTeacher())[0][0], g[0])  # identical
+    assert torch.equal(refined(g, t, GlobalMainTeacher())[0][1], g[1])  # disjoint
+    assert torch.equal(refined(g, t, GlobalMainTeacher(v=0))[0], g & t)
     for rule, expected in (("global", g), ("teachers", t), ("intersection", g & t)):
-        assert torch.equal(refined(g, t, GlobalMainTeacher(rule=rule)), expected)  # type: ignore[arg-type]
+        assert torch.equal(refined(g, t, GlobalMainTeacher(rule=rule))[0], expected)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------ aggregation, Eq. (7)
@@ -557,7 +558,22 @@ def test_a_net_without_the_part_and_too_few_sites() -> None:
         WeightScheduler(start=5, end=5)
     late = dataclasses.replace(FULL, ua=UncertaintyAggregation(start=6))
     with pytest.raises(FederationError, match=r"ua.start is 6.*5 rounds"):
-        federation(late)
+        late.plan(5)
+    assert FULL.plan(5) == [
+        "ufps: ws in rounds 2 to 3, rce in rounds 3 to 5, gmt in rounds 3 to 5, ua in rounds 3 to 5, sam in rounds 2 to 5"
+    ]
+    assert "ws in no round" in UFPS().plan(4)[0]
+    with pytest.raises(FederationError, match="foreground"):
+        UFPS(loss=LossChoice(name="dice_bce", options={"channels": "foreground"})).check(SPACE)
+    with pytest.raises(FederationError, match="teachers.local.*stepps"):
+        UFPS(teachers=Teaching(local={"stepps": 1})).check(SPACE)
+    assert Teaching(local={"epochs": 1, "lr": 1}).training(LOCAL) == dataclasses.replace(
+        LOCAL, steps=None, epochs=1, lr=1
+    )
+    part = from_dict(UFPS, {"loss": {"options": {"power": 1}}}, what="method")
+    assert part.loss == LossChoice(name="dice_bce", options={"power": 1})
+    other = from_dict(UFPS, {"loss": {"name": "marginal_dice_ce"}}, what="method")
+    assert other.loss == LossChoice(name="marginal_dice_ce")
     with pytest.raises(FederationError, match="participation is 4"):
         UFPS(participation=4).examine(Net(5), ["a", "b"])
     with pytest.raises(FederationError, match="does nothing"):

@@ -59,6 +59,10 @@ class DiceBCE:
     )
 
     def __post_init__(self) -> None:
+        if self.dice == 0 and self.bce == 0:
+            raise FederationError(
+                "loss dice_bce: dice and bce are 0, so that nothing is trained; give one of them a weight"
+            )
         if self.activation == "softmax" and self.channels == "foreground":
             raise FederationError(
                 "loss dice_bce: activation is softmax and channels is foreground; a softmax needs the background, "

@@ -34,12 +34,10 @@ from torch.nn.functional import log_softmax
 
 from fedatlas import losses
 from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
 from fedatlas.features import watched
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision, thinned
-from fedatlas.losses.onehot import DiceBCE
 from fedatlas.method import Clients, Site, State, at_site
 from fedatlas.methods import teachers as teaching
 from fedatlas.methods.pseudo_labels import require_exclusive, told
@@ -90,12 +88,7 @@ class MSKD:
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""
         require_exclusive("ms_kd", space)
-        losses.make(self.teachers.loss or self.loss, space)
-        if not isinstance(losses.make(self.loss, space), DiceBCE) and not self.teachers.exclusive:
-            raise FederationError(
-                f"method ms_kd: loss: {self.loss.name} takes one class per voxel, and teachers.exclusive is false; take "
-                "dice_bce, or exclusive labels"
-            )
+        self.teachers.check(space, self.loss)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises FederationError for a net that names no encoder."""

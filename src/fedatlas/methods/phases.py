@@ -23,7 +23,7 @@ def runs(module: Any, r: int, rounds: int) -> bool:
 def check_when(what: str, **options: float) -> None:
     """Raises FederationError for a number that is neither a share nor a round. what: begins the text."""
     for name, when in options.items():
-        if when >= 1 and when != int(when):
+        if not math.isfinite(when) or (when >= 1 and when != int(when)):
             raise FederationError(
                 f"{what}.{name} is {when}; allowed: a share of all rounds from 0 to below 1, or a whole round, 1 being the "
                 "first"

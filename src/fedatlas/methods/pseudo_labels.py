@@ -29,7 +29,6 @@ from fedatlas import method as contract
 from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
-from fedatlas.losses.onehot import DiceBCE
 from fedatlas.method import Clients, Member, Method, NetSpec, Site, State, at_site, declared, functions_of
 from fedatlas.methods.teachers import (
     SENDS,
@@ -130,18 +129,22 @@ class PseudoLabels:
         require_exclusive("pseudo_labels", space)
         if hasattr(self.method, "check"):
             self.method.check(space)  # type: ignore[attr-defined]
-        for where, choice in (("inner.options", self.loss), ("teachers", self.teachers.loss or self.loss)):
-            if not isinstance(losses.make(choice, space), DiceBCE) and not self.teachers.exclusive:
-                raise FederationError(
-                    f"method pseudo_labels: {where}.loss: {choice.name} takes one class per voxel, and "
-                    "teachers.exclusive is false; take dice_bce, or exclusive labels"
-                )
+        self.teachers.check(space, self.loss)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises as the method within does."""
         inner = getattr(self.method, "examine", None)
         notes = inner(net, sites) if inner else []
+        if self.inner.name == "condistfl":
+            notes.append(
+                "condistfl distils what is not annotated, and here every class has a label: it is fedavg"
+            )
         return [*notes, *told(self.teachers, len(sites), net, self.local)]
+
+    def plan(self, rounds: int) -> list[str]:
+        """What `check` should tell. Raises as the method within does."""
+        inner = getattr(self.method, "plan", None)
+        return inner(rounds) if inner else []
 
     def start(self, net: nn.Module, clients: Clients) -> InnerState:
         return self._outer(self.method.start(net, clients), {})
@@ -197,10 +200,14 @@ def require_exclusive(name: str, space: LabelSpace) -> None:
 
 def told(how: Teaching, sites: int, net: nn.Module, local: Local) -> list[str]:
     """What `check` tells of teachers. Raises FederationError where they cannot be trained as `how` says."""
+    if sites < 2:
+        return ["one site trains, so that nobody has a teacher for it: labels are its own"]
     size = n_bytes(tensors_of(net)) / 2**20
-    long = "as many rounds as the federation has" if how.rounds is None else f"{how.rounds} rounds"
+    long = "as many rounds as the federation has"
+    if how.rounds is not None:
+        long = "1 round" if how.rounds == 1 else f"{how.rounds} rounds"
     return [
         f"before the first round every site trains a teacher for {long}, within one call; once, it sends that model "
         f"({size:.1f} MiB) and gets {sites - 1} ({size * (sites - 1):.1f} MiB)",
-        *dp_sgd.examine(how.dp_sgd, net, how.local or local),
+        *dp_sgd.examine(how.dp_sgd, net, how.training(local)),
     ]

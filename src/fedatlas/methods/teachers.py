@@ -23,11 +23,12 @@ from fedatlas import dp_sgd, losses
 from fedatlas.data.batch import Batch
 from fedatlas.dp_sgd import DPSGD
 from fedatlas.errors import FederationError
-from fedatlas.labels import SiteLabels, known_row
+from fedatlas.labels import LabelSpace, SiteLabels, known_row
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
+from fedatlas.losses.onehot import DiceBCE
 from fedatlas.method import Batches, Clients, Replies, Site, State
-from fedatlas.options import option, options
+from fedatlas.options import from_dict, option, options
 from fedatlas.outputs import voxel_logits
 from fedatlas.pseudo import Merge, Merged, completed, completed_overlapping
 from fedatlas.tensors import Tensors, Tree, load, tensors_of
@@ -50,7 +51,9 @@ class Teaching:
         "(faults.deadline); null: as long as the federation has rounds.",
         ge=1,
     )
-    local: Local | None = option(None, "Training of the teachers; null: as in the rounds.")
+    local: dict[str, Any] = option(
+        {}, "What is other than in the rounds while teachers are trained, by the keys of `local`."
+    )
     loss: LossChoice | None = option(None, "The loss of the teachers; null: that of the rounds.")
     dp_sgd: DPSGD | None = option(
         None,
@@ -66,6 +69,32 @@ class Teaching:
         "Whether a site holds one net, into which each teacher's values are loaded when it is asked, or a net for "
         "each.",
     )
+
+    def training(self, local: Local) -> Local:
+        """The training of teachers, where `local` is that of the rounds. Raises FederationError for a key or a value that
+        cannot be."""
+        length = {"steps": None, "epochs": None} if {"steps", "epochs"} & set(self.local) else {}
+        given = {field.name: getattr(local, field.name) for field in dataclasses.fields(local)}
+        return from_dict(Local, {**given, **length, **self.local}, what="teachers.local")
+
+    def check(self, space: LabelSpace, loss: LossChoice) -> None:
+        """Raises FederationError where teachers, and rounds with this loss, do not fit the label space."""
+        self.training(Local())
+        for where, chosen in (("loss", loss), ("teachers.loss", self.loss or loss)):
+            try:
+                made = losses.make(chosen, space)
+            except FederationError as error:
+                raise FederationError(f"{where}: {error}") from None
+            if getattr(made, "channels", None) == "foreground":
+                raise FederationError(
+                    f"{where}: channels is foreground, so that nothing trains the background, which pseudo labels need; "
+                    "take known"
+                )
+            if not self.exclusive and not isinstance(made, DiceBCE):
+                raise FederationError(
+                    f"{where}: {chosen.name} takes one class per voxel, and teachers.exclusive is false; take dice_bce, or "
+                    "set teachers.exclusive to true"
+                )
 
 
 @dataclass(frozen=True)
@@ -148,7 +177,7 @@ def taught(
     net, memory = site.network(model), "teacher optimizer"
     supervised = losses.supervised(how.loss or loss, site)
     length = how.rounds or rounds
-    own_local, spent = how.local or local, "teacher dp_sgd"
+    own_local, spent = how.training(local), "teacher dp_sgd"
     with dp_sgd.stepping(how.dp_sgd, site, net, own_local, memory=spent, prefix="teacher_") as step:
         for round in range(length):
             train(

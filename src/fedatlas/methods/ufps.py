@@ -32,7 +32,8 @@ Differences from the paper and from the official code, whose own choices are swi
     code, and not pooled over the batch; the code has a softmax there: `ws.activation`. An uncertainty beyond all before it
     counts as the largest of them, so that no weight of TS or BD is below 2 - e; GMT's share v is of voxels, not of their
     integer part. The gradient is clipped by `local.clip`, before the ascent too, as in
-    the code (12). Uncertainty is gathered from round 1 on, and statistics of a round are those of all rounds before it.
+    the code (12). Uncertainty is gathered from round 1 on; samples are weighed by that of all rounds before, and sites by that
+    of all rounds.
 
 Shapes: B batch, C classes with the background, N sites, *S spatial.
 """
@@ -127,9 +128,9 @@ class WeightScheduler:
         "end", "R of the schedule: the rounds up to `end` (published code), or all rounds (the paper's text)."
     )
     threshold: float = option(0.7, "Quantile of the uncertainties so far that is U_T.", ge=0, le=1)
-    alpha: float = option(1.0, "BD: the base in the last round.", gt=0)
+    alpha: float = option(1.0, "BD: the base in the last round.", gt=0, le=math.e)
     beta: float = option(0.7, "RG: share of the static weight.", ge=0, le=1)
-    width: float = option(0.28, "RG: s, the standard deviation of the Gaussian (rho in the paper).", gt=0)
+    width: float = option(0.28, "RG: s, the standard deviation of the Gaussian (rho in the paper).", ge=0.01)
     centre: Literal["least", "mean"] = option(
         "least",
         "RG: where the Gaussian starts: at the least uncertainty (published code) or at the mean (paper).",
@@ -272,7 +273,7 @@ class UFPS:
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""
         require_exclusive("ufps", space)
-        losses.make(self.teachers.loss or self.loss, space)
+        self.teachers.check(space, self.loss)
         fits = isinstance(losses.make(self.loss, space), DiceBCE)
         for name, needs in (("ws", self.ws), ("rce", self.rce)):
             if needs is not None and not fits:
@@ -280,11 +281,6 @@ class UFPS:
                     f"method ufps: loss is {self.loss.name}, with which {name} cannot be; take dice_bce, or set {name} to "
                     "null"
                 )
-        if not self.teachers.exclusive and not fits:
-            raise FederationError(
-                f"method ufps: loss is {self.loss.name}, which takes one class per voxel, and teachers.exclusive is "
-                "false; take dice_bce, or exclusive labels"
-            )
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises FederationError for parts of `ua` that the net lacks, and for more sites than
@@ -296,6 +292,19 @@ class UFPS:
                 f"method ufps: participation is {self.participation}; allowed: 1 to {len(sites)}, the sites that train"
             )
         return told(self.teachers, len(sites), net, self.local)
+
+    def plan(self, rounds: int) -> list[str]:
+        """What `check` should tell: the rounds of every module. Raises FederationError for one that would never begin."""
+        modules = {"ws": self.ws, "rce": self.rce, "gmt": self.gmt, "ua": self.ua, "sam": self.sam}
+        used = {name: one for name, one in modules.items() if one is not None}
+        check_begins("method ufps", rounds, **{f"{name}.start": one.start for name, one in used.items()})
+        told = []
+        for name, one in used.items():
+            first, last = max(begins(one.start, rounds), 1), rounds
+            if isinstance(one, WeightScheduler):  # there is nothing to weigh by in the first round
+                first, last = max(first, 2), min(begins(one.end, rounds) - 1, rounds)
+            told.append(f"{name} in rounds {first} to {last}" if first <= last else f"{name} in no round")
+        return ["ufps: " + ", ".join(told)] if told else []
 
     @property
     def exchanged(self) -> bool:
@@ -316,10 +325,6 @@ class UFPS:
 
     def round(self, state: UFPSState, clients: Clients) -> UFPSState:
         r, teachers, classes = state.round + 1, state.teachers, state.classes
-        if state.round == 0:
-            modules = {"ws": self.ws, "rce": self.rce, "gmt": self.gmt, "ua": self.ua, "sam": self.sam}
-            starts = {f"{name}.start": one.start for name, one in modules.items() if one is not None}
-            check_begins("method ufps", state.rounds, **starts)
         if state.round == 0 and len(clients.sites) > 1:
             answers = clients.call(self.teacher_update, model=state.model, rounds=state.rounds)
             teachers, classes = collected(answers)
@@ -490,6 +495,7 @@ class Labels:
         self.maker = Maker(site, method.teachers, method.local)
         self.bank = cast(Tensor, site.memory.get(BANK, torch.zeros(0)))
         self.seen: list[Tensor] = []
+        self.agreed, self.samples = 0, 0
         self.F_global: nn.Module | None = None
         if method.gmt is not None and method.gmt.rule != "teachers" and runs(method.gmt, r, rounds):
             self.F_global = site.network(model).eval().requires_grad_(False)
@@ -515,7 +521,8 @@ class Labels:
         lent, masks = merged, merged.masks
         if self.F_global is not None and self.method.gmt is not None:
             lent = self.by_global(batch.image, merged.taught)
-            masks = refined(lent.masks, merged.masks, self.method.gmt)
+            masks, agreed = refined(lent.masks, merged.masks, self.method.gmt)
+            self.agreed, self.samples = self.agreed + int(agreed.sum()), self.samples + len(agreed)
         done = maker.complete(batch, masks)
         if not self.gathers:
             return done
@@ -541,21 +548,26 @@ class Labels:
         if self.seen:
             self.bank = torch.cat([self.bank, *self.seen])
             self.site.memory[BANK] = self.bank
+            self.site.log(uncertainty=float(torch.cat(self.seen).mean()))
+        if self.samples:
+            self.site.log(refined=self.agreed / self.samples)
 
 
-def refined(by_global: Tensor, by_teachers: Tensor, how: GlobalMainTeacher) -> Tensor:
-    """Eq. (5): masks [B, C, *S] bool of the global model, made fine by those of the teachers, sample by sample."""
-    both = by_global & by_teachers
+def refined(by_global: Tensor, by_teachers: Tensor, how: GlobalMainTeacher) -> tuple[Tensor, Tensor]:
+    """Eq. (5): masks [B, C, *S] bool of the global model, made fine by those of the teachers, sample by sample; and [B] bool,
+    for which samples they are the intersection."""
+    both, every = (
+        by_global & by_teachers,
+        torch.ones(len(by_global), dtype=torch.bool, device=by_global.device),
+    )
     if how.rule == "intersection":
-        return both
-    if how.rule == "teachers":
-        return by_teachers
-    if how.rule == "global":
-        return by_global
+        return both, every
+    if how.rule != "refined":
+        return (by_teachers if how.rule == "teachers" else by_global), ~every
     space = tuple(range(1, both.dim()))
     agreed, alone = both[:, 1:].sum(space), by_global[:, 1:].sum(space)
     enough = agreed >= how.v * alone.double() - 1e-9
-    return torch.where(enough.reshape(-1, *[1] * (both.dim() - 1)), both, by_global)
+    return torch.where(enough.reshape(-1, *[1] * (both.dim() - 1)), both, by_global), enough
 
 
 def uncertainty(merged: Merged, how: Uncertainty) -> Tensor:
