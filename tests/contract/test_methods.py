@@ -81,11 +81,21 @@ def replies_of(small: dict[str, Any], path: Path, cache: Path) -> dict[str, list
     return sent
 
 
-@pytest.mark.parametrize(("name", "task"), PAIRS)
-def test_equal_bits_in_process_in_workers_and_resumed(name, task, federation, tmp_path) -> None:
+LIGHT = {"moon", "fedalign", "fedasam", "cps", "ms_kd", "local_parts", "fedcrld"}
+"""Methods that differ from others in their local objective or in what is averaged, and not in how sites are called: by
+default they run in process alone."""
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "workers"),
+    [(*pair, 0 if pair[0] in LIGHT else 1) for pair in PAIRS]
+    + [pytest.param(*pair, 1, marks=pytest.mark.slow) for pair in PAIRS if pair[0] in LIGHT],
+)
+def test_equal_bits_in_process_in_workers_and_resumed(name, task, workers, federation, tmp_path) -> None:
     small = federation
     whole = run_small(small, tmp_path / "whole")
-    small["engine"]["workers"] = 1  # a process of its own; several at once: tests/engine/test_local.py
+    # 1: a process of its own; several at once: tests/engine/test_local.py
+    small["engine"]["workers"] = workers
     small["sites"] = list(reversed(small["sites"]))
     assert run_small(small, tmp_path / "workers") == whole
     # only the first round is left, as after a kill: a new process goes on from there
