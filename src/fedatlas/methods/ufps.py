@@ -30,10 +30,9 @@ Differences from the paper and from the official code, whose own choices are swi
     makes it a loss (code: linear in the logits): `rce.form`. Pseudo labels exclude each other: `teachers.exclusive`. The
     masks' own switches are in `sharpness.Sparsity`. While samples are weighed the Dice is that of each sample, as in the
     code, and not pooled over the batch; the code has a softmax there: `ws.activation`. An uncertainty beyond all before it
-    counts as the largest of them, so that no weight of TS or BD is below 2 - e; GMT's share v is of voxels, not of their
-    integer part. The gradient is clipped by `local.clip`, before the ascent too, as in
-    the code (12). Uncertainty is gathered from round 1 on; samples are weighed by that of all rounds before, and sites by that
-    of all rounds.
+    counts as the largest of them, so that no weight of TS or BD is below 2 - e. GMT's share v is of voxels, not of their
+    integer part. The gradient is clipped by `local.clip` (12 in the code), before the ascent too. Uncertainty is gathered
+    from round 1 on; samples are weighed by that of all rounds before, and sites by that of all rounds.
 
 Shapes: B batch, C classes with the background, N sites, *S spatial.
 """
@@ -298,13 +297,13 @@ class UFPS:
         modules = {"ws": self.ws, "rce": self.rce, "gmt": self.gmt, "ua": self.ua, "sam": self.sam}
         used = {name: one for name, one in modules.items() if one is not None}
         check_begins("method ufps", rounds, **{f"{name}.start": one.start for name, one in used.items()})
-        told = []
+        lines = []
         for name, one in used.items():
             first, last = max(begins(one.start, rounds), 1), rounds
             if isinstance(one, WeightScheduler):  # there is nothing to weigh by in the first round
                 first, last = max(first, 2), min(begins(one.end, rounds) - 1, rounds)
-            told.append(f"{name} in rounds {first} to {last}" if first <= last else f"{name} in no round")
-        return ["ufps: " + ", ".join(told)] if told else []
+            lines.append(f"{name} in rounds {first} to {last}" if first <= last else f"{name} in no round")
+        return ["ufps: " + ", ".join(lines)] if lines else []
 
     @property
     def exchanged(self) -> bool:
