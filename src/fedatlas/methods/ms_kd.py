@@ -43,11 +43,10 @@ from fedatlas.methods import teachers as teaching
 from fedatlas.methods.pseudo_labels import require_exclusive, told
 from fedatlas.methods.teachers import (
     CompletedSite,
-    Handing,
     Maker,
     TaughtState,
     Teaching,
-    collected,
+    handing,
     remember,
     taught,
 )
@@ -99,14 +98,10 @@ class MSKD:
         return TaughtState(tensors_of(net))
 
     def round(self, state: TaughtState, clients: Clients) -> TaughtState:
-        teachers, classes = state.teachers, state.classes
-        if state.round == 0 and len(clients.sites) > 1:
-            answers = clients.call(self.teacher_update, model=state.model, rounds=state.rounds)
-            teachers, classes = collected(answers)
-        handing = Handing(clients, teachers, classes, state.served)
-        replies = handing.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
+        to = handing(clients, state, self.teacher_update)
+        replies = to.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
         model = mean(replies, state, self.weights)
-        return TaughtState(model, state.round + 1, state.rounds, **handing.left())
+        return TaughtState(model, state.round + 1, state.rounds, **to.left())
 
     @at_site
     def teacher_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:

@@ -33,11 +33,10 @@ from fedatlas.method import Clients, Member, Method, NetSpec, Site, State, at_si
 from fedatlas.methods.teachers import (
     SENDS,
     CompletedSite,
-    Handing,
     Maker,
     TaughtState,
     Teaching,
-    collected,
+    handing,
     remember,
     taught,
 )
@@ -150,13 +149,9 @@ class PseudoLabels:
         return self._outer(self.method.start(net, clients), {})
 
     def round(self, state: InnerState, clients: Clients) -> InnerState:
-        teachers, classes = state.teachers, state.classes
-        if state.round == 0 and len(clients.sites) > 1:
-            answers = clients.call(self.teacher_update, model=state.model, rounds=state.rounds)
-            teachers, classes = collected(answers)
-        handing = Handing(clients, teachers, classes, state.served)
-        inner = self.method.round(self._inner(state), cast(Clients, handing))
-        return self._outer(inner, handing.left())
+        to = handing(clients, state, self.teacher_update)
+        inner = self.method.round(self._inner(state), cast(Clients, to))
+        return self._outer(inner, to.left())
 
     def eval_members(self, state: InnerState, site: str) -> list[Member]:
         """Those of the method within."""

@@ -110,14 +110,6 @@ class TaughtState(State):
 # ------------------------------------------------------------------------------------------------------ at the server
 
 
-def collected(replies: Replies) -> tuple[dict[str, Tensors], dict[str, list[int]]]:
-    """The teachers and what each knows, from the answers of `taught`."""
-    teachers, classes = {}, {}
-    for site, reply in replies:
-        teachers[site], classes[site] = reply["teacher"], reply["classes"]
-    return teachers, classes
-
-
 class Handing:
     """Clients whose first call to a site carries the other sites' teachers, as the argument `teachers`.
 
@@ -164,6 +156,16 @@ class Handing:
             "classes": {name: list(one["classes"]) for name, one in self._told.items()},
             "served": served,
         }
+
+
+def handing(clients: Clients, state: TaughtState, teacher_update: Callable[..., Any]) -> Handing:
+    """The clients of a round, who get the teachers that they lack; before the first round the teachers are trained, by the
+    method's function `teacher_update(site, model, rounds)`. One site alone has none."""
+    teachers, classes = dict(state.teachers), dict(state.classes)
+    if state.round == 0 and len(clients.sites) > 1:
+        for site, reply in clients.call(teacher_update, model=state.model, rounds=state.rounds):
+            teachers[site], classes[site] = reply["teacher"], reply["classes"]
+    return Handing(clients, teachers, classes, state.served)
 
 
 # -------------------------------------------------------------------------------------------------------- at the site

@@ -60,11 +60,10 @@ from fedatlas.methods.pseudo_labels import require_exclusive, told
 from fedatlas.methods.teachers import (
     SENDS,
     CompletedSite,
-    Handing,
     Maker,
     TaughtState,
     Teaching,
-    collected,
+    handing,
     remember,
     taught,
 )
@@ -323,12 +322,8 @@ class UFPS:
         return UFPSState(tensors_of(net))
 
     def round(self, state: UFPSState, clients: Clients) -> UFPSState:
-        r, teachers, classes = state.round + 1, state.teachers, state.classes
-        if state.round == 0 and len(clients.sites) > 1:
-            answers = clients.call(self.teacher_update, model=state.model, rounds=state.rounds)
-            teachers, classes = collected(answers)
-        handing = Handing(clients, teachers, classes, state.served)
-        replies = handing.call(
+        r, to = state.round + 1, handing(clients, state, self.teacher_update)
+        replies = to.call(
             self.local_update,
             each=self.drawn(clients),
             model=state.model,
@@ -344,7 +339,7 @@ class UFPS:
         disagree = state.disagree
         if self.exchanged and runs(self.sam, r, state.rounds):
             disagree = self.M_G(replies, clients) or disagree
-        return UFPSState(model, r, state.rounds, disagree=disagree, **handing.left())
+        return UFPSState(model, r, state.rounds, disagree=disagree, **to.left())
 
     def drawn(self, clients: Clients) -> dict[str, dict[str, Any]] | None:
         """The sites that take part in a round; None: all."""
