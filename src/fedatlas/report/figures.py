@@ -1419,7 +1419,7 @@ def radar_plots(
         made = figure.subplots(1, 2, squeeze=False, subplot_kw={"projection": "polar"}).ravel().tolist()
         for axis in made[len(panels) :]:
             axis.remove()
-        for axis, panel in zip(made, panels, strict=False):
+        for axis, panel in zip(made[: len(panels)], panels, strict=True):
             panel_of(axis, panel)
         _legend(figure, [Line2D([], [], label=_short(line, 40), **style(line)) for line in names])
         return figure
