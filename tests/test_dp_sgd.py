@@ -19,7 +19,7 @@ from fedatlas.losses import LossChoice, supervised
 from fedatlas.losses.onehot import DiceBCE
 from fedatlas.methods.pseudo_labels import PseudoLabels
 from fedatlas.methods.standalone import Standalone
-from fedatlas.methods.teachers import Teaching, taught
+from fedatlas.methods.teachers import Teaching, train_teacher
 from fedatlas.options import from_dict
 from fedatlas.seeds import generator
 from fedatlas.tensors import Tensors, tensors_of
@@ -219,7 +219,7 @@ def test_a_teacher_is_trained_with_fresh_noise_in_every_round() -> None:
         LOCAL, optimizer="sgd", lr=1.0, schedule="constant", momentum=0, weight_decay=0
     )
     start = tensors_of(unet())
-    teacher = taught(site, start, 9, how, local=local, loss=LossChoice())["teacher"]  # type: ignore[arg-type]
+    teacher = train_teacher(site, start, 9, how, local=local, loss=LossChoice())["teacher"]  # type: ignore[arg-type]
     assert set(site.logged) == {"steps", "step_seconds", "teacher_epsilon", "teacher_epsilon_poisson"}
     assert site.memory["teacher dp_sgd"]["steps"] == 6
     # six steps of deviation 1/2, each its own: repeated noise would add up to sqrt(3) of it

@@ -40,15 +40,15 @@ from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision, thinned
 from fedatlas.method import Clients, Site, State, at_site
 from fedatlas.methods import teachers as teaching
-from fedatlas.methods.pseudo_labels import require_exclusive, told
 from fedatlas.methods.teachers import (
     CompletedSite,
     Maker,
     TaughtState,
     Teaching,
-    handing,
     remember,
-    taught,
+    require_exclusive,
+    train_teacher,
+    with_teachers,
 )
 from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
 from fedatlas.options import option, options
@@ -92,13 +92,13 @@ class MSKD:
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises FederationError for a net that names no encoder."""
         with watched(net):
-            return told(self.teachers, len(sites), net, self.local)
+            return self.teachers.notes(len(sites), net, self.local)
 
     def start(self, net: nn.Module, clients: Clients) -> TaughtState:
         return TaughtState(tensors_of(net))
 
     def round(self, state: TaughtState, clients: Clients) -> TaughtState:
-        to = handing(clients, state, self.teacher_update)
+        to = with_teachers(clients, state, self.teacher_update)
         replies = to.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
         model = mean(replies, state, self.weights)
         return TaughtState(model, state.round + 1, state.rounds, **to.left())
@@ -106,7 +106,7 @@ class MSKD:
     @at_site
     def teacher_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
         """A teacher of the site alone, from the common start."""
-        return taught(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
+        return train_teacher(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
 
     @at_site
     def local_update(

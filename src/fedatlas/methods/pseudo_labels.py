@@ -10,8 +10,8 @@ a sample does not annotate is labelled by the teachers, its own ground truth sta
     method: {name: pseudo_labels, inner: {name: fedavg}}
 
 and `fedprox*`, `moon*`, `fedalign*`, `fedasam*` and `cps*` are written the same way; `ms_kd` and `ufps` use the teachers for
-more than labels and are methods of their own. DOD* has its star for another reason: it is `fed_dodnet` without pseudo labels. Where every class is annotated by every site, it is the
-method within.
+more than labels and are methods of their own. DOD* has its star for another reason: it is `fed_dodnet` without pseudo
+labels. Where every class is annotated by every site, it is the method within.
 
 Shapes: C classes.
 """
@@ -24,7 +24,7 @@ from typing import Any, ClassVar, cast
 
 from torch import nn
 
-from fedatlas import dp_sgd, losses, methods
+from fedatlas import losses, methods
 from fedatlas import method as contract
 from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
@@ -36,12 +36,13 @@ from fedatlas.methods.teachers import (
     Maker,
     TaughtState,
     Teaching,
-    handing,
     remember,
-    taught,
+    require_exclusive,
+    train_teacher,
+    with_teachers,
 )
 from fedatlas.options import from_dict, option, options
-from fedatlas.tensors import Tensors, Tree, from_tree, n_bytes, tensors_of, to_tree
+from fedatlas.tensors import Tensors, Tree, from_tree, to_tree
 from fedatlas.training import Local
 
 
@@ -138,7 +139,7 @@ class PseudoLabels:
             notes.append(
                 "condistfl distils what is not annotated, and here every class has a label: it is fedavg"
             )
-        return [*notes, *told(self.teachers, len(sites), net, self.local)]
+        return [*notes, *self.teachers.notes(len(sites), net, self.local)]
 
     def plan(self, rounds: int) -> list[str]:
         """What `check` should tell. Raises as the method within does."""
@@ -149,7 +150,7 @@ class PseudoLabels:
         return self._outer(self.method.start(net, clients), {})
 
     def round(self, state: InnerState, clients: Clients) -> InnerState:
-        to = handing(clients, state, self.teacher_update)
+        to = with_teachers(clients, state, self.teacher_update)
         inner = self.method.round(self._inner(state), cast(Clients, to))
         return self._outer(inner, to.left())
 
@@ -160,7 +161,7 @@ class PseudoLabels:
     @at_site
     def teacher_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
         """A teacher of the site alone, from the common start."""
-        return taught(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
+        return train_teacher(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
 
     def _on_completed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -182,27 +183,3 @@ class PseudoLabels:
         assert isinstance(tree, dict)
         rest = {name: value for name, value in tree.items() if name not in ("model", "round", "rounds")}
         return InnerState(inner.model, inner.round, inner.rounds, inner=rest, **kept)
-
-
-def require_exclusive(name: str, space: LabelSpace) -> None:
-    """Raises FederationError where classes overlap: a teacher's background would mean nothing."""
-    if not space.exclusive:
-        raise FederationError(
-            f"method {name}: pseudo labels need exclusive classes, and labels.exclusive is false; set it to true, or "
-            "take another method"
-        )
-
-
-def told(how: Teaching, sites: int, net: nn.Module, local: Local) -> list[str]:
-    """What `check` tells of teachers. Raises FederationError where they cannot be trained as `how` says."""
-    if sites < 2:
-        return ["one site trains, so that nobody has a teacher for it: labels are its own"]
-    size = n_bytes(tensors_of(net)) / 2**20
-    long = "as many rounds as the federation has"
-    if how.rounds is not None:
-        long = "1 round" if how.rounds == 1 else f"{how.rounds} rounds"
-    return [
-        f"before the first round every site trains a teacher for {long}, within one call; once, it sends that model "
-        f"({size:.1f} MiB) and gets {sites - 1} ({size * (sites - 1):.1f} MiB)",
-        *dp_sgd.examine(how.dp_sgd, net, how.training(local)),
-    ]

@@ -31,7 +31,7 @@ from fedatlas.method import Batches, Clients, Replies, Site, State
 from fedatlas.options import from_dict, option, options
 from fedatlas.outputs import voxel_logits
 from fedatlas.pseudo import Merge, Merged, completed, completed_overlapping
-from fedatlas.tensors import Tensors, Tree, load, tensors_of
+from fedatlas.tensors import Tensors, Tree, load, n_bytes, tensors_of
 from fedatlas.training import Local, autocast, train
 
 MEMORY = "teachers"
@@ -96,6 +96,29 @@ class Teaching:
                     "set teachers.exclusive to true"
                 )
 
+    def notes(self, sites: int, net: nn.Module, local: Local) -> list[str]:
+        """What `check` should tell of teachers at so many sites. Raises FederationError where they cannot be trained so."""
+        if sites < 2:
+            return ["one site trains, so that nobody has a teacher for it: labels are its own"]
+        size = n_bytes(tensors_of(net)) / 2**20
+        long = "as many rounds as the federation has"
+        if self.rounds is not None:
+            long = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        return [
+            f"before the first round every site trains a teacher for {long}, within one call; once, it sends that model "
+            f"({size:.1f} MiB) and gets {sites - 1} ({size * (sites - 1):.1f} MiB)",
+            *dp_sgd.examine(self.dp_sgd, net, self.training(local)),
+        ]
+
+
+def require_exclusive(name: str, space: LabelSpace) -> None:
+    """Raises FederationError where classes overlap: a teacher's background would mean nothing."""
+    if not space.exclusive:
+        raise FederationError(
+            f"method {name}: pseudo labels need exclusive classes, and labels.exclusive is false; set it to true, or "
+            "take another method"
+        )
+
 
 @dataclass(frozen=True)
 class TaughtState(State):
@@ -110,7 +133,7 @@ class TaughtState(State):
 # ------------------------------------------------------------------------------------------------------ at the server
 
 
-class Handing:
+class WithTeachers:
     """Clients whose first call to a site carries the other sites' teachers, as the argument `teachers`.
 
     served: the sites that have them, and by and by all that answered.
@@ -158,20 +181,20 @@ class Handing:
         }
 
 
-def handing(clients: Clients, state: TaughtState, teacher_update: Callable[..., Any]) -> Handing:
+def with_teachers(clients: Clients, state: TaughtState, teacher_update: Callable[..., Any]) -> WithTeachers:
     """The clients of a round, who get the teachers that they lack; before the first round the teachers are trained, by the
     method's function `teacher_update(site, model, rounds)`. One site alone has none."""
     teachers, classes = dict(state.teachers), dict(state.classes)
     if state.round == 0 and len(clients.sites) > 1:
         for site, reply in clients.call(teacher_update, model=state.model, rounds=state.rounds):
             teachers[site], classes[site] = reply["teacher"], reply["classes"]
-    return Handing(clients, teachers, classes, state.served)
+    return WithTeachers(clients, teachers, classes, state.served)
 
 
 # -------------------------------------------------------------------------------------------------------- at the site
 
 
-def taught(
+def train_teacher(
     site: Site, model: Tensors, rounds: int, how: Teaching, *, local: Local, loss: LossChoice
 ) -> dict[str, Any]:
     """Trains a site's teacher from the common start, keeps it, and returns what is sent. rounds: of the federation; local,

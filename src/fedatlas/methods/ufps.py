@@ -56,16 +56,16 @@ from fedatlas.losses import LossChoice
 from fedatlas.losses.onehot import DiceBCE, arce_coefficient, rce
 from fedatlas.method import Clients, Replies, Site, State, at_site
 from fedatlas.methods.phases import begins, check_begins, check_when, runs
-from fedatlas.methods.pseudo_labels import require_exclusive, told
 from fedatlas.methods.teachers import (
     SENDS,
     CompletedSite,
     Maker,
     TaughtState,
     Teaching,
-    handing,
     remember,
-    taught,
+    require_exclusive,
+    train_teacher,
+    with_teachers,
 )
 from fedatlas.methods.weighting import Weighting, site_weights
 from fedatlas.options import not_known, option, options
@@ -289,7 +289,7 @@ class UFPS:
             raise FederationError(
                 f"method ufps: participation is {self.participation}; allowed: 1 to {len(sites)}, the sites that train"
             )
-        return told(self.teachers, len(sites), net, self.local)
+        return self.teachers.notes(len(sites), net, self.local)
 
     def plan(self, rounds: int) -> list[str]:
         """What `check` should tell: the rounds of every module. Raises FederationError for one that would never begin."""
@@ -322,7 +322,7 @@ class UFPS:
         return UFPSState(tensors_of(net))
 
     def round(self, state: UFPSState, clients: Clients) -> UFPSState:
-        r, to = state.round + 1, handing(clients, state, self.teacher_update)
+        r, to = state.round + 1, with_teachers(clients, state, self.teacher_update)
         replies = to.call(
             self.local_update,
             each=self.drawn(clients),
@@ -366,7 +366,7 @@ class UFPS:
     @at_site
     def teacher_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
         """Alg. 1: a teacher of the site alone, from the common start."""
-        return taught(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
+        return train_teacher(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
 
     @at_site
     def local_update(
