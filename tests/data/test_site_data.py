@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from fedatlas.data.site_data import (
     label_space_of,
     pool,
     read_site,
+    split_validation,
 )
 from fedatlas.data.transforms import Preprocessing, Sampling
 from fedatlas.errors import DataError
@@ -395,7 +398,20 @@ def test_the_bundled_data_are_sound_and_small(cache) -> None:
     space = label_space_of([index.brings for index in indexes])
     assert len(indexes) == 4 and len(space) == 8 and not check_federation(indexes, space)
     assert not check_site(indexes[0], space)
-    assert all(len(index.cases) == 6 and all(case.reference for case in index.cases) for index in indexes)
+    assert all(case.reference for index in indexes for case in index.cases)
+    for index in indexes:
+        assert Counter(case.split for case in index.cases) == {"train": 6, "test": 2}
+        assert len({case.patient for case in index.cases}) == 8
+    chosen = {
+        index.name: [case.name for case in split_validation(index, seed=0, fraction=0.25)["validation"]]
+        for index in (replace(index, name=index.name[-1]) for index in indexes)
+    }
+    assert chosen == {
+        "a": ["hn_103", "hn_195"],
+        "b": ["hn_021", "hn_114"],
+        "c": ["hn_052", "hn_070"],
+        "d": ["hn_288", "hn_327"],
+    }
     assert [sorted(index.used) for index in indexes] == [
         ["brainstem", "spinal_cord"],
         ["larynx", "mandible"],
