@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas.engine import egress, wire
+from fedatlas.engine.allocator import keeping_freed_blocks
 from fedatlas.engine.egress import EgressLog, Forms
 from fedatlas.engine.exchange import EXTRA, SiteExchange, Terms
 from fedatlas.engine.frames import Question
@@ -291,7 +292,7 @@ class Host:
             folder=self.folder,
             seed_parts=parts,
         )
-        with isolated(*parts, "libraries"):
+        with keeping_freed_blocks(), isolated(*parts, "libraries"):
             value: Any = to_tree(self.functions[function](site, **payload))
         if self.case_name and isinstance(value, dict) and isinstance(value.get("rows"), list):
             for row in value["rows"]:
