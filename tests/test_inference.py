@@ -1,11 +1,30 @@
 """inference.py: windows and slices must not change what a pointwise net says."""
 
+from itertools import product
+from pathlib import Path
+
 import pytest
 import torch
+from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 
+from fedatlas import nets
 from fedatlas.data.transforms import stack_slices
-from fedatlas.inference import Inference, merge, neighbours, probabilities, restrict
+from fedatlas.errors import FederationError
+from fedatlas.experiment import inference_of, parse_federation
+from fedatlas.inference import (
+    Inference,
+    Nets,
+    merge,
+    neighbours,
+    predict_each,
+    predict_together,
+    probabilities,
+    restrict,
+)
+from fedatlas.labels import LabelSpace
+from fedatlas.method import Member
+from fedatlas.tensors import tensors_of
 
 
 class Pointwise(nn.Module):
@@ -96,3 +115,173 @@ def test_the_surest_foreground_wins() -> None:
     assert torch.allclose(merged.sum(0), torch.ones(3))
     assert merge([one], True) is one
     assert torch.equal(merge([one, two], False), torch.maximum(one, two))
+
+
+def small_unet(dims: int, channels: int, seed: int = 0) -> nn.Module:
+    """With instance norm, so that what it says of a voxel depends on all that it is given."""
+    return nets.build(
+        "unet", {"filters": [4, 6, 8]}, in_channels=channels, classes=3, spatial_dims=dims, seed=seed
+    ).eval()
+
+
+@torch.inference_mode()
+def by_windows(net: nn.Module, image: Tensor, patch: tuple[int, ...], context: int, how: Inference) -> Tensor:
+    """MONAI's windows over everything, also over what is no larger than a patch."""
+
+    def slide(inputs: Tensor) -> Tensor:
+        found = sliding_window_inference(
+            inputs, patch, how.batch, lambda x: net(x).softmax(1), overlap=how.overlap, mode=how.blend
+        )
+        assert isinstance(found, Tensor)
+        return found
+
+    if len(patch) == 3:
+        return slide(image[None])[0]
+    batches = torch.arange(image.shape[-1]).split(how.batch)
+    slices = [slide(neighbours(image, index, context)) for index in batches]
+    return torch.cat(slices).movedim(0, -1)
+
+
+@pytest.mark.parametrize("blend", ["gaussian", "constant"])
+@pytest.mark.parametrize("context", [0, 1])
+def test_slices_are_predicted_as_by_monais_windows(blend, context) -> None:
+    net, how = small_unet(2, 2 * context + 1), Inference(blend=blend, batch=4)
+    random = torch.Generator().manual_seed(1)
+    for rows, columns in product((5, 8, 13), repeat=2):
+        image = torch.rand(1, rows, columns, 5, generator=random)
+        found = probabilities(net, image, (8, 8), context, how, exclusive=True)
+        assert found.shape == (3, rows, columns, 5) and found.is_contiguous()
+        assert torch.allclose(found, by_windows(net, image, (8, 8), context, how), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 7), (8, 8, 8), (9, 8, 6), (13, 9, 17)])
+def test_volumes_are_predicted_as_by_monais_windows(shape) -> None:
+    net, how = small_unet(3, 1), Inference()
+    image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(1))
+    found = probabilities(net, image, (8, 8, 8), 0, how, exclusive=True)
+    assert torch.allclose(found, by_windows(net, image, (8, 8, 8), 0, how), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("shape", "size"), [((13, 17), (16, 20)), ((5, 17), (8, 20)), ((20, 8), (20, 8))])
+def test_whole_slices_are_padded_to_what_the_net_can_take(shape, size) -> None:
+    net, whole = small_unet(2, 3), Inference(windows="whole", batch=2)
+    given = []
+    net.register_forward_pre_hook(lambda module, inputs: given.append(tuple(inputs[0].shape)))
+    image = torch.rand(1, *shape, 5, generator=torch.Generator().manual_seed(1))
+    found = probabilities(net, image, (8, 8), 1, whole, exclusive=True)
+    assert given == [(2, 3, *size), (2, 3, *size), (1, 3, *size)]
+    low = [(of - there) // 2 for of, there in zip(size, shape, strict=True)]
+    stack = neighbours(image, torch.arange(5), 1)
+    padded = torch.zeros(5, 3, *size)
+    inner = tuple(slice(at, at + n) for at, n in zip(low, shape, strict=True))
+    padded[(..., *inner)] = stack
+    with torch.inference_mode():
+        said = torch.cat([net(part).softmax(1) for part in padded.split(2)])
+        expected = said[(..., *inner)].movedim(0, -1)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_slice_of_at_most_a_patch_is_whole_either_way() -> None:
+    net = small_unet(2, 1)
+    for rows, columns in product((3, 7, 8), repeat=2):
+        image = torch.rand(1, rows, columns, 3, generator=torch.Generator().manual_seed(rows))
+        ways = [Inference(windows=windows) for windows in ("patch", "whole")]
+        patch, whole = (probabilities(net, image, (8, 8), 0, how, exclusive=True) for how in ways)
+        assert torch.equal(patch, whole)
+
+
+def test_whole_is_refused_where_it_cannot_be() -> None:
+    whole, image = Inference(windows="whole"), torch.rand(1, 9, 9, 9)
+    with pytest.raises(FederationError, match=r"patch is \[8, 8, 8\]; give a patch of two numbers"):
+        probabilities(small_unet(3, 1), image, (8, 8, 8), 0, whole, exclusive=True)
+    with pytest.raises(FederationError, match=r"which Pointwise does not; use patch"):
+        probabilities(Pointwise(1, 2), image, (8, 8), 0, whole, exclusive=True)
+
+
+def test_bf16_gives_float32_probabilities_near_those_of_float32() -> None:
+    net = small_unet(2, 1)
+    image = torch.rand(1, 13, 9, 3, generator=torch.Generator().manual_seed(1))
+    kinds = []
+    net.register_forward_hook(lambda module, inputs, outputs: kinds.append(outputs.dtype))
+    half, full, plain = (
+        probabilities(net, image, (8, 8), 0, Inference(precision=p), exclusive=True)
+        for p in ("bf16", "float32", None)
+    )
+    assert set(kinds) == {torch.bfloat16, torch.float32}
+    assert half.dtype == full.dtype == torch.float32 and torch.equal(full, plain)
+    assert torch.allclose(half.sum(0), torch.ones(13, 9, 3), atol=1e-6), "softmax is of float32"
+    assert 0 < float((half - full).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("local", "given", "used"),
+    [
+        ("float32", None, "float32"),
+        ("bf16", None, "bf16"),
+        ("fp16", None, "float32"),
+        ("bf16", "float32", "float32"),
+        ("float32", "bf16", "bf16"),
+    ],
+)
+def test_the_precision_of_prediction_follows_that_of_training(local, given, used) -> None:
+    plain = {
+        "name": "x",
+        "sites": [{"name": "a", "path": "."}],
+        "preprocessing": {},
+        "method": {"name": "fedavg"},
+        "local": {"precision": local},
+        "evaluation": {"inference": {"precision": given}},
+    }
+    assert inference_of(parse_federation(plain, base=Path())).precision == used
+
+
+def merge_all_at_once(members: list[Tensor]) -> Tensor:
+    merged = torch.stack(members).mean(0)
+    highest = torch.zeros_like(merged[0])
+    for member in members:
+        value, best = member.max(0)
+        wins = (best > 0) & (value > highest)
+        merged = torch.where(wins, member, merged)
+        highest = torch.where(wins, value, highest)
+    return merged
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+def test_models_merge_one_at_a_time_as_all_at_once(n) -> None:
+    random = torch.Generator().manual_seed(n)
+    members = [torch.randn(4, 20, 20, generator=random).softmax(0).round(decimals=1) for _ in range(n)]
+    before = [member.clone() for member in members]
+    assert torch.allclose(merge(iter(members), True), merge_all_at_once(members), rtol=0, atol=1e-6)
+    assert torch.equal(merge(iter(members), False), torch.stack(members).amax(0))
+    assert all(map(torch.equal, members, before)), "what was given is changed"
+
+
+def test_a_net_is_asked_once_for_all_groups_that_have_it() -> None:
+    space, how = LabelSpace(("background", "a", "b")), Inference()
+    models = [tensors_of(small_unet(2, 1, seed)) for seed in range(3)]
+    image = torch.rand(1, 8, 8, 4, generator=torch.Generator().manual_seed(1))
+    groups = [
+        [Member(models[0], (1,)), Member(models[1], (2,))],
+        [Member(models[1], (2,)), Member(models[2])],
+        [Member(models[0], (1,))],
+        [Member(models[1])],
+    ]
+    asked, made = [], []
+
+    def make(model: dict[str, Tensor], name: str = "main") -> nn.Module:
+        made.append(name)
+        net = small_unet(2, 1)
+        net.load_state_dict(model)
+        net.register_forward_pre_hook(lambda module, inputs: asked.append(len(inputs[0])))
+        return net
+
+    for _ in range(2):  # what a net held before plays no part
+        asked.clear()
+        nets_ = Nets(make)
+        found = list(predict_each(groups, nets_, image, (8, 8), 0, how, space))
+        assert asked == [4, 4, 4] and set(made) == {"main"}
+        for members, told in zip(groups, found, strict=True):
+            alone = predict_together(
+                members, lambda i, members=members: make(members[i].model), image, (8, 8), 0, how, space
+            )
+            assert torch.equal(told.voxels, alone.voxels)

@@ -204,7 +204,7 @@ class Experiment(Design):
         return Host(
             site,
             self.training.get(site) or self.sources[site],
-            functions_of(self.method) | {"evaluate": self.evaluator.evaluate},
+            functions_of(self.method) | functions_of(self.evaluator),
             partial(self.make_net, initial=False),
             folder,
             sends={**sends_of(self.method), **self.task.sends},

@@ -27,6 +27,7 @@ from fedatlas.errors import FederationError
 from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.metrics import METRICS as VOXEL_METRICS
+from fedatlas.inference import Inference
 from fedatlas.method import Method, declared
 from fedatlas.options import explain, from_dict, not_known, option, options
 from fedatlas.privacy import Privacy
@@ -361,6 +362,14 @@ def make_terms(federation: Federation) -> Terms:
     method, name = make_method(federation), str(federation.method["name"])
     sites = sum(site.role == "train" for site in federation.sites)
     return terms_of(method, name, federation.comm, federation.privacy, federation.secure, sites)
+
+
+def inference_of(federation: Federation) -> Inference:
+    """How the models of a federation predict, in its runs and from its run folders: `evaluation.inference`, with a
+    precision in any case."""
+    given = federation.evaluation.inference
+    follows = "bf16" if federation.local.precision == "bf16" else "float32"
+    return replace(given, precision=given.precision or follows)
 
 
 def net_options(federation: Federation, source: str = "federation") -> tuple[str, Any]:

@@ -3,29 +3,45 @@
 Shapes: C classes, F findings, I input channels, *S spatial, K models to choose among.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from itertools import chain
+from typing import Any, Literal, Protocol
 
 import torch
 from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
 from fedatlas.options import option, options
 from fedatlas.outputs import Mixed, evaluating, voxel_logits
+from fedatlas.tensors import Tensors, load
 
 
 @options
 class Inference:
-    """How a volume that is larger than a patch is predicted."""
+    """How a volume is predicted."""
 
+    windows: Literal["patch", "whole"] = option(
+        "patch",
+        "What the net is given of a slice. patch: windows of the size of a training patch, whose probabilities are blended; "
+        "whole: the slice at once, padded with 0 to a size that the net can take, and to a patch at least; for patches of "
+        "two numbers.",
+    )
     overlap: float = option(0.5, "Share of a window that the next one covers again.", ge=0, lt=1)
     blend: Literal["gaussian", "constant"] = option(
         "gaussian", "Weight of a window's voxels where windows overlap."
     )
     batch: int = option(8, "Windows, or slices, at a time.", gt=0)
+    precision: Literal["float32", "bf16"] | None = option(
+        None,
+        "Segmentation: arithmetic of the nets; probabilities are float32 in any case. null: bf16 where `local.precision` is, "
+        "else float32.",
+    )
     background: Literal["channel", "zero"] = option(
         "channel",
         "Logit of the background of exclusive classes: the net's, or zero, for nets whose loss trains foreground "
@@ -85,11 +101,17 @@ def predict(
     either side. Softmax if exclusive, else sigmoid, in float32; probabilities are blended, not logits. A finding of a
     volume is as probable as in the window, or slice, that says most. A volume smaller than a patch is padded with 0 on
     both sides. The mode of the net and of each of its modules is put back.
+
+    Raises FederationError for `windows: whole` where patches are not slices, or the net does not say by what its inputs
+    divide.
     """
     told: list[Tensor] = []
+    device = _device(net, image)
+    sizes = window_size(net, image.shape[1:], patch, options)
 
     def of_windows(windows: Tensor) -> Tensor:
-        outputs = net(windows)
+        with _arithmetic(options, device):
+            outputs = net(windows)
         if isinstance(outputs, Mixed):
             told.append(outputs.findings.float().sigmoid().amax(0).cpu())
         logits = voxel_logits(outputs).float()
@@ -98,39 +120,82 @@ def predict(
         return logits.softmax(1) if exclusive else logits.sigmoid()
 
     with evaluating(net):
-        voxels = over_windows(of_windows, image, patch, context, options, device=_device(net, image))
+        voxels = over_windows(of_windows, image, sizes, context, options, device=device)
     return Prediction(voxels, torch.stack(told).amax(0) if told else None)
+
+
+def window_size(
+    net: nn.Module, shape: Sequence[int], patch: Sequence[int], options: Inference
+) -> tuple[int, ...]:
+    """The size of what a net is given of an image [I, *shape] at a time: a patch; or with `windows: whole` the smallest
+    size that holds a slice and a patch and that the net can take. Raises FederationError as `predict`."""
+    if options.windows == "patch":
+        return tuple(patch)
+    check_windows(patch, options)
+    divisor = getattr(net, "divisor", None)
+    if divisor is None:
+        raise FederationError(
+            f"inference.windows: whole needs a net that says by what its inputs divide, which {type(net).__name__} does not; "
+            "use patch"
+        )
+    least = [max(pair) for pair in zip(shape, patch, strict=False)]
+    return tuple(-(-size // by) * by for size, by in zip(least, divisor, strict=True))
+
+
+def check_windows(patch: Sequence[int], options: Inference) -> None:
+    """Raises FederationError for `windows: whole` where patches are not slices."""
+    if options.windows == "whole" and len(patch) != 2:
+        raise FederationError(
+            f"inference.windows: whole is for slices, and preprocessing.patch is {list(patch)}; give a patch of two "
+            "numbers, or use windows: patch"
+        )
+
+
+def _arithmetic(options: Inference, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    if options.precision == "bf16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)
+    return contextlib.nullcontext()
 
 
 def over_windows(
     of_windows: Callable[[Tensor], Tensor],
     image: Tensor,
-    patch: Sequence[int],
+    size: Sequence[int],
     context: int,
     options: Inference,
     *,
     device: torch.device,
 ) -> Tensor:
     """What a function gives for the windows of an image [I, *S], blended: [C, *S], on the CPU. It is given windows
-    [N, I, *patch], or slices with their neighbours, on the device, and gives [N, C, *patch], memory of its own: MONAI
+    [N, I, *size], or slices with their neighbours, on the device, and gives [N, C, *size], memory of its own: MONAI
     blends in place, and windows may be views of the image."""
 
     def slide(inputs: Tensor) -> Tensor:
-        if tuple(inputs.shape[2:]) == tuple(patch):
+        missing = [of - there for of, there in zip(size, inputs.shape[2:], strict=True)]
+        if min(missing) < 0:
+            found = sliding_window_inference(
+                inputs, tuple(size), options.batch, of_windows, overlap=options.overlap, mode=options.blend
+            )
+            assert isinstance(found, Tensor)
+            return found
+        if not any(missing):
             return of_windows(inputs)
-        found = sliding_window_inference(
-            inputs, tuple(patch), options.batch, of_windows, overlap=options.overlap, mode=options.blend
-        )
-        assert isinstance(found, Tensor)
-        return found
+        # one window holds all: padded on both sides, as MONAI pads, and nothing to blend
+        sides = [(lack // 2, lack - lack // 2) for lack in missing]
+        found = of_windows(F.pad(inputs, [n for side in reversed(sides) for n in side]))
+        inner = [slice(low, low + n) for (low, _), n in zip(sides, inputs.shape[2:], strict=True)]
+        return found[(slice(None), slice(None), *inner)]
 
     image = image.float()
-    if len(patch) == 3:
+    if len(size) == 3:
         return slide(image[None].to(device))[0].cpu()
-    slices = []
+    voxels = torch.empty(0)
     for index in torch.arange(image.shape[-1]).split(options.batch):
-        slices.append(slide(neighbours(image, index, context).to(device)).cpu())
-    return torch.cat(slices).movedim(0, -1).contiguous()
+        found = slide(neighbours(image, index, context).to(device))
+        if not len(voxels):
+            voxels = torch.empty(found.shape[1], *image.shape[1:])
+        voxels[..., index[0] : index[-1] + 1] = found.permute(1, 2, 3, 0)
+    return voxels
 
 
 def _device(net: nn.Module, image: Tensor) -> torch.device:
@@ -141,8 +206,8 @@ def _device(net: nn.Module, image: Tensor) -> torch.device:
 def selected(
     selector: nn.Module, image: Tensor, patch: Sequence[int], context: int, options: Inference
 ) -> Tensor:
-    """[K] float64 on the CPU: the softmax of a selector, the mean over the very windows of an image that `predict`
-    gives to a net, with the same arguments: a case is of one site."""
+    """[K] float64 on the CPU: the softmax of a selector in float32, the mean over the windows of an image of the size of
+    a patch, on which it was trained: a case is of one site."""
     told: list[Tensor] = []
 
     def of_windows(windows: Tensor) -> Tensor:
@@ -199,6 +264,81 @@ def speakers(members: Sequence[Speaker], chosen: int | None) -> range:
     return range(at) if chosen is None else range(at + 1 + chosen, at + 2 + chosen)
 
 
+class Nets:
+    """Nets for models, one for each name of a net, which holds the values of the model that was asked for last.
+
+    make: gives a net with the values of a model, by its name, as `method.Site.network`."""
+
+    def __init__(self, make: Callable[[Tensors, str], nn.Module]) -> None:
+        self.make = make
+        self.held: dict[str, tuple[Tensors, nn.Module]] = {}
+
+    def __call__(self, model: Tensors, name: str) -> nn.Module:
+        if name not in self.held:
+            self.held[name] = model, self.make(model, name)
+        last, net = self.held[name]
+        if last is not model:
+            load(net, model)
+            self.held[name] = model, net
+        return net
+
+
+class Model(Speaker, Protocol):
+    """A `method.Member`, with its values."""
+
+    @property
+    def model(self) -> Tensors: ...
+    @property
+    def net(self) -> str: ...
+
+
+def predict_each(
+    groups: Sequence[Sequence[Model]],
+    nets: Nets,
+    image: Tensor,
+    patch: Sequence[int],
+    context: int,
+    options: Inference,
+    space: LabelSpace,
+) -> Iterator[Prediction]:
+    """What each group of members says of an image together (`predict_together`), group by group.
+
+    A net is asked once for a model that several members hold, which is the very same dict of tensors. What it said is
+    kept until the last group that needs it: of the maps, at most those that later groups need are held."""
+
+    def key(member: Model) -> tuple[int, str]:
+        return id(member.model), member.net
+
+    told: dict[tuple[int, str], Tensor] = {}
+    chosen: list[int | None] = []
+    for members in groups:
+        at = chooser(members)
+        if at is None:
+            chosen.append(None)
+            continue
+        one = members[at]
+        if key(one) not in told:
+            told[key(one)] = selected(nets(one.model, one.net), image, patch, context, options)
+        chosen.append(chosen_by(told[key(one)], members))
+    speaking = [[members[i] for i in speakers(members, c)] for members, c in zip(groups, chosen, strict=True)]
+    needed = Counter(key(member) for members in speaking for member in members)
+    kept: dict[tuple[int, str], Prediction] = {}
+
+    def say(member: Model) -> Prediction:
+        found = kept.pop(key(member), None)
+        if found is None:
+            net = nets(member.model, member.net)
+            found = predict(net, image, patch, context, options, exclusive=space.exclusive)
+        needed[key(member)] -= 1
+        if needed[key(member)]:
+            kept[key(member)] = found
+        return found
+
+    for members, choice in zip(speaking, chosen, strict=True):
+        found = together(((say(member), member.classes) for member in members), space, options.gate)
+        yield replace(found, chosen=choice)
+
+
 def predict_together(
     members: Sequence[Speaker],
     net_of: Callable[[int], nn.Module],
@@ -213,30 +353,34 @@ def predict_together(
     at, chosen = chooser(members), None
     if at is not None:
         chosen = chosen_by(selected(net_of(at), image, patch, context, options), members)
-    found = [
+    found = (
         (
             predict(net_of(i), image, patch, context, options, exclusive=space.exclusive),
             members[i].classes,
         )
         for i in speakers(members, chosen)
-    ]
+    )
     return replace(together(found, space, options.gate), chosen=chosen)
 
 
 def together(
-    members: Sequence[tuple[Prediction, Sequence[int] | None]], space: LabelSpace, gate: float | None
+    members: Iterable[tuple[Prediction, Sequence[int] | None]], space: LabelSpace, gate: float | None
 ) -> Prediction:
-    """Several models' predictions, each with the classes that it may speak for (None: all), as one.
+    """Several models' predictions, each with the classes that it may speak for (None: all), as one. They are taken one
+    at a time.
 
     Voxels: `restrict`, then `merge`. A finding is the mean over the models that may speak for the class that it is
     about, or where it is about none, over all. Then the classes whose finding is below `gate` are emptied.
     """
-    voxels = [
-        found.voxels if classes is None else restrict(found.voxels, classes, space.exclusive)
-        for found, classes in members
-    ]
-    merged = Prediction(merge(voxels, space.exclusive))
-    told = [(found.findings, classes) for found, classes in members if found.findings is not None]
+    told: list[tuple[Tensor, Sequence[int] | None]] = []
+
+    def voxels() -> Iterator[Tensor]:
+        for found, classes in members:
+            if found.findings is not None:
+                told.append((found.findings, classes))
+            yield found.voxels if classes is None else restrict(found.voxels, classes, space.exclusive)
+
+    merged = Prediction(merge(voxels(), space.exclusive))
     if not told:
         return merged
     findings = []
@@ -271,21 +415,29 @@ def restrict(probabilities: Tensor, classes: Sequence[int], exclusive: bool) -> 
     return kept
 
 
-def merge(members: Sequence[Tensor], exclusive: bool) -> Tensor:
-    """Probabilities [C, *S] of several models as one.
+def merge(members: Iterable[Tensor], exclusive: bool) -> Tensor:
+    """Probabilities [C, *S] of several models as one; they are taken one at a time.
 
     Exclusive: at a voxel where a member's largest probability is of the foreground, the member with the
     largest such probability decides; where there is none, the mean of all. Otherwise the largest per class.
     """
-    if len(members) == 1:
-        return members[0]
+    members = iter(members)
+    first = next(members)
+    second = next(members, None)
+    if second is None:
+        return first
     if not exclusive:
-        return torch.stack(list(members)).amax(0)
-    merged = torch.stack(list(members)).mean(0)
-    highest = torch.zeros_like(merged[0])
-    for member in members:
+        merged = torch.maximum(first, second)
+        for member in members:
+            torch.maximum(merged, member, out=merged)
+        return merged
+    total, n = torch.zeros_like(first), 0
+    surest, highest = torch.zeros_like(first), torch.zeros_like(first[0])
+    for member in chain((first, second), members):
+        total += member
+        n += 1
         value, best = member.max(0)
         wins = (best > 0) & (value > highest)
-        merged = torch.where(wins, member, merged)
-        highest = torch.where(wins, value, highest)
-    return merged
+        torch.where(wins, member, surest, out=surest)
+        torch.where(wins, value, highest, out=highest)
+    return torch.where(highest > 0, surest, total.div_(n))

@@ -4,9 +4,10 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from fedatlas.engine.local import InProcess, Workers
 from fedatlas.engine.run import Round, RunFolder, read_json, run, to_json
 from fedatlas.engine.store import MemoryStore, read_whole, write_atomic
 from fedatlas.errors import FederationError, RunFolderError
-from fedatlas.evaluation.evaluate import selection_score
-from fedatlas.evaluation.statistics import read_rows, write_rows
+from fedatlas.evaluation.evaluate import Candidate, place_of, question, selection_score
+from fedatlas.evaluation.statistics import POST, read_rows, write_rows
 from fedatlas.experiment import (
     Federation,
     flat_difference,
@@ -39,8 +40,8 @@ from fedatlas.experiment import (
     resolved,
     selects,
 )
-from fedatlas.method import Member, State, eval_members
-from fedatlas.tensors import n_bytes, tensors_of
+from fedatlas.method import Member, Method, State, eval_members
+from fedatlas.tensors import Tensors, n_bytes, tensors_of
 
 Watch = Callable[[str, str, dict[str, float], dict[str, float]], None]
 Tell = Callable[[str], None]
@@ -155,72 +156,94 @@ class Running:
         self.parties.transport.close()
 
     def evaluate(
-        self,
-        state: State,
-        *,
-        split: str,
-        model: str,
-        grid: str,
-        metrics: Sequence[str],
-        overlays: bool = False,
-        **more: Any,
+        self, model: "Finished", *, split: str, grid: str, metrics: Sequence[str], **more: Any
     ) -> "Evaluated":
-        """The federation's model at every site that has cases of the split. more: what the task's evaluator takes
-        beyond this."""
-        method = self.design.method
-        members = {site: _members(eval_members(method, state, site)) for site in self.evaluators.everyone}
+        """A model at every site that has cases of the split. more: what the task's evaluator takes beyond this."""
+        members_at = model.open()
+        members = {site: members_at(site) for site in self.evaluators.everyone}
         first = next(iter(members.values()))
         # one payload for all where every site gets the very same models
         common = all(_same_members(first, other) for other in members.values())
         return self._ask(
-            None if common else {site: {"members": value} for site, value in members.items()},
-            {"members": first} if common else {},
+            self.design.evaluator.evaluate,
+            None if common else {site: {"members": _payload(value)} for site, value in members.items()},
+            {"members": _payload(first)} if common else {},
             split=split,
-            model=model,
-            round=state.round,
+            model=model.name,
+            round=model.round,
             grid=grid,
             metrics=list(metrics),
-            overlays=overlays,
+            overlays=model.overlays,
             **more,
         )
 
-    def evaluate_local(
-        self, site: str, file: Path, *, round: int, split: str, metrics: Sequence[str], **more: Any
+    def evaluate_several(
+        self, models: Sequence["Finished"], *, split: str, grid: str, metrics: Sequence[str]
     ) -> "Evaluated":
-        """One site's local model at every site that has cases of the split."""
-        kept: Any = wire.decode(read_whole(file), copy=False)
-        shared = {"members": _members([_local(kept)])}
-        what = {"split": split, "model": f"local/{site}", "round": round, "grid": "original"}
-        return self._ask(None, shared, **what, metrics=list(metrics), overlays=False, **more)
+        """Several models at every site that has cases of the split, in one question: a site reads each case once, and
+        asks a net that several models share once. The rows are in the order of the models, of each by site."""
+        opened = [model.open() for model in models]
+        each = {
+            site: [
+                Candidate(model.name, model.round, members(site), model.overlays)
+                for model, members in zip(models, opened, strict=True)
+            ]
+            for site in self.evaluators.everyone
+        }
+        first = next(iter(each.values()))
+        common = all(map(_same_candidates, repeat(first), each.values()))
+        found = self._ask(
+            self.design.evaluator.evaluate_several,
+            None if common else {site: question(candidates) for site, candidates in each.items()},
+            question(first) if common else {},
+            split=split,
+            grid=grid,
+            metrics=list(metrics),
+        )
+        rank = {model.name: place for place, model in enumerate(models)}
+        found.rows.sort(key=lambda row: rank[row["model"].removeprefix(POST)])
+        return found
 
     def own_scores(self, round: int, metrics: Sequence[str], selecting: str) -> dict[str, float]:
         """Site -> the mean of `selecting` over its classes, of its local model of this round on its own validation
         cases; without sites that have none, and where no local model is known here."""
-        scores = {}
-        for site, reply in self.clients.models or ():
-            if not self.parties.summaries.get(site, {"cases": {"validation": 0}})["cases"]["validation"]:
-                continue
-            each = {site: {"members": _members([_local(reply)])}}
-            what = {"split": "validation", "model": f"local/{site}", "round": round, "grid": "federation"}
-            told = self.evaluators.call(
-                self.design.evaluator.evaluate, each=each, **what, metrics=list(metrics), overlays=False
-            )
-            for _, answer in told:
+        scores: dict[str, float] = {}
+        what = {"split": "validation", "round": round, "grid": "federation", "metrics": list(metrics)}
+
+        def ask(each: dict[str, dict[str, Any]]) -> None:
+            told = self.evaluators.call(self.design.evaluator.evaluate, each=each, **what, overlays=False)
+            for site, answer in told:
                 score = selection_score(answer["rows"], "classes", selecting)
                 if score is not None:
                     scores[site] = score
+
+        each: dict[str, dict[str, Any]] = {}
+        size = 0
+        for site, reply in self.clients.models or ():
+            if not self.parties.summaries.get(site, {"cases": {"validation": 0}})["cases"]["validation"]:
+                continue
+            own = n_bytes(reply["model"])
+            if each and size + own > TOGETHER:
+                ask(each)
+                each, size = {}, 0
+            each[site] = {"members": _payload([_local(reply)]), "model": f"local/{site}"}
+            size += own
+        if each:
+            ask(each)
         return scores
 
-    def _ask(self, each: Any, shared: dict[str, Any], **what: Any) -> "Evaluated":
+    def _ask(
+        self, function: Callable[..., Any], each: Any, shared: dict[str, Any], **what: Any
+    ) -> "Evaluated":
         summaries = self.parties.summaries
         chosen = [site for site in self.evaluators.everyone if summaries[site]["cases"][what["split"]]]
         if chosen != self.evaluators.sites:
             each = {site: (each or {}).get(site, {}) for site in chosen}
         found = Evaluated([], [])
-        for site, reply in self.evaluators.call(self.design.evaluator.evaluate, each=each, **shared, **what):
+        for site, reply in self.evaluators.call(function, each=each, **shared, **what):
             found.rows.extend(reply["rows"])
-            place = {"split": what["split"], "model": what["model"], "site": site}
             for name, histogram in reply.get("histograms", {}).items():
+                place = {"split": what["split"], "model": what["model"], "site": site}
                 found.histograms.append({**place, "class": name, "histogram": histogram})
         return found
 
@@ -239,15 +262,76 @@ def _local(kept: Mapping[str, Any]) -> Member:
     return Member.from_payload({"model": kept["model"], "classes": kept.get("classes")})
 
 
-def _members(members: Iterable[Any]) -> list[dict[str, Any]]:
+def _payload(members: Iterable[Member]) -> list[dict[str, Any]]:
     return [member.to_payload() for member in members]
 
 
-def _same_members(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
+def _same_members(one: Sequence[Member], other: Sequence[Member]) -> bool:
     return len(one) == len(other) and all(
-        a["model"] is b["model"] and {**a, "model": None} == {**b, "model": None}
+        a.model is b.model and replace(a, model={}) == replace(b, model={})
         for a, b in zip(one, other, strict=True)
     )
+
+
+def _same_candidates(one: Sequence[Candidate], other: Sequence[Candidate]) -> bool:
+    return all(_same_members(a.members, b.members) for a, b in zip(one, other, strict=True))
+
+
+TOGETHER = 1 << 28
+"""Bytes of models that are sent in one question for several; one that is larger is sent alone."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A model to evaluate. open: reads it, and gives the members that are it at a site, by the site's name. overlays:
+    whether sites keep pictures of their cases."""
+
+    name: str
+    round: int
+    open: Callable[[], Callable[[str], list[Member]]]
+    overlays: bool = False
+
+
+def _state_model(name: str, state: State, method: Method, *, overlays: bool = False) -> Finished:
+    """The federation's model."""
+    return Finished(name, state.round, lambda: lambda site: eval_members(method, state, site), overlays)
+
+
+def _local_model(site: str, file: Path, round: int) -> Finished:
+    """A site's local model."""
+
+    def opened() -> Callable[[str], list[Member]]:
+        kept: Any = wire.decode(read_whole(file), copy=False)
+        members = [_local(kept)]
+        return lambda site: members
+
+    return Finished(f"local/{site}", round, opened)
+
+
+def _size(models: Iterable[Tensors]) -> int:
+    distinct: list[Tensors] = []
+    for tensors in models:
+        place_of(tensors, distinct)
+    return sum(map(n_bytes, distinct))
+
+
+def in_groups(models: Sequence[Finished], sites: Sequence[str], most: int) -> Iterator[list[Finished]]:
+    """Models, in their order, in groups whose tensors take at most so many bytes, what is equal counted once; a group
+    holds one model at least."""
+    group: list[Finished] = []
+    held: list[Tensors] = []
+    for model in models:
+        members_at = model.open()
+        opened = replace(model, open=lambda members_at=members_at: members_at)
+        of_model = [member.model for site in sites for member in members_at(site)]
+        if group and _size([*held, *of_model]) > most:
+            yield group
+            group, held = [], []
+        for tensors in of_model:
+            place_of(tensors, held)
+        group.append(opened)
+    if group:
+        yield group
 
 
 def run_path(federation: Federation, runs: Path, run_id: str | None = None) -> Path:
@@ -308,9 +392,9 @@ def run_federation(
                 running.evaluators.begin(state.round)
             if evaluation.local == "best":
                 scores.update(running.own_scores(state.round, evaluation.round_metrics, selects(federation)))
-            return running.evaluate(
-                state, split="validation", model="global", grid="federation", metrics=evaluation.round_metrics
-            ).rows
+            model = _state_model("global", state, design.method)
+            what = {"split": "validation", "grid": "federation", "metrics": evaluation.round_metrics}
+            return running.evaluate(model, **what).rows
 
         def keep(record: Round) -> None:
             last = record.number == federation.rounds
@@ -431,24 +515,28 @@ def _finish(running: Running, federation: Federation) -> None:
         for site, kept in read_json(chosen).items():
             local[site] = (folder.path / "models" / "local" / f"{site}.fa", kept["round"])
     local = dict(sorted(local.items())) if "local" in wanted else {}
+    first = next(iter(loaded), None)
+    overlays = federation.evaluation.overlays
+    models = [
+        _state_model(name, state, method, overlays=overlays and name == first)
+        for name, state in loaded.items()
+    ]
+    models += [_local_model(site, *kept) for site, kept in local.items()]
     found = Evaluated([], [])
     fitted: dict[str, Any] = {}
     for split in there:
-        for name in [*loaded, *(f"local/{site}" for site in local)]:
-            more = running.design.task.extra(fitted.get(name))
-            if name in loaded:
-                overlays = federation.evaluation.overlays and name == next(iter(loaded))
-                what = {"split": split, "model": name, "grid": "original", "metrics": metrics}
-                got = running.evaluate(loaded[name], overlays=overlays, **what, **more)
-            else:
-                site = name.removeprefix("local/")
-                file, number = local[site]
-                what = {"round": number, "split": split, "metrics": metrics}
-                got = running.evaluate_local(site, file, **what, **more)
+        what = {"split": split, "grid": "original", "metrics": metrics}
+        if hasattr(running.design.evaluator, "evaluate_several"):
+            for group in in_groups(models, running.evaluators.everyone, TOGETHER):
+                found.rows.extend(running.evaluate_several(group, **what).rows)
+            continue
+        for model in models:
+            more = running.design.task.extra(fitted.get(model.name))
+            got = running.evaluate(model, **what, **more)
             found.rows.extend(got.rows)
             found.histograms.extend(got.histograms)
             if split == "validation":
-                fitted[name] = running.design.task.fit(got.histograms, federation, running.design.space)
+                fitted[model.name] = running.design.task.fit(got.histograms, federation, running.design.space)
     write_rows(folder.path / "rows.csv", found.rows)
     if found.histograms:
         write_atomic(folder.path / "histograms.json", to_json(found.histograms))

@@ -3,7 +3,7 @@ checked, what a net is given, what is measured. Everything else, methods include
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,7 +18,7 @@ from fedatlas.data.index import SiteConfig
 from fedatlas.evaluation.classification import Histogram, Threshold, fit_thresholds
 from fedatlas.evaluation.evaluate import Evaluator
 from fedatlas.evaluation.image_evaluation import ImageEvaluator
-from fedatlas.experiment import Federation
+from fedatlas.experiment import Federation, inference_of
 from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.method import Batches
 
@@ -120,7 +120,10 @@ class Segmentation:
     """Labels of voxels."""
 
     level: Literal["voxel", "image"] = "voxel"
-    sends: Mapping[str, Mapping[str, str]] = {"evaluate": {"rows": "rows"}}
+    sends: Mapping[str, Mapping[str, str]] = {
+        "evaluate": {"rows": "rows"},
+        "evaluate_several": {"rows": "rows"},
+    }
 
     def read(self, federation: Federation, site: SiteConfig, path: Path) -> site_data.SiteIndex:
         return site_data.read_site(site, path, seed=federation.evaluation.split_seed)
@@ -164,7 +167,8 @@ class Segmentation:
     def evaluator(self, federation: Federation, space: LabelSpace) -> Evaluator:
         assert federation.preprocessing is not None
         preprocessing = federation.preprocessing
-        return Evaluator(federation.evaluation, tuple(preprocessing.patch), preprocessing.context, space)
+        evaluation = replace(federation.evaluation, inference=inference_of(federation))
+        return Evaluator(evaluation, tuple(preprocessing.patch), preprocessing.context, space)
 
     def fit(self, histograms: Sequence[Mapping[str, Any]], federation: Federation, space: LabelSpace) -> None:
         return None

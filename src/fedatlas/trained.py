@@ -21,7 +21,7 @@ from fedatlas.engine.store import read_whole, write_atomic
 from fedatlas.errors import DataError, FederationError, RunFolderError
 from fedatlas.evaluation.postprocess import Postprocess, postprocess
 from fedatlas.evaluation.statistics import POST, write_rows
-from fedatlas.experiment import load_federation, make_method
+from fedatlas.experiment import inference_of, load_federation, make_method
 from fedatlas.labels import BACKGROUND, LabelSpace
 from fedatlas.method import Member, eval_members
 from fedatlas.options import not_known
@@ -65,6 +65,7 @@ class Trained:
         self.device = _device(device) if device else torch.device(kept)
         self.model = model
         self.members = self._members()
+        self.nets = inference.Nets(self.network)
 
     def _members(self) -> list[Member]:
         if self.model.startswith("local/"):
@@ -99,13 +100,11 @@ class Trained:
         """Of an image [I, *S] on the federation's grid; several models are merged, or one is chosen, as the method
         says. Nets are made for those models alone that speak."""
 
-        def net_of(place: int) -> nn.Module:
-            return self.network(self.members[place].model, self.members[place].net)
-
-        preprocessing, options = self.preprocessing, self.federation.evaluation.inference
-        return inference.predict_together(
-            self.members, net_of, image, preprocessing.patch, preprocessing.context, options, self.space
+        preprocessing, options = self.preprocessing, inference_of(self.federation)
+        (found,) = inference.predict_each(
+            [self.members], self.nets, image, preprocessing.patch, preprocessing.context, options, self.space
         )
+        return found
 
     def choice(self, found: inference.Prediction) -> dict[str, str | None]:
         """{"chosen": the site whose model a selector took, None where it took none}; {} for models without a selector."""

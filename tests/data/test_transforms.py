@@ -12,6 +12,7 @@ from nibabel.affines import apply_affine
 
 from fedatlas.data.transforms import (
     FileError,
+    Geometry,
     Preprocessing,
     _share,
     geometry_of,
@@ -296,3 +297,42 @@ def test_a_lone_scan_has_no_truth(tmp_path: Path) -> None:
     voxels[0, 0, :2] = np.nan, np.inf
     with pytest.raises(DataError, match="2 voxels that are NaN or infinite"):
         load_scan([save(path, voxels)], Preprocessing(), SPACE)
+
+
+def restored_in_full(p: torch.Tensor, geometry: Geometry, exclusive: bool) -> np.ndarray:
+    """Every class resampled over the whole scan."""
+    ratio = [a / b for a, b in zip(geometry.turned_spacing, geometry.grid_spacing, strict=True)]
+    values = np.stack([resample(channel, geometry.turned_shape, ratio) for channel in p.numpy()])
+    if not exclusive:
+        return np.stack([geometry.turn_back(value > 0.5) for value in values])
+    return geometry.turn_back(values.argmax(0))
+
+
+@pytest.mark.parametrize("spacing", [(2, 2, 2), (4, 3, 5), (1.1, 2, 6), (None, 3, None), (None, None, None)])
+@pytest.mark.parametrize(("axes", "shape", "mm"), GRIDS)
+def test_classes_are_restored_where_they_may_be_as_everywhere(axes, shape, mm, spacing) -> None:
+    """Small structures, noise, nothing at all; sums that are not 1; overlapping classes."""
+    geometry = geometry_of(
+        shape, affine_of(axes, shape, mm), Preprocessing(orientation="LPS", spacing=spacing)
+    )
+    random = torch.Generator().manual_seed(sum(shape))
+    noise = torch.randn(4, *geometry.grid_shape, generator=random)
+    z = noise.clone()
+    z[0] += 6
+    x, y, w = (n // 2 for n in geometry.grid_shape)
+    z[1, x : x + 3, y:, :w] += 7
+    z[2, : x // 2, : y // 2] += 6.5  # beside it, undecided
+    for p in (
+        z.softmax(0),
+        noise.softmax(0),
+        (z * 5).softmax(0),
+        z.softmax(0) * torch.rand(z[0].shape, generator=random),
+    ):
+        found = restore(p, geometry, exclusive=True)
+        assert np.array_equal(found, restored_in_full(p, geometry, True))
+    nothing = torch.zeros_like(z)
+    nothing[0] = 1
+    assert not restore(nothing, geometry, exclusive=True).any()
+    masks = restore(z.sigmoid(), geometry, exclusive=False)
+    assert masks.shape == (4, *shape) and masks.dtype == np.uint8
+    assert np.array_equal(masks, restored_in_full(z.sigmoid(), geometry, False))

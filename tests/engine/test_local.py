@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,29 @@ def test_the_order_of_sites_and_the_number_at_once_change_nothing(tmp_path) -> N
     assert equal(one, go(tmp_path / "2", order="bca"))
     torch.randn(7)
     assert equal(one, go(tmp_path / "3"))
+
+
+def test_sites_that_take_longest_are_asked_first(tmp_path) -> None:
+    method = Walk()
+    there = clients(tmp_path, method)
+    ask, order = there.transport.ask, []
+
+    def listen(questions: Any, deadline: float) -> Any:
+        order.append("".join(question.site for question in questions))
+        return ask(questions, deadline)
+
+    there.transport.ask = listen  # type: ignore[method-assign]
+    state = method.start(net(), there)
+    method.round(state, there)
+    assert set(there.seconds) == set("abc") and all(
+        spent["local_update"] > 0 for spent in there.seconds.values()
+    )
+    for spent in ({"a": 1.0, "b": 3.0, "c": 2.0}, {"a": 2.0, "b": 1.0, "c": 3.0}):
+        there.seconds = {site: {"local_update": seconds, "": 9.0} for site, seconds in spent.items()}
+        method.round(state, there)
+    there.seconds = {"a": {"evaluate": 5.0, "": 1.0}, "b": {"": 4.0}, "c": {"local_update": 2.0}}
+    method.round(state, there)
+    assert order == ["abc", "bca", "cab", "bca"]
 
 
 def test_resuming_at_any_round_gives_the_same_bits(tmp_path) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from fedatlas.engine import wire
 from fedatlas.errors import FederationError
-from fedatlas.evaluation.evaluate import Evaluation, Evaluator
+from fedatlas.evaluation.evaluate import Candidate, Evaluation, Evaluator, candidates_of, question
 from fedatlas.evaluation.statistics import COLUMNS
 from fedatlas.labels import LabelSpace
-from fedatlas.method import functions_of
+from fedatlas.method import Member, functions_of
 from fedatlas.options import from_dict
+from fedatlas.session import Finished, in_groups
 
 SPACE = LabelSpace(("background", "liver", "a/b"))
 
@@ -227,6 +228,80 @@ def test_no_voxel_is_sent(pictured) -> None:
         value is None or isinstance(value, bool | int | float | str) for r in rows for value in r.values()
     )
     assert len(rows) == 4 * 2
+
+
+def models(*members: dict[str, Any]) -> list[Member]:
+    return [Member.from_payload(one) for one in members]
+
+
+def test_what_several_models_share_travels_once() -> None:
+    right, wrong, again = member([1]), member([2], moved=1.0), member([2], moved=1.0)
+    given = [
+        Candidate("best", 3, models(right, wrong), overlays=True),
+        Candidate("last", 4, models(again, member())),
+        Candidate("local/a", 4, models(right)),
+    ]
+    sent = wire.decode(wire.encode(question(given)))
+    assert isinstance(sent, dict) and len(sent["models"]) == 2
+    assert [[m["model"] for m in one["members"]] for one in sent["asked"]] == [[0, 1], [1, 0], [0]]
+    back = candidates_of(**sent)
+    assert [(c.name, c.round, c.overlays) for c in back] == [(c.name, c.round, c.overlays) for c in given]
+    for one, other in zip(back, given, strict=True):
+        assert [m.classes for m in one.members] == [m.classes for m in other.members]
+        assert [m.model for m in one.members] == [m.model for m in other.members]
+    assert back[0].members[1].model is back[1].members[0].model
+
+
+def test_several_models_are_scored_as_one_by_one(tmp_path) -> None:
+    """And every case is read once, and every net asked once per case."""
+    asked = []
+
+    class Site(FakeSite):
+        def network(self, model: Any = None, name: str = "main") -> nn.Module:
+            net = super().network(model, name)
+            net.register_forward_pre_hook(lambda module, inputs: asked.append(len(inputs[0])))
+            return net
+
+    right, wrong = member([1]), member([2], moved=1.0)
+    given = {"best": [right, wrong], "last": [member(sure=3.0)], "local/a": [right], "local/b": [wrong]}
+    cases = [volume("p1"), volume("p2", shift=1)]
+    site, what = Site("s", tmp_path, cases), {"split": "test", "grid": "original", "metrics": ["dice", "asd"]}
+    alone = [
+        ask(site, *members, model=name, overlays=name == "best", **what) for name, members in given.items()
+    ]
+    pictures = {p.name: p.read_bytes() for p in (tmp_path / "overlays" / "test" / "best").iterdir()}
+    asked.clear()
+    for case in cases:
+        case.read.clear()
+    sent = question([Candidate(n, 7, models(*members), n == "best") for n, members in given.items()])
+    evaluator = Evaluator(Evaluation(overlays=False), (4, 4), 0, SPACE)
+    rows = functions_of(evaluator)["evaluate_several"](site, **sent, **what)["rows"]  # type: ignore[arg-type]
+    assert rows == [row for one in alone for row in one]
+    assert asked == 2 * 3 * [8, 8, 2], "windows of two cases, and of three different nets"
+    assert [case.read.count("original") for case in cases] == [1, 1]
+    assert {p.name: p.read_bytes() for p in (tmp_path / "overlays" / "test" / "best").iterdir()} == pictures
+
+
+def test_models_are_asked_in_groups_of_limited_size() -> None:
+    one = member()["model"]
+    size = sum(tensor.nbytes for tensor in one.values())
+    values = {"a": 1.0, "b": 1.0, "c": 2.0, "d": 3.0, "e": 3.0}
+
+    def finished(name: str) -> Finished:
+        return Finished(name, 1, lambda: lambda site: models(member(sure=values[name])))
+
+    wanted = [finished(name) for name in values]
+    for most, expected in (
+        (0, "a|b|c|d|e"),
+        (size, "a b|c|d e"),
+        (2 * size, "a b c|d e"),
+        (9 * size, "a b c d e"),
+    ):
+        groups = list(in_groups(wanted, ["s", "t"], most))
+        assert "|".join(" ".join(model.name for model in group) for group in groups) == expected
+        assert all(
+            model.open()("s")[0].model["sure"] == values[model.name] for group in groups for model in group
+        )
 
 
 def test_overlapping_classes(tmp_path) -> None:

@@ -10,7 +10,7 @@ from monai.metrics.surface_dice import compute_surface_dice
 from monai.metrics.surface_distance import compute_average_surface_distance
 from scipy.ndimage import binary_erosion, gaussian_filter
 
-from fedatlas.evaluation.metrics import METRICS, score, score_pair
+from fedatlas.evaluation.metrics import METRICS, OF_PLANES, class_boxes, score, score_pair
 from fedatlas.labels import LabelSpace
 
 ALL = tuple(METRICS)
@@ -139,3 +139,26 @@ def test_the_surface_is_what_an_erosion_removes(shape) -> None:
     for seed, share in enumerate((0.0, 0.3, 0.8, 0.95, 1.0)):
         mask = noise(shape, seed, share)
         assert np.array_equal(metrics._surface(mask), mask & ~binary_erosion(mask))
+
+
+@pytest.mark.parametrize("shape", [(12, 9, 7), (14, 11), (5, 1, 6)])
+def test_a_case_scores_as_its_classes_one_by_one(shape) -> None:
+    """Whole masks, without boxes; classes that are in one map only, or in neither, among them."""
+    rng = np.random.default_rng(len(shape))
+    space = LabelSpace(("background", *"abcde"))
+    spacing = (1.0, 2.0, 0.5)[: len(shape)]
+    plain = [metric for metric in ALL if metric not in OF_PLANES]
+    for kind in (np.uint8, np.int16, np.int64):
+        maps = [rng.choice(6, shape, p=[0.8, 0.1, 0.05, 0.03, 0.02, 0]).astype(kind) for _ in range(2)]
+        maps[0][maps[0] == 3], maps[1][maps[1] == 4] = 0, 0
+        for metrics in (plain, ALL):
+            found = score(*maps, space, [True, True, True, True, True, True], spacing, metrics)
+            expected = []
+            for c in range(1, 6):
+                values = score_pair(maps[0] == c, maps[1] == c, spacing, metrics)
+                expected += [(c, metric, *values[metric]) for metric in metrics]
+            assert [(s.class_index, s.metric, s.value, s.reason) for s in found] == expected
+    box = class_boxes(*maps, 6)
+    assert sorted(box) == [1, 2, 3, 4, 5] and maps[0][box[5]].size == 0
+    with pytest.raises(ValueError, match="must be equal"):
+        score(maps[0], maps[1][1:], space, [True] * 6, spacing, ["dice"])

@@ -41,6 +41,7 @@ from fedatlas.analysis.membership import deal, evidence, train_attack, uncertain
 from fedatlas.build import build_net
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.image_evaluation import Panel
+from fedatlas.experiment import inference_of
 from fedatlas.labels import SiteLabels
 from fedatlas.method import Member, Site
 from fedatlas.options import option, options
@@ -346,7 +347,7 @@ def predict(
         case.image,
         patch,
         context,
-        federation.evaluation.inference,
+        inference_of(federation),
         subject.space,
     ).voxels.clone()
 

@@ -323,22 +323,44 @@ def _ratio(new: Sequence[float], old: Sequence[float]) -> list[float]:
 
 
 def resample(
-    volume: np.ndarray, shape: Sequence[int], ratio: Sequence[float], *, order: int = 1
+    volume: np.ndarray,
+    shape: Sequence[int],
+    ratio: Sequence[float],
+    *,
+    order: int = 1,
+    region: Sequence[slice] | None = None,
 ) -> np.ndarray:
     """A volume [X, Y, Z] float32 on a grid of another shape with the same middle, axis by axis; the volume itself
     where nothing changes.
 
-    ratio: new voxel size over old, per axis.
+    ratio: new voxel size over old, per axis. region: the part of the new grid that is wanted, with its bounds; the
+    values are those of the whole, bit by bit.
     """
-    todo = [
-        (axis, _taps(volume.shape[axis], new, by, order))
-        for axis, (new, by) in enumerate(zip(shape, ratio, strict=True))
-        if new != volume.shape[axis] or abs(by - 1) > 1e-6
-    ]
+    old = volume.shape
+    todo = _changed(old, shape, ratio, order)
+    if region is not None:
+        volume = volume[tuple(slice(None) if axis in todo else part for axis, part in enumerate(region))]
     # the axis that shrinks most goes first: less is left for the others
-    for axis, taps in sorted(todo, key=lambda item: len(item[1][0]) / volume.shape[item[0]]):
-        volume = _weighted(volume, axis, *taps)
+    for axis in sorted(todo, key=lambda axis: shape[axis] / old[axis]):
+        index, weight = todo[axis]
+        if region is not None:
+            index, weight = index[region[axis]], weight[region[axis]]
+            low, high = int(index.min()), int(index.max()) + 1
+            volume = volume[tuple(slice(low, high) if a == axis else slice(None) for a in range(3))]
+            index = index - low
+        volume = _weighted(volume, axis, index, weight)
     return volume
+
+
+def _changed(
+    old: Sequence[int], new: Sequence[int], ratio: Sequence[float], order: int
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """axis -> its `_taps`, for axes that are resampled at all."""
+    return {
+        axis: _taps(before, after, by, order)
+        for axis, (before, after, by) in enumerate(zip(old, new, ratio, strict=True))
+        if after != before or abs(by - 1) > 1e-6
+    }
 
 
 def _weighted(volume: np.ndarray, axis: int, index: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -452,8 +474,8 @@ def restore(probabilities: Tensor, geometry: Geometry, exclusive: bool) -> np.nd
     """Probabilities [C, *S] on the federation's grid -> labels on the scan's grid: class index [X, Y, Z] (uint8,
     int16 from 256 classes on), or masks [C, X, Y, Z] uint8 of classes above one half.
 
-    Probabilities are resampled and the class is decided after, one class at a time, so that memory is that
-    of a few volumes of the scan's size whatever C is.
+    Probabilities are resampled and the class is decided after, one class at a time and only where it may be chosen,
+    so that memory is that of a few volumes of the scan's size whatever C is.
     """
     if tuple(probabilities.shape[1:]) != geometry.grid_shape:
         raise DataError(
@@ -461,18 +483,62 @@ def restore(probabilities: Tensor, geometry: Geometry, exclusive: bool) -> np.nd
             f"{list(geometry.grid_shape)}"
         )
     ratio = _ratio(geometry.turned_spacing, geometry.grid_spacing)
-    winner = np.zeros(geometry.turned_shape, dtype=np.uint8 if len(probabilities) < 256 else np.int16)
-    best, masks = np.zeros(0, dtype=np.float32), []
-    for c, channel in enumerate(probabilities):
-        value = resample(channel.detach().float().cpu().numpy(), geometry.turned_shape, ratio)
-        if not exclusive:
-            masks.append(np.ascontiguousarray(geometry.turn_back(value > 0.5)).astype(np.uint8))
-        elif c == 0:
-            best = value.copy()
-        else:
-            winner[value > best] = c
-            np.maximum(best, value, out=best)
-    return np.ascontiguousarray(geometry.turn_back(winner)) if exclusive else np.stack(masks)
+    p = probabilities.detach().float().cpu().numpy()
+    shape = geometry.turned_shape
+    # an exclusive class that is chosen has at least the mean of all classes
+    least = float(p.sum(0).min()) / len(p) if exclusive else 0.5
+    regions = {c: _where_above(p[c], least, shape, ratio) for c in range(1 if exclusive else 0, len(p))}
+    if not exclusive:
+        masks = np.zeros((len(p), *geometry.shape), dtype=np.uint8)
+        for c, region in regions.items():
+            if region is not None:
+                geometry.turn(masks[c])[region] = resample(p[c], shape, ratio, region=region) > 0.5
+        return masks
+    winner = np.zeros(shape, dtype=np.uint8 if len(p) < 256 else np.int16)
+    there = [region for region in regions.values() if region is not None]
+    if there:
+        box = tuple(
+            slice(min(part.start for part in parts), max(part.stop for part in parts))
+            for parts in zip(*there, strict=True)
+        )
+        best = np.array(resample(p[0], shape, ratio, region=box))  # a copy, also where nothing is resampled
+        for c, region in regions.items():
+            if region is None:
+                continue
+            value = resample(p[c], shape, ratio, region=region)
+            before = best[
+                tuple(slice(r.start - b.start, r.stop - b.start) for r, b in zip(region, box, strict=True))
+            ]
+            winner[region][value > before] = c
+            np.maximum(before, value, out=before)
+    return np.ascontiguousarray(geometry.turn_back(winner))
+
+
+def _where_above(
+    volume: np.ndarray, least: float, shape: Sequence[int], ratio: Sequence[float]
+) -> tuple[slice, ...] | None:
+    """A box of the new grid outside of which `resample` of a volume [*S] gives less than `least`; None: it does so
+    everywhere."""
+    everywhere = tuple(slice(0, n) for n in shape)
+    taps = _changed(volume.shape, shape, ratio, 1)
+    # with weights from 0 to 1 no value is above all those that it is made of
+    if not least > 0 or any((weight < 0).any() for _, weight in taps.values()):
+        return everywhere
+    high = volume >= least * (1 - 1e-3)  # weights add up to 1 but for a rounding
+    region = []
+    for axis in range(3):
+        filled = np.flatnonzero(high.any(axis=tuple(other for other in range(3) if other != axis)))
+        if not len(filled):
+            return None
+        first, last = int(filled[0]), int(filled[-1])
+        if axis in taps:
+            index, weight = taps[axis]
+            hit = np.flatnonzero(((index >= first) & (index <= last) & (weight > 0)).any(axis=1))
+            if not len(hit):
+                return None
+            first, last = int(hit[0]), int(hit[-1])
+        region.append(slice(first, last + 1))
+    return tuple(region)
 
 
 def stack_slices(image: np.ndarray, at: int, context: int) -> np.ndarray:

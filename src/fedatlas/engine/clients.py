@@ -142,6 +142,8 @@ class SiteClients:
     """The last replies that held a model each: the sites' local models."""
     remembered: dict[str, str] = field(default_factory=dict)
     """site -> the version of its private memory after its last usable answer, "" if it keeps none."""
+    seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    """site -> function -> the seconds of its last usable answer; "" for the last of any function."""
     answering: dict[str, str] = field(default_factory=dict)
     """site -> the installation that gave its last usable answer."""
     others: list[str] = field(default_factory=list)
@@ -344,7 +346,8 @@ class SiteClients:
         open_ = dict(questions)
         while open_:
             silent = {}
-            for site, reason in self.transport.ask(list(open_.values()), self.faults.deadline):
+            waiting = sorted(open_.values(), key=lambda q: -self._expected(q))
+            for site, reason in self.transport.ask(waiting, self.faults.deadline):
                 if reason is not None:
                     silent[site] = reason
                     continue
@@ -358,6 +361,12 @@ class SiteClients:
                 del record.lost[site]
             if silent:
                 time.sleep(min(1.0, self.faults.patience))
+
+    def _expected(self, question: Question) -> float:
+        """The seconds that a site took over its last call of a function, or over its last call at all; sites that take
+        longest are asked first, so that no worker is left waiting for one that began last."""
+        seconds = self.seconds.get(question.site, {})
+        return seconds.get(question.function, seconds.get("", 0.0))
 
     def _receive(self, question: Question, sent: int, form: Tree, record: Call) -> None:
         """Checks an answer, and keeps it if it can be used."""
@@ -382,6 +391,8 @@ class SiteClients:
         spent = record.cost.setdefault(site, {})
         for key, value in cost.items():
             spent[key] = max(spent.get(key, 0.0), value) if key == "peak_mb" else spent.get(key, 0) + value
+        seconds = float(tree["cost"].get("seconds", 0.0))
+        self.seconds.setdefault(site, {}).update({question.function: seconds, "": seconds})
         record.logs[site] = {**record.logs.get(site, {}), **tree["log"]}
         if self.watch:
             self.watch(site, question.function, record.logs[site], cost)

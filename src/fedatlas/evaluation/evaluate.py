@@ -22,7 +22,7 @@ from fedatlas.evaluation.findings import Findings
 from fedatlas.evaluation.metrics import METRICS, EmptyPolicy, Score, score, whole_organs
 from fedatlas.evaluation.postprocess import Postprocess, classes_of, postprocess
 from fedatlas.evaluation.statistics import POST, client_wise_index, macro_over_classes, select
-from fedatlas.inference import Inference
+from fedatlas.inference import Inference, Nets
 from fedatlas.labels import LabelSpace
 from fedatlas.method import Member, at_site
 from fedatlas.options import not_known, option, options
@@ -146,6 +146,54 @@ class EvaluationSite(Protocol):
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A model to evaluate at a site: its name, the round it is of, and the members that are it there. overlays: whether
+    the site keeps pictures of its cases, in its own folder."""
+
+    name: str
+    round: int
+    members: Sequence[Member]
+    overlays: bool = False
+
+
+def question(candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """The candidates as they travel to a site, {"models", "asked"}: tensors that several of them hold, the very same or
+    equal ones, travel once. `asked` says of each member at which place of `models` its tensors are."""
+    models: list[Tensors] = []
+    asked = []
+    for candidate in candidates:
+        members = [
+            {**member.to_payload(), "model": place_of(member.model, models)} for member in candidate.members
+        ]
+        asked.append({**vars(candidate), "members": members})
+    return {"models": models, "asked": asked}
+
+
+def place_of(model: Tensors, models: list[Tensors]) -> int:
+    """The place of a model among others; it is added to them where none of them equals it."""
+    for place, other in enumerate(models):
+        if other is model or _equal(other, model):
+            return place
+    models.append(model)
+    return len(models) - 1
+
+
+def _equal(one: Tensors, other: Tensors) -> bool:
+    return list(one) == list(other) and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one.values(), other.values(), strict=True)
+    )
+
+
+def candidates_of(models: Sequence[Tensors], asked: Sequence[Mapping[str, Any]]) -> list[Candidate]:
+    """What `question` was given."""
+    found = []
+    for one in asked:
+        members = [Member.from_payload({**told, "model": models[told["model"]]}) for told in one["members"]]
+        found.append(Candidate(**{**one, "members": members}))
+    return found
+
+
+@dataclass(frozen=True)
 class Evaluator:
     """Scores models at a site; the same at every site of a federation. patch, context: as `inference` takes them."""
 
@@ -155,7 +203,9 @@ class Evaluator:
     space: LabelSpace
 
     def __post_init__(self) -> None:
-        """Raises FederationError for a rule, or post-processing, of a class that the space does not hold."""
+        """Raises FederationError for a rule, or post-processing, of a class that the space does not hold, and for
+        windows that do not fit the patch."""
+        inference.check_windows(self.patch, self.options.inference)
         if self.options.postprocess:
             classes_of(self.space, self.options.postprocess)
         for name in self.options.empty if isinstance(self.options.empty, dict) else ():
@@ -181,41 +231,91 @@ class Evaluator:
         of the answer, and need dice among the metrics.
         """
         given = [Member.from_payload(member) for member in members]
-        nets = [site.network(member.model, member.net) for member in given]
-        folder = site.folder / "overlays" / split / model.replace("/", "_")
-        pictures = _Pictures(self.space, folder) if overlays else None
-        rows: list[dict[str, Any]] = []
-        findings = Findings(self.space)
+        return self._evaluate(site, [Candidate(model, round, given, overlays)], split, grid, metrics)
+
+    @at_site
+    def evaluate_several(
+        self,
+        site: EvaluationSite,
+        models: list[Tensors],
+        asked: list[dict[str, Any]],
+        split: str,
+        grid: str,
+        metrics: list[str],
+    ) -> dict[str, Any]:
+        """As `evaluate`, of several models, one after the other in the rows. Each case is read once, and a net that
+        several of them have as a member is asked once per case. models, asked: as `question` gives them."""
+        return self._evaluate(site, candidates_of(models, asked), split, grid, metrics)
+
+    def _evaluate(
+        self,
+        site: EvaluationSite,
+        candidates: Sequence[Candidate],
+        split: str,
+        grid: str,
+        metrics: Sequence[str],
+    ) -> dict[str, Any]:
+        folder = site.folder / "overlays" / split
+        seen = [_Seen(candidate, self.space, folder) for candidate in candidates]
+        nets = Nets(site.network)
         for volume in site.volumes(split):
-            told = self.predict(given, nets, volume.image)
-            found = told.voxels
-            findings.see(volume, told.findings)
-            if grid == "original":
-                prediction, spacing = volume.restore(found), volume.raw_spacing
-            else:
-                prediction, spacing = _decide(found, self.space.exclusive), volume.spacing
             truth = volume.truth(grid)
-            if volume.whole:
-                prediction, truth = whole_organs(prediction, self.space), whole_organs(truth, self.space)
-            scored = {model: self._score(volume, prediction, truth, spacing, metrics)}
-            if grid == "original" and self.options.postprocess:
-                clean = postprocess(prediction, self.space, self.options.postprocess)
-                scored[POST + model] = self._score(volume, clean, truth, spacing, metrics)
-            for version, scores in scored.items():
-                place = (split, grid, version, round, site.name, volume.case)
-                for s in scores:
-                    name, known = self.space.names[s.class_index], bool(volume.known[s.class_index])
-                    rows.append(Row(*place, name, s.metric, s.value, known, s.reason).to_dict())
-            if pictures:
-                plain = (s for s in scored[model] if s.metric == "dice")
-                dice = {s.class_index: s.value for s in plain if s.value is not None}
-                shown = _decide(found, self.space.exclusive)
-                pictures.see(volume, whole_organs(shown, self.space) if volume.whole else shown, dice)
-        if pictures:
-            pictures.close()
-        for cell, known in findings.cells(self.options.inference.gate):
-            rows.append(Row(split, grid, model, round, site.name, "", known=known, **cell).to_dict())
+            truth = whole_organs(truth, self.space) if volume.whole else truth
+            predictions = inference.predict_each(
+                [candidate.members for candidate in candidates],
+                nets,
+                volume.image,
+                self.patch,
+                self.context,
+                self.options.inference,
+                self.space,
+            )
+            for one, told in zip(seen, predictions, strict=True):
+                self._score_case(one, told, volume, truth, (split, grid, site.name), metrics)
+        rows: list[dict[str, Any]] = []
+        for one in seen:
+            rows += one.rows
+            if one.pictures:
+                one.pictures.close()
+            place = (split, grid, one.candidate.name, one.candidate.round, site.name, "")
+            for cell, known in one.findings.cells(self.options.inference.gate):
+                rows.append(Row(*place, known=known, **cell).to_dict())
         return {"rows": rows}
+
+    def _score_case(
+        self,
+        seen: "_Seen",
+        told: inference.Prediction,
+        volume: Volume,
+        truth: np.ndarray,
+        place: tuple[str, str, str],
+        metrics: Sequence[str],
+    ) -> None:
+        """Adds what one model said of a case to what was seen of it. truth: on the grid that is scored; place: split,
+        grid, site."""
+        split, grid, site = place
+        model, found = seen.candidate.name, told.voxels
+        seen.findings.see(volume, told.findings)
+        if grid == "original":
+            prediction, spacing = volume.restore(found), volume.raw_spacing
+        else:
+            prediction, spacing = _decide(found, self.space.exclusive), volume.spacing
+        if volume.whole:
+            prediction = whole_organs(prediction, self.space)
+        scored = {model: self._score(volume, prediction, truth, spacing, metrics)}
+        if grid == "original" and self.options.postprocess:
+            clean = postprocess(prediction, self.space, self.options.postprocess)
+            scored[POST + model] = self._score(volume, clean, truth, spacing, metrics)
+        for version, scores in scored.items():
+            for s in scores:
+                name, known = self.space.names[s.class_index], bool(volume.known[s.class_index])
+                where = (split, grid, version, seen.candidate.round, site, volume.case)
+                seen.rows.append(Row(*where, name, s.metric, s.value, known, s.reason).to_dict())
+        if seen.pictures:
+            plain = (s for s in scored[model] if s.metric == "dice")
+            dice = {s.class_index: s.value for s in plain if s.value is not None}
+            shown = _decide(found, self.space.exclusive)
+            seen.pictures.see(volume, whole_organs(shown, self.space) if volume.whole else shown, dice)
 
     def _score(
         self,
@@ -231,17 +331,19 @@ class Evaluator:
             prediction, truth, self.space, scored, spacing, metrics, tolerance=tolerance, empty=empty
         )
 
-    def predict(
-        self, members: Sequence[Member], nets: Sequence[nn.Module], image: Tensor
-    ) -> inference.Prediction:
-        """What the members say of an image [I, *S] together; nets: theirs, one each."""
-        return inference.predict_together(
-            members, nets.__getitem__, image, self.patch, self.context, self.options.inference, self.space
-        )
-
 
 def _decide(probabilities: Tensor, exclusive: bool) -> np.ndarray:
     return (probabilities.argmax(0) if exclusive else (probabilities > 0.5)).to(torch.uint8).numpy()
+
+
+class _Seen:
+    """What was seen of a model so far at a site. folder: of all models' pictures."""
+
+    def __init__(self, candidate: Candidate, space: LabelSpace, folder: Path) -> None:
+        self.candidate, self.findings = candidate, Findings(space)
+        self.rows: list[dict[str, Any]] = []
+        own = folder / candidate.name.replace("/", "_")
+        self.pictures = _Pictures(space, own) if candidate.overlays else None
 
 
 RANKS = ("worst", "median", "best")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from scipy.ndimage import distance_transform_edt
+from scipy.ndimage import distance_transform_edt, find_objects
 from scipy.spatial import KDTree
 
 from fedatlas.labels import LabelSpace
@@ -81,15 +81,35 @@ def score(
     empty: see `score_pair`.
     """
     masks = prediction.ndim > len(spacing)
+    boxes: dict[int, tuple[slice, ...]] = {}
+    if space.exclusive and prediction.shape == truth.shape and not OF_PLANES.intersection(metrics):
+        boxes = class_boxes(prediction, truth, len(space))
+    size = math.prod(truth.shape[-len(spacing) :])
     found = []
     for c in space.foreground:
         if scored[c]:
             rule = empty if isinstance(empty, str) else empty.get(space.names[c], empty.get("default", "nan"))
-            p = prediction[c] > 0 if masks else prediction == c
-            g = truth == c if space.exclusive else truth[c] > 0
-            values = score_pair(p, g, spacing, metrics, tolerance=tolerance, empty=rule)
+            box = boxes.get(c, ...)
+            p = prediction[c] > 0 if masks else prediction[box] == c
+            g = truth[box] == c if space.exclusive else truth[c] > 0
+            values = score_pair(p, g, spacing, metrics, tolerance=tolerance, empty=rule, size=size)
             found += [Score(c, metric, *values[metric]) for metric in metrics]
     return found
+
+
+def class_boxes(one: np.ndarray, other: np.ndarray, classes: int) -> dict[int, tuple[slice, ...]]:
+    """class -> the smallest box that holds it in both of two maps of class indices [*S], which are read once each;
+    empty where it is in neither. Background left out."""
+    found = [find_objects(labels, classes - 1) for labels in (one, other)]
+    return {c: _around(*pair, dims=one.ndim) for c, pair in enumerate(zip(*found, strict=True), start=1)}
+
+
+def _around(*boxes: tuple[slice, ...] | None, dims: int) -> tuple[slice, ...]:
+    there = [box for box in boxes if box is not None]
+    if not there:
+        return (slice(0, 0),) * dims
+    sides = zip(*there, strict=True)
+    return tuple(slice(min(s.start for s in side), max(s.stop for s in side)) for side in sides)
 
 
 def score_pair(
@@ -100,8 +120,12 @@ def score_pair(
     *,
     tolerance: float = 2.0,
     empty: EmptyPolicy = "nan",
+    size: int | None = None,
 ) -> dict[str, tuple[float | None, str]]:
     """metric -> (value, "") or (None, reason) for two boolean masks [*S].
+
+    size: voxels of the case, where the masks are a box of it that holds all of both; metrics in OF_PLANES need whole
+    masks.
 
     Empty masks: without a truth nothing is defined. With a truth and an empty prediction dice, jaccard and nsd are 0,
     distances are not defined, and the rest is what its formula gives. `empty="zero"` gives distances of an empty mask as 0 and the overlap of two
@@ -123,7 +147,7 @@ def score_pair(
             raise ValueError(f"metric {metric!r} is not known; known: {', '.join(METRICS)}")
     box = joint_box(prediction, truth)
     p, g = prediction[box], truth[box]
-    count = Counts(*(int(np.count_nonzero(mask)) for mask in (p & g, p, g)), all=prediction.size)
+    count = Counts(*(int(np.count_nonzero(mask)) for mask in (p & g, p, g)), all=size or prediction.size)
     found: dict[str, tuple[float | None, str]] = {}
     if count.truth:
         found = {metric: (of(count), "") for metric, of in _OF_COUNTS.items() if metric in metrics}
@@ -199,6 +223,10 @@ _OF_SLICES: Mapping[str, Callable[[Counts], float | None]] = {
     ),
 }
 """metric -> its value where there is a truth in any slice."""
+
+
+OF_PLANES = frozenset({*_OF_SLICES, "hd_rows"})
+"""Metrics that take slices one by one, empty ones, too."""
 
 
 def row_distances(prediction: np.ndarray, truth: np.ndarray) -> np.ndarray:
