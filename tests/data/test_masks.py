@@ -28,7 +28,9 @@ from fedatlas.data.transforms import (
 )
 from fedatlas.errors import DataError, FederationError
 from fedatlas.evaluation.evaluate import _picture
+from fedatlas.inference import Nets, predict_each
 from fedatlas.labels import LabelSpace
+from fedatlas.tasks import task_of
 from fedatlas.trained import Trained, evaluate_folder, predict_scans
 
 SPACE = LabelSpace(("left_lung", "right_lung", "heart"), exclusive=False)
@@ -502,6 +504,30 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (base / "f.yaml").write_text(yaml.safe_dump(federation))
     assert main(["run", str(base / "f.yaml"), "--runs", str(base / "runs")]) == 0
     return next((base / "runs").glob("pictures-*"))
+
+
+def test_a_run_folder_predicts_in_the_precision_of_its_run(trained: Path, tmp_path: Path) -> None:
+    image = torch.rand(1, 16, 16, 1, generator=torch.Generator().manual_seed(1))
+    found = {}
+    for precision in ("float32", "bf16"):
+        shutil.copytree(trained, folder := tmp_path / precision)
+        federation = yaml.safe_load((folder / "federation.yaml").read_text())
+        federation["local"]["precision"] = precision
+        (folder / "federation.yaml").write_text(yaml.safe_dump(federation))
+        model = Trained(folder)
+        found[precision] = model.probabilities(image)
+        evaluator = task_of(model.federation).evaluator(model.federation, model.space)
+        (told,) = predict_each(
+            [model.members],
+            Nets(model.network),
+            image,
+            evaluator.patch,
+            evaluator.context,
+            evaluator.options.inference,
+            model.space,
+        )
+        assert torch.equal(found[precision], told.voxels)
+    assert 0 < float((found["float32"] - found["bf16"]).abs().max()) < 0.05
 
 
 def test_predictions_have_the_size_of_the_picture(trained: Path, tmp_path: Path) -> None:

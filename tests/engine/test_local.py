@@ -126,13 +126,11 @@ def test_sites_that_take_longest_are_asked_first(tmp_path) -> None:
     there.transport.ask = listen  # type: ignore[method-assign]
     state = method.start(net(), there)
     method.round(state, there)
-    assert set(there.seconds) == set("abc") and all(
-        spent["local_update"] > 0 for spent in there.seconds.values()
-    )
+    assert set(there.seconds) == set("abc") and all(spent["step"] > 0 for spent in there.seconds.values())
     for spent in ({"a": 1.0, "b": 3.0, "c": 2.0}, {"a": 2.0, "b": 1.0, "c": 3.0}):
-        there.seconds = {site: {"local_update": seconds, "": 9.0} for site, seconds in spent.items()}
+        there.seconds = {site: {"step": seconds, "": 9.0} for site, seconds in spent.items()}
         method.round(state, there)
-    there.seconds = {"a": {"evaluate": 5.0, "": 1.0}, "b": {"": 4.0}, "c": {"local_update": 2.0}}
+    there.seconds = {"a": {"evaluate": 5.0, "": 1.0}, "b": {"": 4.0}, "c": {"step": 2.0}}
     method.round(state, there)
     assert order == ["abc", "bca", "cab", "bca"]
 
