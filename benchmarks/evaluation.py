@@ -1,11 +1,11 @@
-"""The evaluation of a net on the demo's cases, on the files' own grids, against a bare script of torch and MONAI.
+"""The evaluation of a net on the demo's test cases, on the files' own grids, against a bare script of torch and MONAI.
 
     OMP_NUM_THREADS=1 python -m benchmarks evaluation
 
 Both predict the same cases with the same net, take the probabilities to the scan's grid, decide the class and score every
 organ by Dice, HD95, ASD and NSD; each in a process of its own, in turn. The bare script has it easier: it is given images
-on the common grid and truths as arrays, where ours reads the truth from its file. The net is trained for a minute at most,
-so that there are organs to score.
+on the common grid and truths as arrays, where ours reads the truth from its file. The net is trained for a few steps, so that
+there are organs to score.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+LABELS = ("table=all_labels.json", "labels=labelsTr_all", "test_labels=labelsTs_all")
 PATCH, CONTEXT, BATCH = (64, 64), 1, 8
 METRICS = ("dice", "hd95", "asd", "nsd")
 WAYS = {
@@ -40,7 +41,7 @@ def demo(folder: Path, changes: list[str]) -> Any:
     from fedatlas.experiment import load_federation
 
     file = Path(__file__).parents[1] / "experiments" / "quickstart.yaml"
-    full = [f"sites.{s}.{key}" for s in "abcd" for key in ("table=all_labels.json", "labels=labelsTr_all")]
+    full = [f"sites.{s}.{key}" for s in "abcd" for key in LABELS]
     full += [f"sites.{s}.reference=null" for s in "abcd"]
     return Experiment(load_federation(file, [*full, *changes]), folder / "cache")
 
@@ -60,7 +61,7 @@ def prepare(folder: Path, steps: int, cases: int) -> None:
         optimizer.step()
     torch.save(net.eval(), folder / "net.pt")
     for site, source in experiment.sources.items():
-        for volume in itertools.islice(source.volumes("train"), cases):
+        for volume in itertools.islice(source.volumes("test"), cases):
             truth = volume.geometry.turn(volume.truth("original"))
             kept = {"image": volume.image.numpy(), "truth": truth, "spacing": volume.geometry.turned_spacing}
             np.savez(folder / f"{site}-{volume.case}.npz", **kept)
@@ -80,7 +81,7 @@ def ours(folder: Path, changes: list[str], cases: int) -> dict[str, float]:
             network=lambda model, kind: net,
             volumes=lambda split, source=source: itertools.islice(source.volumes(split), cases),
         )
-        what = {"split": "train", "model": "best", "round": 1, "grid": "original", "metrics": list(METRICS)}
+        what = {"split": "test", "model": "best", "round": 1, "grid": "original", "metrics": list(METRICS)}
         rows = experiment.evaluator.evaluate(site, [member], **what, overlays=False)["rows"]
         dice += [row["value"] for row in rows if row["metric"] == "dice" and row["value"] is not None]
     return {"seconds": time.perf_counter() - began, "dice": float(np.mean(dice))}
