@@ -88,6 +88,9 @@ def gather_local(federation: Federation, folder: RunFolder, tell: Tell) -> Parti
     else:
         transport = InProcess(Hosts(experiment, folder).answer)
     summaries = {name: source.summary() for name, source in experiment.sources.items()}
+    for name, source in experiment.sources.items():
+        if federation.evaluation.overlays and summaries[name].get("leaks"):
+            source.keep_leaks(folder.site(name))
     names = {**experiment.sources, **experiment.training}
     memories = {name: MemoryStore(folder.site(name) / "memory").versions() for name in names}
     return Parties(experiment, summaries, list(experiment.training), transport, memories=memories)
@@ -372,6 +375,12 @@ def run_federation(
         tell(f"{path}: nothing to resume, begins with the first round")
     parties = gather(federation, folder, tell)
     evaluation, design = federation.evaluation, parties.design
+    for name, about in parties.summaries.items():
+        if about.get("leaks"):
+            tell(
+                f"note: site {name}: images give labels away, in cases: {about['leaks']}. Scores on them do not count; "
+                "`fedatlas check` and the report tell which they are"
+            )
     with Running(parties, folder, watch) as running:
         net = design.make_net()
         _describe(folder, parties, net)

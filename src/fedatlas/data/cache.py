@@ -22,7 +22,7 @@ import numpy as np
 
 from fedatlas.errors import DataError
 
-VERSION = 2
+VERSION = 3
 """Raised whenever the code writes other numbers for the same input."""
 
 

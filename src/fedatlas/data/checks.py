@@ -1,6 +1,6 @@
 """What can be wrong with a site, and with several together. Nothing is trained, nothing is changed."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from scipy import ndimage
 from fedatlas.data.datasets.listing import Case, Problem
 from fedatlas.data.flat import Note
 from fedatlas.data.index import Naming, SiteIndex, naming_of
+from fedatlas.data.leaks import Leak, leak_of
 from fedatlas.data.reading import Raw, digest, gathered, read_case
 from fedatlas.errors import FederationError
 from fedatlas.labels import BACKGROUND, LabelSpace
@@ -171,6 +172,7 @@ def check_site(
     annotated: dict[int, int] = {}
     digests = []
     notes: list[Note] = []
+    leaks: dict[str, Leak] = {}
     for number, case in enumerate(index.cases, start=1):
         if progress:
             progress(f"case {case.name} ({number} of {len(index.cases)})")
@@ -190,6 +192,9 @@ def check_site(
                         index.name, file, what, "convert it again from its source, with orientation", False
                     )
                 )
+        leak = leak_in(raw, space)
+        if leak is not None and leak.told:
+            leaks[case.name] = leak
         if raw.label is None:
             continue
         found += _outside(index, case, raw, space)
@@ -211,8 +216,46 @@ def check_site(
             )
             found.append(Problem(index.name, index.root.name, what, remedy, False))
     found += twin_problems(index.name, digests)
+    found += leak_problems(index.name, leaks, len(index.cases))
     found += gathered(index, notes)
     return sorted(found, key=lambda problem: not problem.fatal)
+
+
+def drawn_in(raw: Raw, space: LabelSpace) -> np.ndarray | None:
+    """Where anything is drawn in the label or the reference of a case, bool [X, Y, Z]; None where it has neither."""
+    drawn: np.ndarray | None = None
+    for label in (raw.label, raw.reference):
+        if label is not None:
+            union = label.voxels > 0 if space.exclusive else np.asarray(label.voxels.any(0))
+            drawn = union if drawn is None else drawn | union
+    return drawn
+
+
+def leak_in(raw: Raw, space: LabelSpace) -> Leak | None:
+    """How far the image of a case gives away its label and reference; None where it has neither."""
+    drawn = drawn_in(raw, space)
+    return None if raw.image is None or drawn is None else leak_of(raw.image, drawn, raw.affine)
+
+
+SHOWN = 12
+"""Cases that a note names, at most."""
+
+
+def leak_problems(site: str, leaks: Mapping[str, Leak], cases: int) -> list[Problem]:
+    """A note of the cases whose images give labels away, the worst first. leaks: case -> what was found; cases: how
+    many the site has."""
+    if not leaks:
+        return []
+    ranked = sorted(leaks.items(), key=lambda of: (-of[1].worst, of[0]))
+    told = "; ".join(f"{name}: {leak}" for name, leak in ranked[:SHOWN])
+    told += f"; and {len(ranked) - SHOWN} more" if len(ranked) > SHOWN else ""
+    name, worst = ranked[0]
+    what = f"images give labels away in {len(leaks)} of {cases} cases. {told}"
+    remedy = (
+        f"look at slice {worst.place} of {name}: if values were kept there because it was drawn, cut the scans to where they "
+        "are whole; scores on such cases do not count"
+    )
+    return [Problem(site, "", what, remedy, False)]
 
 
 def _placeless(path: Path) -> bool:

@@ -198,6 +198,9 @@ class ImageData:
 
     # ---------------------------------------------------------------------------------------- account
 
+    def keep_leaks(self, folder: Path) -> None:
+        """Nothing: findings have no outline that an image could give away."""
+
     def summary(self) -> dict[str, Any]:
         """Plain values for the run's record: annotated classes; images and patients per split; training images in
         which each class is annotated, present, absent; the least and largest size of the files."""

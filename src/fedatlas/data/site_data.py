@@ -21,8 +21,10 @@ from fedatlas.data.checks import (
     Scan,
     check_federation,
     check_site,
+    drawn_in,
     empty_site,
     layout_problems,
+    leak_in,
     twin_problems,
     untaught_site,
 )
@@ -37,6 +39,7 @@ from fedatlas.data.index import (
     read_site,
     split_validation,
 )
+from fedatlas.data.leaks import LEAKS, Leak, slice_of
 from fedatlas.data.prefetch import prefetch
 from fedatlas.data.reading import Label, digest, read_case, refuse
 from fedatlas.data.sampling import class_voxels, count_steps, cut_case, pick_voxel
@@ -276,6 +279,7 @@ class SiteData:
         }
         return arrays, {
             "digest": digest(raw.image),
+            "leak": leak_in(raw, self.space),
             "affine": raw.affine.tolist(),
             "shape": list(geometry.shape),
             "spacing": list(geometry.spacing),
@@ -321,6 +325,35 @@ class SiteData:
             else:
                 truth[c] = raw.label.voxels[c]
         return truth, geometry
+
+    def leaks(self) -> dict[str, Leak]:
+        """Case -> how far its image gives labels away, where it is enough for a warning, the worst first. By its
+        label alone; `check_site` looks at the reference, too. Prepares if need be."""
+        if not self._ready:
+            self.prepare()
+        found = {}
+        for item in (item for items in self.items.values() for item in items):
+            meta = self._entry(item).meta
+            leak = meta["leak"] and Leak(*meta["leak"])
+            if leak and leak.told:
+                found[item.title] = leak
+        return dict(sorted(found.items(), key=lambda of: (-of[1].worst, of[0])))
+
+    def keep_leaks(self, folder: Path) -> None:
+        """Writes the cases whose images give labels away into the file leaks.npz of a folder, for the report: cases [n]
+        and texts [n], the worst first, and of the first the slice that gives most away, see `slice_of`. There must be one."""
+        leaks = self.leaks()
+        worst = next(iter(leaks))
+        item = next(i for items in self.items.values() for i in items if i.title == worst)
+        raw = read_case(item.index, item.case, self.space, item.naming)
+        drawn = drawn_in(raw, self.space)
+        assert raw.image is not None and drawn is not None
+        shown: dict[str, Any] = slice_of(raw.image[0], drawn, raw.affine, leaks[worst])
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / LEAKS).open("wb") as file:
+            np.savez_compressed(
+                file, cases=list(leaks), texts=[str(leak) for leak in leaks.values()], **shown
+            )
 
     # --------------------------------------------------------------------------------------- training
 
@@ -475,7 +508,8 @@ class SiteData:
 
     def summary(self) -> dict[str, Any]:
         """Plain values for the run's record: annotated classes, cases per split, training cases and voxels per
-        annotated class, and the spacings (mm), orientations and shapes of the files. Prepares if need be."""
+        annotated class, the spacings (mm), orientations and shapes of the files, and how many images give
+        labels away. Prepares if need be."""
         if not self._ready:
             self.prepare()
         voxels = {self.space.names[c]: 0 for c in sorted(self.labels.annotated)}
@@ -493,6 +527,7 @@ class SiteData:
             "spacing": _unique([round(mm, 3) for mm in meta["spacing"]] for meta in metas),
             "orientation": _unique(meta["axes"] for meta in metas),
             "shape": _unique(meta["shape"] for meta in metas),
+            "leaks": len(self.leaks()),
         }
 
     def _finding_counts(self) -> dict[str, dict[str, int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedatlas import __version__
 from fedatlas.evaluation.statistics import RowDict, mean_of_defined, select
-from fedatlas.report import analysis, classification, figures, markup, tables
+from fedatlas.report import analysis, classification, figures, leaks, markup, tables
 from fedatlas.report.tables import METRICS, Cell, Metric, Run
 
 
@@ -35,6 +35,7 @@ def render(run: Run, beside: Path | None = None) -> str:
     unknown_locals = run.exchange.secure is not None and not run.locals
     chosen = [
         ("labels", "Who annotated what", classification.labels if run.images else _labels, True),
+        ("leaks", "Images that give labels away", leaks.section, bool(leaks.there(run))),
         ("curves", "Training", _curves, True),
         ("privacy", "Privacy", _privacy, private),
         (

@@ -142,7 +142,7 @@ class Overlay:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[float, float]]:
         """image, truth, prediction and spacing. Raises RunFolderError where they do not fit together."""
-        with _opened(self.path) as stored:
+        with opened(self.path) as stored:
             image = np.asarray(stored["image"], dtype=np.float32)
             truth, prediction = np.asarray(stored["truth"], bool), np.asarray(stored["prediction"], bool)
             spacing = tuple(float(value) for value in np.asarray(stored["spacing"]).ravel())
@@ -174,7 +174,7 @@ class Example:
     def arrays(self) -> tuple[np.ndarray, np.ndarray | None]:
         """image [H, W] in 0..1, and its Grad-CAM map in 0..1 where there is one. Raises RunFolderError where they
         do not fit together."""
-        with _opened(self.path) as stored:
+        with opened(self.path) as stored:
             image = np.asarray(stored["image"], dtype=np.float32)
             cam = np.asarray(stored["cam"], dtype=np.float32) if "cam" in stored else None
         if image.ndim != 2 or (cam is not None and cam.shape != image.shape):
@@ -342,7 +342,7 @@ def overlays(run: Run, split: str) -> dict[str, list[Overlay]]:
     """The stored slices of a split by class, of the model "best" where it has any, else of the first other."""
     found: dict[str, list[Overlay]] = {}
     for site, path in _pictures(run, split):
-        with _opened(path) as stored:
+        with opened(path) as stored:
             entry = Overlay(
                 path=path,
                 site=site,
@@ -363,7 +363,7 @@ def examples(run: Run, split: str, most: int) -> dict[str, dict[str, list[Exampl
     """class -> kind -> the `most` extreme images of all sites, the most extreme first; models as `overlays`."""
     found: dict[str, dict[str, list[Example]]] = {}
     for site, path in _pictures(run, split):
-        with _opened(path) as stored:
+        with opened(path) as stored:
             end = path.stem.rpartition("--")[2].split("-")[1:2]
             truth = "present" if bool(stored["truth"]) else "absent"
             entry = Example(
@@ -554,7 +554,7 @@ def _json(path: Path) -> Any:
         ) from error
 
 
-class _opened:
+class opened:
     """An overlay file; whatever numpy finds wrong with it becomes a RunFolderError that names it."""
 
     def __init__(self, path: Path) -> None:
