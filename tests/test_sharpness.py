@@ -1,6 +1,7 @@
 """sharpness.py against published vectors, literal versions, limiting cases (E14) and hostile bytes."""
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,8 @@ from fedatlas.engine import wire
 from fedatlas.errors import FederationError, NameMismatch, WireError
 from fedatlas.seeds import isolated
 from fedatlas.sharpness import (
+    FARTHEST,
+    RATIOS,
     AscentStep,
     Masks,
     Sharpness,
@@ -30,6 +33,7 @@ from fedatlas.sharpness import (
     pack_bits,
     perturbation,
     random_direction,
+    ratios,
     scaled_names,
     swa,
     swa_count,
@@ -316,6 +320,57 @@ def test_terms_are_of_the_descent_and_ascent_is_told() -> None:
     assert torch.equal(told["loss"], told["a"] + told["b"])
     assert not torch.equal(told["loss"], clean)
     assert not any(value.requires_grad for value in told.values())
+
+
+def test_ratios_are_equation_10() -> None:
+    plain = {"a": torch.tensor([1.0, -2.0, 0.0, 4.0]), "b": torch.tensor([[0.0, 1.0]])}
+    moved = {"a": torch.tensor([3.0, -3.0, 0.0, 4.0]), "b": torch.tensor([[0.5, 1.0 - math.e]])}
+    # |change| / |plain|: 2, 1/2, unchanged, unchanged, beyond all, e
+    found = ratios(plain, moved)
+    assert float(found["steeper"]) == pytest.approx(3 / 6)
+    every = sorted([math.log(2), math.log(0.5), -FARTHEST, -FARTHEST, FARTHEST, 1.0])
+    for name, q in RATIOS.items():
+        assert float(found[name]) == pytest.approx(every[round(q * 5)], abs=1e-6), name
+    with pytest.raises(NameMismatch):
+        ratios(plain, {"a": moved["a"]})
+
+
+@pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
+@pytest.mark.parametrize("how", [Sharpness(), Sharpness(share=0.8)], ids=["whole", "share"])
+def test_ratios_change_no_weight(local: Local, how: Sharpness) -> None:
+    plain = trained(local, AscentStep, how=how, views=noisy)
+    assert same(trained(local, AscentStep, how=how, views=noisy, gradients=True), plain)
+
+
+def test_ratios_are_of_the_descents_batch_before_clipping() -> None:
+    (batch, *_), how = batches(), Sharpness(rho=0.5)
+    told = {}
+    for clip in (None, 1e-3):
+        local = dataclasses.replace(SGD, clip=clip)
+        net = norm_net()
+        step = AscentStep(make_optimizer(net, local), local, CPU, how, views=noisy, gradients=True)
+        told[clip] = step(net, entropy, batch)
+    net = norm_net()
+    values = dict(net.named_parameters())
+    g = dict(
+        zip(values, torch.autograd.grad(entropy(net, noisy(batch)[0]), list(values.values())), strict=True)
+    )
+    base = torch.autograd.grad(entropy(net, batch), list(values.values()))
+    eps = perturbation({n: p.detach() for n, p in values.items()}, g, how, scaled_names(net, "name"))
+    with torch.no_grad():
+        for name, p in values.items():
+            p.add_(eps[name])
+    after = torch.autograd.grad(entropy(net, batch), list(values.values()))
+    expected = ratios(dict(zip(values, base, strict=True)), dict(zip(values, after, strict=True)))
+    for name, value in expected.items():
+        assert told[None][name] == pytest.approx(float(value), abs=1e-5), name
+    # the clipped ascent is a little shorter by `tiny` alone
+    assert float(told[1e-3]["steeper"]) == pytest.approx(float(expected["steeper"]), abs=0.05), (
+        "not 1, as against a clipped one"
+    )
+    with pytest.raises(FederationError, match="fp16"):
+        half = dataclasses.replace(SGD, precision="fp16")
+        AscentStep(make_optimizer(net, SGD), half, torch.device("cuda"), how, gradients=True)
 
 
 class Toy:

@@ -159,6 +159,35 @@ def _require_masks(mask: Mapping[str, Tensor], like: Mapping[str, Tensor], *, as
     require_same(expected, mask, asked=asked)
 
 
+RATIOS = {
+    "ratio_low": 0.1,
+    "ratio_quarter": 0.25,
+    "ratio_half": 0.5,
+    "ratio_three_quarters": 0.75,
+    "ratio_high": 0.9,
+}
+"""The quantiles of r, Eq. (10), that are logged."""
+FARTHEST = 20.0
+"""What stands for an r beyond it, on either side."""
+
+
+@torch.no_grad()
+def ratios(plain: Mapping[str, Tensor], perturbed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """How gradients at perturbed weights differ from those at the weights themselves, Eq. (10):
+    r = log |(g - g_plain) / g_plain| of every number of all tensors together.
+
+    Returns "steeper", the share of numbers with r > 0, and the quantiles RATIOS of r, each of the nearest rank. A number
+    that is 0 in both gradients counts as unchanged. Raises NameMismatch for gradients of different form.
+    """
+    require_same(plain, perturbed, asked="the ratio of gradients")
+    base = _flat(plain).float()
+    change = (_flat(perturbed).float() - base).abs()
+    r = (change.log() - base.abs().log()).nan_to_num(-FARTHEST).clamp(-FARTHEST, FARTHEST)
+    ordered = r.sort().values
+    found = {"steeper": (r > 0).float().mean()}
+    return found | {name: ordered[round(q * (len(r) - 1))] for name, q in RATIOS.items()}
+
+
 class AscentStep(Step):
     """A step whose gradient is taken at w + eps: SAM, ASAM, and with `mask` sUSAM.
 
@@ -172,7 +201,10 @@ class AscentStep(Step):
     overflows lowers the loss scale and perturbs nothing; `mask` does not see it. A net with dropout draws for both
     passes. "ascent", in what a step returns, is the loss of the ascent; all else is of the descent.
 
-    Raises FederationError if a random direction is asked for without `rng`.
+    gradients: whether a step also returns `ratios` of its gradient at the perturbed weights, before clipping, and that of
+    the descent's batch at the weights themselves; one more pass, which changes no weight.
+
+    Raises FederationError if a random direction is asked for without `rng`, and for `gradients` with fp16.
     """
 
     def __init__(
@@ -185,33 +217,48 @@ class AscentStep(Step):
         views: Views | None = None,
         mask: Callable[[Tensors], Masks] | None = None,
         rng: torch.Generator | None = None,
+        gradients: bool = False,
     ) -> None:
         super().__init__(optimizer, local, device)
+        if gradients and local.precision == "fp16":
+            raise FederationError(
+                "sharpness: ratios of gradients are asked for, and precision is fp16, which loses small ones; take bf16 or "
+                "float32"
+            )
         if how.direction == "random" and rng is None:
             raise FederationError(
                 "sharpness: direction is random, but the step was given no generator; give it one, or use gradient"
             )
-        self.how, self.views, self.mask, self.rng = how, views, mask, rng
+        self.how, self.views, self.mask, self.rng, self.gradients = how, views, mask, rng, gradients
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.plain: list[tuple[Tensor, Tensor]] = []
+        self.own: dict[str, Tensor] = {}
+        self.unclipped: Tensors = {}
+        self.measured: dict[str, Tensor] = {}
 
     def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
         """Takes one step; returns the detached loss of the descent, its terms if it has several, and "ascent"."""
         ascent, descent = self.views(batch) if self.views else (batch, batch)
         first, gradient = self._ascend(net, loss, ascent)
-        if self.how.share < 1:
-            plain, own = self._ascend(net, loss, descent)[1] or {}, self._own(net)
-            self.plain = [(own[name], value) for name, value in plain.items()]
+        if self.how.share < 1 or self.gradients:
+            plain, own = self._ascend(net, loss, descent, keep=self.gradients)[1] or {}, self._own(net)
+            if self.how.share < 1:
+                self.plain = [(own[name], value) for name, value in plain.items()]
+            if self.gradients:
+                self.own = own
         if gradient is not None:
             self._perturb(net, gradient)
         del gradient
         try:
-            return super().__call__(net, loss, descent) | {"ascent": first}
+            return super().__call__(net, loss, descent) | {"ascent": first} | self.measured
         finally:
             self._restore()
 
     def apply(self) -> None:
         self._restore()
+        if self.gradients:
+            self.measured = ratios(self.unclipped, _gradients(self.own))
+            self.own, self.unclipped = {}, {}
         share, scale = self.how.share, self.scaler.get_scale()
         for parameter, plain in self.plain:
             if parameter.grad is not None:
@@ -219,8 +266,10 @@ class AscentStep(Step):
         self.plain = []
         super().apply()
 
-    def _ascend(self, net: nn.Module, loss: Loss, batch: Batch) -> tuple[Tensor, Tensors | None]:
-        """The loss at w, and its gradient; None for one that overflowed."""
+    def _ascend(
+        self, net: nn.Module, loss: Loss, batch: Batch, *, keep: bool = False
+    ) -> tuple[Tensor, Tensors | None]:
+        """The loss at w, and its clipped gradient; None for one that overflowed. keep: keeps it without clipping, too."""
         buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]
         with autocast(self.local, self.device):
             value = loss(net, batch)
@@ -237,12 +286,11 @@ class AscentStep(Step):
         held = [p.grad for p in self.parameters if p.grad is not None]
         if self.scaler.is_enabled() and not all(bool(torch.isfinite(gradient).all()) for gradient in held):
             return total.detach(), None
+        if keep:
+            self.unclipped = {name: g.clone() for name, g in _gradients(self._own(net)).items()}
         if self.local.clip is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.local.clip)
-        return total.detach(), {
-            name: torch.zeros_like(p) if p.grad is None else p.grad.detach()
-            for name, p in self._own(net).items()
-        }
+        return total.detach(), _gradients(self._own(net))
 
     @torch.no_grad()
     def _perturb(self, net: nn.Module, gradient: Tensors) -> None:
@@ -266,6 +314,13 @@ class AscentStep(Step):
     def _own(self, net: nn.Module) -> dict[str, Tensor]:
         ids = {id(p) for p in self.parameters}
         return {name: p for name, p in net.named_parameters() if id(p) in ids}
+
+
+def _gradients(parameters: Mapping[str, Tensor]) -> Tensors:
+    """The gradients that parameters hold, zeros where there is none."""
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in parameters.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- masks

@@ -37,6 +37,7 @@ from fedatlas.methods.ufps import (
     UnifiedSharpness,
     Weighed,
     WeightScheduler,
+    agreement,
     moments,
     own_parameters,
     part_names,
@@ -47,7 +48,7 @@ from fedatlas.methods.ufps import (
 from fedatlas.options import from_dict
 from fedatlas.pseudo import Merged
 from fedatlas.seeds import generator
-from fedatlas.sharpness import Sharpness, Sparsity, unpack_bits
+from fedatlas.sharpness import RATIOS, Sharpness, Sparsity, unpack_bits
 from fedatlas.tensors import average, forms_of, from_tree, load, n_bytes, tensors_of, to_tree
 from fedatlas.training import Local
 
@@ -278,6 +279,16 @@ def test_the_global_teacher_is_made_fine_sample_by_sample() -> None:
 # ------------------------------------------------------------------------------------------------ aggregation, Eq. (7)
 
 
+def test_agreement_is_a_share_of_the_global_foreground() -> None:
+    by_global = torch.tensor([[[0, 0, 0, 1, 1]], [[1, 1, 1, 1, 1]]]).bool().reshape(2, 1, 5)
+    masks = torch.stack([torch.cat([by_global, ~by_global], 1)[0], torch.cat([by_global, ~by_global], 1)[1]])
+    teachers = masks.clone()
+    teachers[0, 1, 0] = False
+    assert agreement(masks, teachers).tolist() == [pytest.approx(2 / 3), math.inf], (
+        "the background counts nothing"
+    )
+
+
 def test_weights_of_sites_number_by_number_and_in_the_limits() -> None:
     mu, sigma, n = [0.21, 0.2, 0.25], [4e-4, 2e-4, 9e-4], [84, 186, 140]
     how = UncertaintyAggregation()
@@ -473,6 +484,26 @@ def test_what_travels_beyond_fedavg() -> None:
         assert state.teachers == {}
     masks = unpack_bits(state.disagree, own_parameters(Net(len(SPACE))))  # type: ignore[arg-type]
     assert any(mask.any() for mask in masks.values())
+
+
+def test_gradients_are_logged_where_asked_and_change_nothing() -> None:
+    """In the rounds with an ascent alone, and within what a log may hold."""
+    asked = dataclasses.replace(FULL, sam=dataclasses.replace(SAM, gradients=True))
+    for rounds in (1, 3):
+        (state, clients), (plain, others) = federation(asked, rounds), federation(FULL, rounds)
+        assert bits(state) == bits(plain)
+        for name, site in clients.members.items():
+            assert {"steeper", *RATIOS} <= set(site.logged) if rounds > 1 else "steeper" not in site.logged
+            assert "steeper" not in others.members[name].logged
+            egress.check_log(site.logged, what=name)
+            if rounds > 1:
+                assert 0 < site.logged["steeper"] < 1
+                assert sorted(RATIOS, key=site.logged.__getitem__) == list(RATIOS)
+    with pytest.raises(FederationError, match="gradients is true and ascent is none"):
+        UnifiedSharpness(ascent="none", descent="cmidg", gradients=True)
+    half = dataclasses.replace(asked, local=dataclasses.replace(LOCAL, precision="fp16"))
+    with pytest.raises(FederationError, match="fp16"):
+        half.examine(Net(len(SPACE)), list(OWNS))
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])

@@ -218,6 +218,11 @@ class UnifiedSharpness:
         "original, ASAM).",
     )
     every: int = option(5, "r_fre: masks and momentum follow in rounds r with r mod r_fre = 1.", ge=1)
+    gradients: bool = option(
+        False,
+        "Whether sites log how the gradients of their ascent steps differ from plain ones, Eq. (10), which takes one more "
+        "pass a step: steeper, the share with r > 0, and quantiles of r.",
+    )
     sharpness: Sharpness = option(Sharpness(), "The perturbation.")
     sparsity: Sparsity = option(Sparsity(), "The masks.")
     cmidg: CMIDG = option(CMIDG(), "The augmentation; published code: channels 1, order 1.")
@@ -228,6 +233,10 @@ class UnifiedSharpness:
             raise FederationError(
                 "method ufps: sam: ascent is none and descent is original, so that it does nothing; set sam to null, or "
                 "descent to cmidg"
+            )
+        if self.gradients and self.ascent == "none":
+            raise FederationError(
+                "method ufps: sam: gradients is true and ascent is none, so that there is nothing to compare; take an ascent"
             )
 
 
@@ -285,6 +294,10 @@ class UFPS:
         there are."""
         if self.ua is not None:
             part_names(net, self.ua.parts)
+        if self.sam is not None and self.sam.gradients and self.local.precision == "fp16":
+            raise FederationError(
+                "method ufps: sam: gradients is true and local.precision is fp16, which loses small ones; take bf16 or float32"
+            )
         if self.participation is not None and self.participation > len(sites):
             raise FederationError(
                 f"method ufps: participation is {self.participation}; allowed: 1 to {len(sites)}, the sites that train"
@@ -466,7 +479,8 @@ class UFPS:
             if sam.ascent == "none":
                 return AugmentedStep(optimizer, chosen, device, lambda batch: views(batch)[1])
             mask = masks if masks is not None else local if sam.masks == "local" else None
-            return AscentStep(optimizer, chosen, device, sam.sharpness, views=views, mask=mask, rng=site.rng)
+            how: dict[str, Any] = {"views": views, "mask": mask, "rng": site.rng, "gradients": sam.gradients}
+            return AscentStep(optimizer, chosen, device, sam.sharpness, **how)
 
         return make, masks
 
@@ -547,6 +561,14 @@ class Labels:
             self.site.log(refined=self.agreed / self.samples)
 
 
+def agreement(by_global: Tensor, by_teachers: Tensor) -> Tensor:
+    """[B] float64: the share of the global model's foreground on which the teachers agree; infinite where it has none.
+    Masks as of `refined`."""
+    space = tuple(range(1, by_global.dim()))
+    agreed, alone = ((masks[:, 1:]).sum(space).double() for masks in (by_global & by_teachers, by_global))
+    return torch.where(alone > 0, agreed / alone, math.inf)
+
+
 def refined(by_global: Tensor, by_teachers: Tensor, how: GlobalMainTeacher) -> tuple[Tensor, Tensor]:
     """Eq. (5): masks [B, C, *S] bool of the global model, made fine by those of the teachers, sample by sample; and [B] bool,
     for which samples they are the intersection."""
@@ -558,9 +580,7 @@ def refined(by_global: Tensor, by_teachers: Tensor, how: GlobalMainTeacher) -> t
         return both, every
     if how.rule != "refined":
         return (by_teachers if how.rule == "teachers" else by_global), ~every
-    space = tuple(range(1, both.dim()))
-    agreed, alone = both[:, 1:].sum(space), by_global[:, 1:].sum(space)
-    enough = agreed >= how.v * alone.double() - 1e-9
+    enough = agreement(by_global, by_teachers) >= how.v - 1e-9
     return torch.where(enough.reshape(-1, *[1] * (both.dim() - 1)), both, by_global), enough
 
 
