@@ -115,11 +115,12 @@ class Target:
 
 
 def run(subject: Subject, chosen: Membership, tell: Callable[[str], None]) -> dict[str, Any]:
-    """{"loss", "cost", "attacks": [{"target", "classes", "cases", "shadow", "target_scores", "test"}]}.
+    """{"loss", "cost", "attacks": [{"target", "classes", "cases", "shadow", "target_scores", "uncertainty", "test"}]}.
 
     cases: how many play what (`deal`). shadow: the agreement of its predictions with the target's on the cases of which
     the target is least certain. target_scores: the target's own agreement with the truth, of members and of others: the gap
-    that the attack lives on. test: `verdict`. Agreement: Dice, mean over classes and cases in which either has the class; of
+    that the attack lives on. uncertainty: the target's of its members and of others, a value per case, in order of size.
+    test: `verdict`. Agreement: Dice, mean over classes and cases in which either has the class; of
     whole images the share of equal decisions.
     """
     name = chosen.model or ("local" if set(subject.locals) & set(subject.sites) else subject.usual)
@@ -279,6 +280,10 @@ def _attacked(subject: Subject, chosen: Membership, target: Target) -> dict[str,
         "cases": {key: len(value) for key, value in vars(dealt).items()},
         "shadow": _agreement(imitated, classes),
         "target_scores": {"members": own(of_inside, inside), "others": own(of_rest, rest)},
+        "uncertainty": {
+            "members": sorted(said.uncertainty for said in of_inside),
+            "others": sorted(said.uncertainty for said in of_rest),
+        },
         "test": verdict(
             attack.scores([said.maps for said in hidden]), attack.scores([said.maps for said in outside])
         ),

@@ -42,8 +42,45 @@ def sections(run: Run) -> str:
     return "".join(parts)
 
 
+def together(kind: str, folders: Mapping[str, Path]) -> tuple[str, list[str]]:
+    """An analysis of several runs under one heading, as HTML, "" where none has it; and the arms that lack it. folders: arm
+    -> run folder. Raises RunFolderError for a damaged file."""
+    of_arms = {arm: _read(file) for arm, folder in folders.items() if (file := _kept(folder, kind)).is_file()}
+    missing = [arm for arm in folders if arm not in of_arms]
+    draw = SECTIONS[kind][1]
+    try:
+        if kind in _MERGED:
+            key, name = _MERGED[kind]
+            entries = [
+                {**entry, name: f"{arm}, {model_title(str(entry[name]))}"}
+                for arm, found in of_arms.items()
+                for entry in found[key]
+            ]
+            first = next(iter(of_arms.values()), {})
+            return draw({**first, key: entries}) if entries else "", missing
+        parts = [f"<h3>{markup.text(arm)}</h3>{draw(found)}" for arm, found in of_arms.items()]
+    except (KeyError, TypeError, IndexError, ValueError, ZeroDivisionError) as error:
+        raise RunFolderError(
+            f"{', '.join(str(_kept(folders[arm], kind)) for arm in of_arms)}: damaged ({type(error).__name__}: {error}); run "
+            f"`fedatlas analyse {kind}` again"
+        ) from None
+    return "".join(parts), missing
+
+
+_MERGED = {
+    "landscape": ("surfaces", "model"),
+    "hessian": ("spectra", "model"),
+    "membership": ("attacks", "target"),
+}
+"""Analyses whose entries of several runs stand in one table and one figure: where they are, and what names the model."""
+
+
 def _file(run: Run, kind: str) -> Path:
-    return run.folder / "analysis" / f"{kind}.json"
+    return _kept(run.folder, kind)
+
+
+def _kept(folder: Path, kind: str) -> Path:
+    return folder / "analysis" / f"{kind}.json"
 
 
 def _read(path: Path) -> Found:
@@ -442,6 +479,7 @@ def _membership(found: Found) -> str:
     return (
         aid
         + markup.table("Membership attack", head, body, kind="wide")
+        + _uncertainties(attacks)
         + "".join(markup.note(note) for note in notes)
         + markup.aid(
             f"Attacked by the classes {markup.text(classes)}. “Cases”: members and others in the test. “Gap”: the target's "
@@ -450,6 +488,56 @@ def _membership(found: Found) -> str:
         )
     )
 
+
+BINS = 20
+
+
+def _uncertainties(attacks: Sequence[Found]) -> str:
+    """The target's uncertainty of members and of others, a panel per target; "" for files of before it was kept."""
+    known = [a for a in attacks if (a.get("uncertainty") or {}).get("members")]
+    every = [v for a in known for side in ("members", "others") for v in a["uncertainty"][side]]
+    if not every:
+        return ""
+    high = max(every) or 1.0
+    columns = min(3, len(known))
+    side, top, tall = (WIDTH - 20) / columns - 46, 24.0, 92.0
+    drawn = []
+    for place, a in enumerate(known):
+        x, y = 40 + (place % columns) * (side + 46), top + (place // columns) * (tall + 52)
+        drawn.append(_text(x, y - 7, model_title(str(a["target"])), weight=True))
+        shares = {}
+        for name in ("members", "others"):
+            values = a["uncertainty"][name]
+            counts = [0] * BINS
+            for v in values:
+                counts[min(int(BINS * v / high), BINS - 1)] += 1
+            shares[name] = [count / len(values) for count in counts] if values else []
+        most = max((share for of in shares.values() for share in of), default=1.0)
+        wide = side / BINS
+        for name, colour in _SIDES.items():
+            for n, share in enumerate(shares[name]):
+                height = tall * share / most
+                told = f"{name}: {share:.0%} from {n * high / BINS:.3g} to {(n + 1) * high / BINS:.3g}"
+                style = f"fill:{colour};fill-opacity:.42"
+                drawn.append(_rect(x + n * wide, y + tall - height, wide * 0.94, height, style, told))
+        drawn.append(_path([(x, y), (x, y + tall), (x + side, y + tall)], "var(--muted)", 0.8))
+        drawn.append(_text(x - 4, y + 5, f"{most:.0%}", anchor="end", muted=True))
+        for part in (0, 0.5, 1):
+            at = x + part * side
+            drawn.append(_text(at, y + tall + 12, f"{part * high:.3g}", anchor="middle", muted=True))
+    bottom = top + math.ceil(len(known) / columns) * (tall + 52) - 18
+    for n, (name, colour) in enumerate(_SIDES.items()):
+        drawn.append(_rect(40 + 110 * n, bottom - 8, 10, 10, f"fill:{colour};fill-opacity:.42"))
+        drawn.append(_text(55 + 110 * n, bottom, name))
+    svg = _svg(drawn, bottom + 8, f"Uncertainty of members and others: {len(known)} targets")
+    return markup.figure(
+        svg,
+        "Uncertainty of the target about members, its training cases, and others: the share of cases by uncertainty. Equal "
+        "shapes give an attack nothing to go by.",
+    )
+
+
+_SIDES = {"members": "var(--c1)", "others": "var(--c0)"}
 
 SECTIONS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "landscape": ("Loss landscape", _landscape),
