@@ -11,8 +11,8 @@ import yaml
 from test_compare_tables import IN, ORGANS, OUT, line, menu, pretend
 
 from fedatlas.compare import Comparison, collect
-from fedatlas.compare.curves import curve_figure, curves
-from fedatlas.compare.radar import radars
+from fedatlas.compare.curves import class_figure, curve_figure, curves
+from fedatlas.compare.radar import dots, radars
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.statistics import POST, read_rows, write_rows
 from fedatlas.report.comparison import html, markdown
@@ -72,8 +72,14 @@ def test_a_swing_is_told_from_a_rise(tmp_path) -> None:
     assert "| menu | 5 | 0.600 ± 0.000 | 0.200 ± 0.000 | 0.4000 ± 0.0000 | 0.2000 ± 0.0000 |" in text
     assert "| unet | – | – | – | – | – |" in text and "different numbers of rounds" in text
     figure = curve_figure(found)
-    assert figure.count(">change 0.") == 2 and "Validation over the rounds</h2>" in figure
-    assert curve_figure({**found, "curves": {}}) == ""
+    assert figure.count(">change 0.") == 2
+    rise_of = told["localized"]["classes"]
+    assert rise_of["liver"][0] == [
+        [n, pytest.approx(v - 0.1)] for n, v in zip((1, 3, 4, 5), (0.1, 0.3, 0.4, 0.6), strict=True)
+    ]
+    by_class = class_figure(found)
+    assert list(rise_of) == ["liver", "kidney"] and all(f">{name}<" in by_class for name in rise_of)
+    assert curve_figure({**found, "curves": {}}) == class_figure({**found, "curves": {}}) == ""
     assert curves(comparison, dict.fromkeys(comparison.arms, ())) == {}
 
 
@@ -115,37 +121,56 @@ def test_a_metric_that_findings_share_is_of_voxels_where_it_is_evaluated(tmp_pat
 @pytest.mark.parametrize("kind", ["values", "normalised"])
 def test_radar_plots_over_sites_and_classes(tmp_path, monkeypatch, kind) -> None:
     drawn = []
-    monkeypatch.setattr(
-        "fedatlas.compare.radar.radar_plots", lambda *of, **more: drawn.append((of, more)) or "<svg/>"
-    )
+    monkeypatch.setattr("fedatlas.compare.radar.radar_plots", lambda *of: drawn.append(of) or "<svg/>")
     layout = {**PLAIN, "radar": kind, "percent": True}
     comparison = menu(tmp_path, layout=layout, tables=[{"sites": ["c1", "c5"], "layout": layout}])
     finish(comparison, "unet", 0.5)
     pretend(comparison, "menu", {"best": {cell: [0.8 if cell[:2] == "c5" else 0.6] for cell in (*IN, *OUT)}})
-    text = radars(collect(comparison))
-    (((sites, classes), label, decimals), more), (((inner,), *_), _) = drawn
-    assert inner.title == "over classes" and len(inner.axes) == 5
-    assert (label, decimals, more["lower"], more["normalised"]) == ("Dice, %", 1, False, kind == "normalised")
+    found = collect(comparison)
+    text = {side: radars(found, side) for side in ("sites", "classes")}
+    ((sites,), name), ((classes, inner), _) = drawn
+    assert name == "radar-sites" and len(inner.axes) == 5
+    assert sites.title.startswith("Dice, %: dice in %, test cases")
+    assert (sites.decimals, sites.lower, sites.normalised) == (1, False, kind == "normalised")
     assert sites.axes == ["c1", "c2", "c3", "c4", "c5", "btcv"] and list(sites.lines) == ["unet", "menu"]
     assert sites.lines["menu"] == pytest.approx([60, 60, 60, 60, 80, 60])
     assert classes.axes == list(ORGANS) and classes.lines["menu"][0] == pytest.approx((60 + 80 + 60) / 3)
-    assert "there are 2 sites" in text, "two axes make no radar"
+    assert "there are 2 sites" in text["sites"] and "there are" not in text["classes"], (
+        "two axes make no radar"
+    )
+
+
+def test_dots_are_means_over_seeds_with_the_tables_average(tmp_path, monkeypatch) -> None:
+    drawn = []
+    monkeypatch.setattr("fedatlas.compare.radar.dot_panels", lambda *of: drawn.append(of) or "<svg/>")
+    comparison = menu(tmp_path, seeds=(0, 1), layout={**PLAIN, "average": "sites", "dots": True}, tables=[{}])
+    for seed in (0, 1):
+        cells = {cell: [(0.8 if cell[:2] == "c5" else 0.6) + 0.1 * seed] for cell in (*IN, *OUT)}
+        pretend(comparison, "menu", {"best": cells}, seed)
+    finish(comparison, "unet", 0.5)
+    found = collect(comparison)
+    for side in ("sites", "classes"):
+        dots(found, side)
+    ((sites,), name), ((classes,), _) = drawn
+    assert name == "dots-sites" and sites.unit == "Dice" and list(sites.lines) == ["unet", "menu"]
+    assert sites.axes == ["c1", "c2", "c3", "c4", "c5", "btcv", "mean"] and classes.axes == [*ORGANS, "mean"]
+    sd = float(np.std([0.6, 0.7], ddof=1))
+    assert sites.lines["menu"][0] == (pytest.approx(0.65), pytest.approx(sd))
+    assert sites.lines["menu"][4][0] == pytest.approx(0.85)
+    assert sites.lines["menu"][-1][0] == pytest.approx(found["arms"]["menu"]["mean"][0] + 0.05)
+    assert sites.lines["unet"][0] == (pytest.approx(0.5), None), "one seed has no spread"
+    assert classes.lines["menu"][0][0] == pytest.approx((0.6 + 0.8 + 0.6) / 3 + 0.05)
 
 
 def test_the_radar_is_drawn(tmp_path) -> None:
     from fedatlas.report.figures import Radar, radar_plots
 
     axes = ["kidney", "liver", "inferior vena cava and more"]
-    panel = Radar("over classes", axes, {"a": [1.0, 2.0, 3.0], "b": [4.0, 2.0, None]})
-    one = radar_plots([panel], "HD, mm", 1, lower=True, normalised=True, name="r")
-    assert (
-        "4.0 – 1.0" in one
-        and ">inferior vena cav…" in one
-        and one == radar_plots([panel], "HD, mm", 1, lower=True, normalised=True, name="r")
-    )
-    rings = re.findall(
-        r">(-?[\d.]+)<", radar_plots([panel], "HD, mm", 1, lower=True, normalised=False, name="r")
-    )
+    lines = {"a": [1.0, 2.0, 3.0], "b": [4.0, 2.0, None]}
+    panel = Radar("HD, mm: over classes", axes, lines, 1, lower=True, normalised=True)
+    one = radar_plots([panel], "r")
+    assert "4.0 – 1.0" in one and ">inferior vena cav…" in one and one == radar_plots([panel], "r")
+    rings = re.findall(r">(-?[\d.]+)<", radar_plots([panel._replace(normalised=False)], "r"))
     assert [float(ring) for ring in rings] == sorted(map(float, rings), reverse=True), "the best is outside"
     page = html(collect(menu(tmp_path)), one)
     assert one in page
@@ -154,7 +179,8 @@ def test_the_radar_is_drawn(tmp_path) -> None:
 def test_no_radar_unless_asked(tmp_path) -> None:
     comparison = menu(tmp_path)
     finish(comparison, "unet", 0.5)
-    assert radars(collect(comparison)) == ""
+    found = collect(comparison)
+    assert radars(found, "sites") == radars(found, "classes") == dots(found, "sites") == ""
     with pytest.raises(FederationError, match="radar"):
         menu(tmp_path, layout={"radar": "spider"})
 

@@ -1,5 +1,6 @@
 """Averages over the number of rounds, on the page of a comparison."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 from test_compare_tables import IN, OUT, menu, pretend
 
 from fedatlas.compare import Comparison, collect, load_comparison, write_page
-from fedatlas.compare.sweep import exchanges, kinds
+from fedatlas.compare.plan import Sweep
+from fedatlas.compare.sweep import kinds, sweeps
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 ARMS: Mapping[str, Any] = {
@@ -70,7 +72,7 @@ def test_the_kinds_of_the_experiments(file, lines, pooled) -> None:
 
 def test_the_page_shows_the_averages_of_every_table(tmp_path, monkeypatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr("fedatlas.compare.sweep.exchange_curves", lambda *of: drawn.append(of) or "<svg/>")
+    monkeypatch.setattr("fedatlas.compare.sweep.sweep_curves", lambda *of: drawn.append(of) or "<svg/>")
     tables = [{"title": "Out", "sites": "test", "printed": {"pooled": {"mean": 0.5}}}]
     comparison = swept(tmp_path, seeds=[0, 1], tables=tables, printed={"menu-80": {"mean": 91.14}})
     for seed in (0, 1):
@@ -78,8 +80,8 @@ def test_the_page_shows_the_averages_of_every_table(tmp_path, monkeypatch) -> No
         done(comparison, "pooled", 0.9, seed)
     done(comparison, "unet-4", 0.4, cells=tuple(IN))
     found = collect(comparison)
-    text = exchanges(comparison, found)
-    ((panels, ticks, label),) = drawn
+    text = sweeps(comparison, found)
+    ((panels, ticks, label, name),) = drawn
     inside, out = panels
     assert (
         inside.title.startswith("dice in %, test cases, model best, sites c1,") and inside.unit == "Dice, %"
@@ -93,6 +95,7 @@ def test_the_page_shows_the_averages_of_every_table(tmp_path, monkeypatch) -> No
     assert out.levels == {"pooled": (40, pytest.approx(0.9), pytest.approx(0.0), 0.5)}
     assert out.lines["unet"][0] == (4, None, None, None) and out.lines["unet"][1].mean == pytest.approx(0.55)
     assert ticks == {4: "4 × 200", 40: "40 × 20", 80: "80 × 10"} and label == "rounds × steps"
+    assert name == "sweep-0"
     assert "Not finished: unet-4 (1 of 2 seeds), unet-80 (0 of 2 seeds), menu-4 (0" in text
     assert "Without an average in “Out: dice" in text and text.endswith(": unet-4.</p>")
     assert "in all at every" not in text and "union of all sites (pooled)" in text
@@ -101,14 +104,14 @@ def test_the_page_shows_the_averages_of_every_table(tmp_path, monkeypatch) -> No
 def test_nothing_is_drawn_without_two_numbers_of_rounds(tmp_path) -> None:
     alone = swept(tmp_path / "alone", {"unet": {}, "menu": {"method.name": "fedprox", "rounds": 9}})
     done(alone, "unet", 0.5)
-    assert exchanges(alone, collect(alone)) == ""
+    assert sweeps(alone, collect(alone)) == ""
     nothing = swept(tmp_path / "nothing")
     done(nothing, "pooled", 0.5)
-    assert exchanges(nothing, collect(nothing)) == "", "a level has nothing to stand beside"
+    assert sweeps(nothing, collect(nothing)) == "", "a level has nothing to stand beside"
 
 
 def test_the_figure(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("fedatlas.compare.pages.box_plots", lambda *of: "<svg></svg>")
+    monkeypatch.setattr("fedatlas.compare.parts.box_plots", lambda *of: "<svg></svg>")
     arms = {**ARMS, "unet-10": {"rounds": 10, "local.epochs": 2}}
     printed = {"unet-4": {"mean": 41.0}, "pooled": {"mean": 90.0}}
     comparison = swept(tmp_path, arms, seeds=[0, 1], printed=printed, tables=[{"sites": "test"}])
@@ -118,7 +121,7 @@ def test_the_figure(tmp_path, monkeypatch) -> None:
         done(comparison, "pooled", 0.9, seed)
     found = collect(comparison)
     text = write_page(comparison, found).read_text()
-    figure = text.partition("How often to exchange</h2>")[2].partition("</figure>")[0]
+    figure = text.partition("How often to exchange</h3>")[2].partition("</figure>")[0]
     for told in (
         "4 × 200 steps",
         "10 × 2 epochs",
@@ -132,5 +135,66 @@ def test_the_figure(tmp_path, monkeypatch) -> None:
         "every number of rounds: unet." in figure
         and "Not finished" not in text
         and "<h2>Global and local" in text
+        and '<section id="sweeps">' in text
     )
-    assert exchanges(comparison, found) in text, "the same bytes again"
+    assert sweeps(comparison, found) in text, "the same bytes again"
+
+
+def numbered(**arms: Any) -> dict[str, Any]:
+    """Arms with so many images at c1 and c2."""
+    return {
+        f"{name}-n{n}": {
+            **method,
+            "sites.c1.cases": n,
+            "sites.c2.cases": n,
+        }
+        for name, method in arms.items()
+        for n in (250, 1000, 100)
+    }
+
+
+def test_a_sweep_is_over_any_number_of_the_plan(tmp_path, monkeypatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("fedatlas.compare.sweep.sweep_curves", lambda *of: drawn.append(of) or "<svg/>")
+    arms = numbered(unet={}, menu={"method.name": "fedprox"})
+    both, one = ["sites.c1.cases", "sites.c2.cases"], ["sites.c1.cases"]
+    told = [{"over": both, "title": "n, images"}, {"over": one}, {"over": ["local.lr"]}]
+    comparison = swept(tmp_path, arms, sweeps=told, seeds=[0, 1])
+    found = kinds(comparison, comparison.sweeps[0])
+    assert found.swept == {n: [f"{n}-n{k}" for k in (100, 250, 1000)] for n in ("unet", "menu")}
+    assert found.numbers["menu-n250"] == 250 and "pooled" not in found.numbers and found.pooled == ["pooled"]
+    assert kinds(comparison, comparison.sweeps[1]).swept == {}, "c2 differs as well"
+    assert kinds(comparison, comparison.sweeps[2]).swept == {}, "the same in all"
+    assert kinds(comparison).swept == {}, "no two arms differ in rounds"
+    for arm, mean in (("unet-n100", 0.4), ("unet-n1000", 0.6)):
+        for seed in (0, 1):
+            done(comparison, arm, mean + 0.02 * seed, seed)
+    text = sweeps(comparison, collect(comparison))
+    ((panels, ticks, label, _),) = drawn
+    assert ticks == {100: "100", 250: "250", 1000: "1000"} and label == "n, images"
+    points = [(at.at, at.mean) for at in panels[0].lines["unet"]]
+    assert points == [(100, pytest.approx(41.0)), (250, None), (1000, pytest.approx(61.0))]
+    assert "Averages by n, images</h3>" in text and "Not finished: unet-n250" in text
+
+
+def test_a_star_stands_for_the_sites_that_train(tmp_path) -> None:
+    arms = {f"a-{n}": {f"sites.{site}.cases": n for site in ("c1", "c2", "c3", "c4", "c5")} for n in (20, 40)}
+    star = Sweep(over=("sites.*.cases",))  # type: ignore[call-arg]
+    assert kinds(swept(tmp_path, arms), star).swept == {"a": ["a-20", "a-40"]}, "btcv has none, and is tested"
+    arms["a-40"]["sites.c3.cases"] = 41
+    assert kinds(swept(tmp_path / "other", arms), star).swept == {}, "not one number in all"
+
+
+def test_the_axis_is_logarithmic_where_numbers_are_far_apart() -> None:
+    from fedatlas.report.figures import Average, Swept, sweep_curves
+
+    def places(numbers: tuple[float, ...]) -> list[float]:
+        """Of the ticks, from 0 to 1."""
+        line = {"a": [Average(n, 0.5) for n in numbers]}
+        svg = sweep_curves([Swept("t", "Dice", line, {})], {n: f"{n:g}" for n in numbers}, "x", "s")
+        ticks = re.findall(r'id="s-xtick_\d+">.*?<use[^>]* x="([\d.]+)"', svg)
+        at = [float(x) for x in ticks]
+        return [round((x - at[0]) / (at[-1] - at[0]), 3) for x in at]
+
+    assert places((10, 100, 1000)) == [0, 0.5, 1] and places((0.4, 0.6, 0.8)) == [0, 0.5, 1]
+    assert places((0, 250, 1000)) == [0, 0.25, 1], "0 has no logarithm"

@@ -31,6 +31,7 @@ from fedatlas.compare.overlays import (
 )
 from fedatlas.compare.running import Tell
 from fedatlas.errors import DataError, FedAtlasError
+from fedatlas.experiment import Federation
 from fedatlas.inference import neighbours
 from fedatlas.trained import Trained
 
@@ -48,9 +49,14 @@ class Cam:
     spacing: tuple[float, float]
 
 
+def has_organs(federation: Federation) -> bool:
+    """Whether the federation's net has sub-encoders."""
+    return federation.net["name"] == "menunet"
+
+
 def explained(subjects: Sequence[Subject]) -> list[Subject]:
     """Those whose net has sub-encoders."""
-    return [subject for subject in subjects if subject.federation.net["name"] == "menunet"]
+    return [subject for subject in subjects if has_organs(subject.federation)]
 
 
 def cams(

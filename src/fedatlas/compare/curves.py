@@ -1,4 +1,4 @@
-"""Validation of all arms over the rounds, and how much it swings."""
+"""Validation of all arms over the rounds, of every class too, and how much it swings."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,10 +9,10 @@ import numpy as np
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Cells, average
 from fedatlas.engine.run import read_json
-from fedatlas.evaluation.statistics import cell_means, select
+from fedatlas.evaluation.statistics import cell_means, class_means, select
 from fedatlas.experiment import selects
 from fedatlas.report import markup
-from fedatlas.report.figures import Curve, arm_curves
+from fedatlas.report.figures import Curve, arm_curves, class_panels
 from fedatlas.report.tables import METRICS, Metric
 
 
@@ -23,7 +23,7 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
     are finished; rounds, values: per seed the rounds with a value, and it: of the global model on the training grid, averaged
     as the table is, over all sites and the cells of site and class that the first arm has, of `measure.known`. change:
     per seed the mean absolute difference between neighbouring values; fall: the same of falls alone, rises being 0. A
-    steady rise has a change, and no fall.
+    steady rise has a change, and no fall. classes: class -> per seed (round, the mean over sites).
     """
     evaluated = [next(iter(of.values())).evaluation for of in comparison.federations.values()]
     metric = comparison.metric
@@ -33,16 +33,23 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
     counted: set[tuple[str, str]] = set()
     for arm in comparison.arms:
         of_seeds: dict[int, list[tuple[int, float]]] = {}
+        of_classes: dict[str, dict[int, list[list[float]]]] = {}
         for seed in seeds[arm]:
             of_rounds = _cells(comparison.path(arm, seed), metric, comparison.measure.known)
             counted = counted or {cell for cells in of_rounds.values() for cell in cells}
-            means = {
-                number: average(comparison, {cell: value for cell, value in cells.items() if cell in counted})
+            kept = {
+                number: {cell: value for cell, value in cells.items() if cell in counted}
                 for number, cells in of_rounds.items()
             }
+            means = {number: average(comparison, cells) for number, cells in kept.items()}
             points = [(number, value) for number, value in means.items() if value is not None]
-            if len(points) > 1:
-                of_seeds[seed] = points
+            if len(points) < 2:
+                continue
+            of_seeds[seed] = points
+            for number, cells in kept.items():
+                for name, value in class_means(cells).items():
+                    if value is not None:
+                        of_classes.setdefault(name, {}).setdefault(seed, []).append([number, value])
         if of_seeds:
             steps = [np.diff([value for _, value in points]) for points in of_seeds.values()]
             found[arm] = {
@@ -52,6 +59,7 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
                 "values": [[value for _, value in points] for points in of_seeds.values()],
                 "change": [float(np.abs(step).mean()) for step in steps],
                 "fall": [float(np.maximum(-step, 0).mean()) for step in steps],
+                "classes": {name: list(of.values()) for name, of in of_classes.items()},
             }
     return found
 
@@ -66,13 +74,21 @@ def _cells(path: Path, metric: str, known: bool | None) -> dict[int, Cells]:
     return found
 
 
+def lacks_curves(comparison: Comparison) -> str:
+    """Why the page has no validation over the rounds; "" where it has one."""
+    for of_arm in comparison.federations.values():
+        federation = next(iter(of_arm.values()))
+        if federation.rounds > federation.evaluation.every:  # the last round is validated, too
+            return ""
+    return "no arm is validated in two rounds; set evaluation.every to fewer than its rounds"
+
+
 def curve_figure(found: Mapping[str, Any]) -> str:
     """The curves of `results.collect`, as HTML; "" without any."""
     of_arms = found["curves"]
     if not of_arms:
         return ""
-    metric = next(iter(of_arms.values()))["metric"]
-    described = METRICS.get(metric, Metric(metric, "", 3, True))
+    metric, label = _metric(of_arms)
     lines = {
         arm: Curve(
             [
@@ -83,9 +99,38 @@ def curve_figure(found: Mapping[str, Any]) -> str:
         )
         for arm, told in of_arms.items()
     }
-    svg = arm_curves(lines, described.title + (f", {described.unit}" if described.unit else ""))
     caption = (
-        f"{described.title} of the global model on the validation cases of all sites: thin, a seed; thick, the mean over seeds; grey, "
+        f"{metric} of the global model on the validation cases of all sites: thin, a seed; thick, the mean over seeds; grey, "
         "the means of the other arms. Above every panel the mean absolute change between neighbouring evaluated rounds."
     )
-    return f"<h2>Validation over the rounds</h2>{markup.figure(svg, markup.text(caption))}"
+    return markup.figure(arm_curves(lines, label), markup.text(caption))
+
+
+def class_figure(found: Mapping[str, Any]) -> str:
+    """The curves of every class, as HTML; "" without any."""
+    of_arms = found["curves"]
+    if not of_arms:
+        return ""
+    metric, label = _metric(of_arms)
+    names = dict.fromkeys(name for told in of_arms.values() for name in told["classes"])
+    order = {name: place for place, name in enumerate(found["classes"])}
+    panels = {
+        name: {
+            arm: Curve(told["classes"][name], 0.0).mean()
+            for arm, told in of_arms.items()
+            if name in told["classes"]
+        }
+        for name in sorted(names, key=lambda name: order.get(name, len(order)))
+    }
+    caption = (
+        f"{metric} of the global model on the validation cases in which the class is scored, the mean over sites and over "
+        "the finished seeds."
+    )
+    return markup.figure(class_panels(panels, label), markup.text(caption))
+
+
+def _metric(of_arms: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+    """The title of the curves' metric, without and with its unit."""
+    metric = next(iter(of_arms.values()))["metric"]
+    described = METRICS.get(metric, Metric(metric, "", 3, True))
+    return described.title, described.title + (f", {described.unit}" if described.unit else "")

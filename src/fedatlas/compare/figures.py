@@ -51,13 +51,15 @@ def write_figures(
     name: str,
     back: Mapping[str, str],
     prefix: str = "",
+    claims: Mapping[int, str] | None = None,
     tell: Tell = lambda text: None,
 ) -> dict[int, Path]:
     """Writes figure-2.html, figure-3.html and, where an arm's net has sub-encoders, figure-4.html into a folder; returns
     number -> page.
 
     arms: every one, in order; of those without a subject the page says that they were not run. name: what the pages are
-    about. back: links on every page, plain text -> address. A page that cannot be made holds why.
+    about. back: links on every page, plain text -> address. claims: number -> what the page repeats of another paper, in
+    place of its number in that of Fed-MENU. A page that cannot be made holds why.
     """
     pages = {2: _two(shown, problems, arms, subjects)}
     if any(one.solids for of_site in shown.values() for one in of_site.values()) or not shown:
@@ -66,8 +68,8 @@ def write_figures(
         pages[4] = _four(chosen, shown, problems, tell)
     files = {number: folder / f"{prefix}figure-{number}.html" for number in pages}
     for number, parts in pages.items():
-        others = {f"Figure {n}": file.name for n, file in files.items() if n != number}
-        title = f"Figure {number}: {TITLES[number]}, {name}"
+        others = {TITLES[n]: file.name for n, file in files.items() if n != number}
+        title = f"{(claims or {}).get(number) or f'Figure {number}'}: {TITLES[number]}, {name}"
         write_atomic(files[number], gallery.page(title, links={**back, **others}, **parts).encode())
     for number in set(TITLES) - set(files):
         (folder / f"{prefix}figure-{number}.html").unlink(missing_ok=True)

@@ -105,6 +105,20 @@ class Cases:
 
     def __call__(self, subject: Subject, trained: Trained, site: str, case: str) -> Any:
         """A Volume. DataError, or another FedAtlasError, where it cannot be read here."""
+        of_split = self._source(subject, trained, site).volumes(subject.split)
+        volume = next((volume for volume in of_split if volume.case == case), None)
+        if volume is None:
+            raise DataError(
+                f"{case} is not a {subject.split} case of {site} here; its data are of another time or place"
+            )
+        return volume
+
+    def names(self, subject: Subject, trained: Trained, site: str) -> list[str]:
+        """The cases of the subject's split that have labels, in order of name."""
+        items = self._source(subject, trained, site).items[subject.split]
+        return [item.title for item in items if item.scored]
+
+    def _source(self, subject: Subject, trained: Trained, site: str) -> Any:
         federation, entry = subject.federation, there(subject, site)
         key = repr((site, federation.preprocessing, trained.space, federation.seed))
         if key not in self._sources:
@@ -112,13 +126,7 @@ class Cases:
             index = task.read(federation, entry, Path(str(entry.path)))
             cache = cache_folder(federation, subject.runs)
             self._sources[key] = task.source(federation, index, trained.space, cache)
-        of_split = self._sources[key].volumes(subject.split)
-        volume = next((volume for volume in of_split if volume.case == case), None)
-        if volume is None:
-            raise DataError(
-                f"{case} is not a {subject.split} case of {site} here; its data are of another time or place"
-            )
-        return volume
+        return self._sources[key]
 
 
 def there(subject: Subject, site: str) -> SiteConfig:

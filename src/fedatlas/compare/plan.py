@@ -31,6 +31,8 @@ from fedatlas.options import from_dict, not_known, option, options
 from fedatlas.report.comparison import MILLIMETRES
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+CLAIM = re.compile(r"(Table|Figure) (S?\d+|[IVX]+)[A-Z]?")
+"""How a table or figure of a paper is named."""
 
 
 @options
@@ -98,6 +100,10 @@ class Layout:
         "Radar plots of the table's arms over sites and over classes, on the page. values: one scale; normalised: every "
         "axis from its worst arm to its best.",
     )
+    dots: bool = option(
+        False,
+        "Whether the page shows the table's arms side by side over sites and over classes, mean ± SD over seeds.",
+    )
 
     def __post_init__(self) -> None:
         for key, chosen in (("cells: cases", self.cells == "cases"), ("against", self.against is not None)):
@@ -127,6 +133,26 @@ class Table(Measure):
 
 
 M = TypeVar("M", bound=Measure)
+
+
+@options
+class Sweep:
+    """A figure of averages over a number of the federation file in which arms differ."""
+
+    over: tuple[str, ...] = option(
+        ...,
+        "The key of the number, as rounds or method.sam.start, or several keys that hold the same number in an arm; of "
+        "sites by their names, * for all that train.",
+        min_length=1,
+    )
+    beside: tuple[str, ...] = option(
+        (), "Further keys in which the arms of one line may differ; name, seed and engine always may."
+    )
+    title: str | None = option(None, "The number, in words, at the axis; null: the first key.")
+
+
+EXCHANGE = Sweep(over=("rounds",), beside=("local.steps", "local.epochs", "evaluation"))  # type: ignore[call-arg]
+"""How often to exchange."""
 
 
 @options
@@ -165,10 +191,23 @@ class ComparisonFile:
     measure: Measure = option(Measure(), "What the tables average.")  # type: ignore[call-arg]
     layout: Layout = option(Layout(), "The columns of the table of `measure`.")  # type: ignore[call-arg]
     tables: tuple[Table, ...] = option((), "Further tables of means, beside that of `measure`.")
+    sweeps: tuple[Sweep, ...] = option(
+        (EXCHANGE,),
+        "Figures of the tables' averages over a number; where no two arms differ in it alone there is none.",
+    )
     printed: dict[str, dict[str, float]] = option(
         {},
         "Published numbers, which stand beside ours: arm -> column -> value. A column is a class, site/class, mean, "
         "exclude* or include*.",
+    )
+    analyses: dict[str, tuple[str, ...]] = option(
+        {},
+        "Analysis, as `fedatlas analyse` has it -> arms whose first seed is shown with it on the page, once it was made.",
+    )
+    paper: str | None = option(None, "The short name of the paper whose tables and figures `claims` lists.")
+    claims: dict[str, tuple[str, ...]] = option(
+        {},
+        "Table or figure of the paper that the page repeats, as Table 2 or Figure S4 -> the parts of the page that do.",
     )
 
 
@@ -186,6 +225,11 @@ class Comparison:
     command: str = ""
     tables: Sequence[Table] = ()
     layout: Layout = field(default_factory=Layout)
+    sweeps: Sequence[Sweep] = (EXCHANGE,)
+    analyses: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    paper: str | None = None
+    claims: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Table or figure of the paper -> parts of the page."""
     title: str | None = None
     shared: str | None = None
     """The name of the folder of its runs where that is not its own."""
@@ -269,6 +313,9 @@ def load_comparison(
         _check_measure(table, files[0])
         _check_layout(table, files[0])
         _check_printed(table, files[0])
+    from fedatlas.compare.parts import check_claims  # its parts draw what is planned here
+
+    check_claims(found, files[0])
     return found
 
 
@@ -294,6 +341,12 @@ def _from_file(
     file: Path, raw: dict[str, Any], profile: str | None, data: Path | None, seeds: int | None
 ) -> Comparison:
     given = from_dict(ComparisonFile, raw, what=str(file))
+    for claim in given.claims:
+        if not CLAIM.fullmatch(claim):
+            raise FederationError(
+                f"{file}: claims: {claim!r} names no table or figure; expected Table or Figure and its number, as Table 2, "
+                "Table IV, Figure S4 or Figure 8A"
+            )
     for what, names in (("arm", given.arms), ("profile", given.profiles)):
         for name in names:
             if not NAME.fullmatch(name):
@@ -329,6 +382,10 @@ def _from_file(
         given.measure,
         given.printed,
         tables=given.tables,
+        sweeps=given.sweeps,
+        analyses=given.analyses,
+        paper=given.paper,
+        claims=given.claims,
         layout=given.layout,
         shared=given.runs,
     )

@@ -1,44 +1,50 @@
-"""How often to exchange: arms that differ in the number of rounds only, as Figure 5 of Fed-MENU shows them."""
+"""The averages of tables over a number in which arms differ: rounds, as Figure 5 of Fed-MENU shows them, or any other."""
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedatlas.compare.plan import Comparison
+from fedatlas.compare.plan import EXCHANGE, Comparison, Sweep
 from fedatlas.experiment import Federation, make_method, resolved, shareable
 from fedatlas.method import declared
 from fedatlas.report import markup
 from fedatlas.report.comparison import INCLUDE, MEAN, heading, of_column
-from fedatlas.report.figures import Average, Sweep, exchange_curves
+from fedatlas.report.figures import Average, Swept, sweep_curves
 from fedatlas.report.tables import METRICS, Metric
 
 
 class Kinds(NamedTuple):
-    """swept: the name of a line -> its arms, by rounds; every one has two numbers of rounds or more. pooled: further
-    arms that train on the union of all sites."""
+    """swept: the name of a line -> its arms, by their numbers; every one has two numbers or more. pooled: further arms
+    that train on the union of all sites. numbers: arm -> its number, of every arm that has one."""
 
     swept: dict[str, list[str]]
     pooled: list[str]
+    numbers: dict[str, float]
 
 
-def kinds(comparison: Comparison) -> Kinds:
-    """Groups arms that are equal but for rounds, steps or epochs of a round, and evaluation.
+def kinds(comparison: Comparison, sweep: Sweep = EXCHANGE) -> Kinds:
+    """Groups the arms that are equal but for the number of a sweep, and what may differ beside it.
 
     A line is called by what its arms' names have in common, else by its method and net; where two would be called the
     same, by all of its arms.
     """
     firsts = {arm: next(iter(of_arm.values())) for arm, of_arm in comparison.federations.items()}
+    numbers: dict[str, float] = {}
     groups: dict[str, list[str]] = {}
     for arm, federation in firsts.items():
-        groups.setdefault(_kind(federation), []).append(arm)
+        plain = shareable(resolved(federation))
+        number = number_of(plain, sweep)
+        if number is not None:
+            numbers[arm] = number
+            groups.setdefault(_kind(plain, sweep), []).append(arm)
     found = [
-        sorted(arms, key=lambda arm: firsts[arm].rounds)
+        sorted(arms, key=numbers.__getitem__)
         for arms in groups.values()
-        if len({firsts[arm].rounds for arm in arms}) > 1
+        if len({numbers[arm] for arm in arms}) > 1
     ]
     swept = {arm for arms in found for arm in arms}
     pooled = [
@@ -54,14 +60,40 @@ def kinds(comparison: Comparison) -> Kinds:
             for name, arms in zip(names, found, strict=True)
         },
         pooled,
+        numbers,
     )
 
 
-def _kind(federation: Federation) -> str:
+def number_of(plain: Mapping[str, Any], sweep: Sweep) -> float | None:
+    """The number that a federation, as plain values, has at the keys of a sweep; None where one of them has none, or
+    another one."""
+    found: list[Any] = []
+    for over in sweep.over:
+        found += [place.get(key) for place, key in _places(plain, over.split("."))] or [None]
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in found):
+        return None
+    return found[0] if len(set(found)) == 1 else None
+
+
+def _places(plain: Any, path: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
+    """The mappings that hold the last part of a path, and that part; none where it leads nowhere."""
+    first, *rest = path
+    if isinstance(plain, list):
+        for entry in plain:
+            if rest and (first == entry["name"] or (first == "*" and entry["role"] == "train")):
+                yield from _places(entry, rest)
+    elif isinstance(plain, dict) and not rest:
+        yield plain, first
+    elif isinstance(plain, dict):
+        yield from _places(plain.get(first), rest)
+
+
+def _kind(plain: Mapping[str, Any], sweep: Sweep) -> str:
     """All that the arms of a line share, as text."""
-    plain = shareable(resolved(federation))
-    kept = {key: value for key, value in plain.items() if key not in ("name", "seed", "rounds", "evaluation")}
-    kept["local"] = {key: value for key, value in plain["local"].items() if key not in ("steps", "epochs")}
+    kept = json.loads(json.dumps(plain))
+    for path in ("name", "seed", *sweep.over, *sweep.beside):
+        for place, key in list(_places(kept, path.split("."))):
+            place.pop(key, None)
     return json.dumps(kept, sort_keys=True)
 
 
@@ -84,24 +116,36 @@ def _alike(words: Sequence[Sequence[str]]) -> list[str]:
     return list(first[: same.index(False) if False in same else len(first)])
 
 
-def exchanges(comparison: Comparison, found: Mapping[str, Any]) -> str:
-    """The average of every table over the number of rounds, as HTML: a line per kind of arm, levels for arms that train
-    on the union of all sites, published averages beside them. "" where no kind has two numbers of rounds, and where
-    there is no average yet.
+def lacks_sweeps(comparison: Comparison) -> str:
+    """Why the page has no averages over a number; "" where it has them."""
+    if any(kinds(comparison, sweep).swept for sweep in comparison.sweeps):
+        return ""
+    over = "; ".join(", ".join(sweep.over) for sweep in comparison.sweeps) or "nothing"
+    return f"sweeps is over {over}, in which alone no two arms differ"
+
+
+def sweeps(comparison: Comparison, found: Mapping[str, Any]) -> str:
+    """The average of every table over the number of each sweep, as HTML: a line per kind of arm, levels for arms that
+    train on the union of all sites, published averages beside them. "" where no kind has two numbers, and where there is
+    no average yet.
 
     found: as `results.collect` gives it.
     """
-    swept, pooled = kinds(comparison)
+    return "".join(_drawn(comparison, found, sweep, place) for place, sweep in enumerate(comparison.sweeps))
+
+
+def _drawn(comparison: Comparison, found: Mapping[str, Any], sweep: Sweep, place: int) -> str:
+    swept, pooled, numbers = kinds(comparison, sweep)
     if not swept:
         return ""
     arms, budget = [arm for of in swept.values() for arm in of], found["budget"]
     tables = [found, *found["tables"]]
 
     def point(table: Mapping[str, Any], arm: str) -> Average:
-        return _average(table, arm, budget[arm]["rounds"])
+        return _average(table, arm, numbers.get(arm, 0.0))
 
     panels = [
-        Sweep(
+        Swept(
             heading(table),
             _unit(table),
             {name: [point(table, arm) for arm in of] for name, of in swept.items()},
@@ -112,19 +156,10 @@ def exchanges(comparison: Comparison, found: Mapping[str, Any]) -> str:
     drawn = [at for panel in panels for of in panel.lines.values() for at in of]
     if all(at.mean is None and at.published is None for at in drawn):
         return ""
-    units = {"steps" if budget[arm]["steps"] is not None else "epochs" for arm in arms}
-    ticks: dict[int, dict[str, None]] = {}
-    for arm in arms:
-        ticks.setdefault(budget[arm]["rounds"], {})[_each(budget[arm], named=len(units) > 1)] = None
-    svg = exchange_curves(
-        panels,
-        {rounds: f"{rounds} × {' or '.join(each)}" for rounds, each in sorted(ticks.items())},
-        "rounds × " + " or ".join(sorted(units, reverse=True)),
-    )
-    told = [
-        "The average of every table above by the number of rounds, on a logarithmic axis, and the steps or epochs of a "
-        "round: mean ± SD over the finished seeds."
-    ]
+    of_rounds = sweep.over == EXCHANGE.over
+    ticks, label, words = _axis(sweep, {arm: numbers[arm] for arm in arms}, budget)
+    svg = sweep_curves(panels, ticks, label, f"sweep-{place}")
+    told = [f"The average of every table above by {words}: mean ± SD over the finished seeds."]
     if any(column["starred"] for table in tables for column in table["columns"]):
         told.append("Where a table has two averages it is include*.")
     if pooled:
@@ -133,22 +168,40 @@ def exchanges(comparison: Comparison, found: Mapping[str, Any]) -> str:
     if any(at.published is not None for at in (*drawn, *levels)):
         told.append("Hollow: published; what belongs to a dashed line stands at the right edge.")
     uneven = [name for name, of in swept.items() if not _even(budget[arm] for arm in of)]
-    if uneven:
+    if of_rounds and uneven:
         told.append(f"Not as many steps or epochs in all at every number of rounds: {'; '.join(uneven)}.")
+    title = "How often to exchange" if of_rounds else f"Averages by {label}"
     return (
-        "<h2>How often to exchange</h2>"
+        f"<h3>{markup.text(title)}</h3>"
         + markup.figure(svg, markup.text(" ".join(told)))
         + "".join(markup.note(markup.text(note)) for note in _missing(tables, [*arms, *pooled]))
     )
 
 
-def _average(table: Mapping[str, Any], arm: str, rounds: int) -> Average:
+def _axis(
+    sweep: Sweep, numbers: Mapping[str, float], budget: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[float, str], str, str]:
+    """The ticks at the arms' numbers, the label of the axis, and the number in words."""
+    ordered = sorted(set(numbers.values()))
+    if sweep.over != EXCHANGE.over:
+        label = sweep.title or sweep.over[0]
+        return {number: f"{number:g}" for number in ordered}, label, label
+    units = {"steps" if budget[arm]["steps"] is not None else "epochs" for arm in numbers}
+    each: dict[float, dict[str, None]] = {number: {} for number in ordered}
+    for arm, number in numbers.items():
+        each[number][_each(budget[arm], named=len(units) > 1)] = None
+    ticks = {number: f"{number:g} × {' or '.join(of)}" for number, of in each.items()}
+    words = "the number of rounds, on a logarithmic axis, and the steps or epochs of a round"
+    return ticks, "rounds × " + " or ".join(sorted(units, reverse=True)), words
+
+
+def _average(table: Mapping[str, Any], arm: str, number: float) -> Average:
     """Of a table's last column, as it is printed there."""
     scale = 100.0 if table["layout"]["percent"] else 1.0
     values = [scale * value for value in of_column(table["arms"][arm], MEAN)]
     printed = table["printed"].get(arm, {})
     return Average(
-        rounds,
+        number,
         float(np.mean(values)) if values else None,
         float(np.std(values, ddof=1)) if len(values) > 1 else None,
         printed.get(MEAN, printed.get(INCLUDE)),

@@ -27,28 +27,48 @@ class Table(NamedTuple):
 
 def markdown(found: Mapping[str, Any]) -> str:
     """All tables of what `compare.collect` found, and what they rest on."""
-    parts = [part if isinstance(part, str) else _table(part) for part in _parts(found)]
+    parts = [part if isinstance(part, str) else _table(part) for of in _parts(found).values() for part in of]
     return "\n\n".join(parts) + "\n"
 
 
-def html(found: Mapping[str, Any], figures: str = "", style: str = "") -> str:
+def html(
+    found: Mapping[str, Any],
+    figures: str = "",
+    style: str = "",
+    *,
+    above: str = "",
+    captions: Mapping[str, str] | None = None,
+) -> str:
     """The same as a page of its own, with the critical-difference diagram; it needs no network. figures: further
-    ones, as HTML, and what they need of CSS."""
-    parts = [_html(part) if isinstance(part, str) else _html_table(part) for part in _parts(found)]
+    ones, as HTML, and what they need of CSS; above: what stands above the tables, HTML. captions: means, forgetting,
+    costs -> what these tables repeat of a paper, plain text."""
+    sections = []
+    for name, of in _parts(found).items():
+        caption = (captions or {}).get(name, "")
+        head = f'<p><b class="claim">{escape(caption)}</b></p>' if caption else ""
+        parts = [_html(part) if isinstance(part, str) else _html_table(part) for part in of]
+        sections.append(f'<section id="{name}">{head}{chr(10).join(parts)}</section>')
     name = escape(found["name"] + (f", {found['profile']}" if found["profile"] else ""))
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{name}</title><style>{style}{STYLE}</style>"
-        f"<main><h1>{name}</h1>\n{chr(10).join(parts)}\n{critical_difference(found['ranks'])}\n{figures}</main></html>\n"
+        f"<main><h1>{name}</h1>{above}\n{chr(10).join(sections)}\n{critical_difference(found['ranks'])}\n{figures}</main></html>\n"
     )
 
 
-def _parts(found: Mapping[str, Any]) -> list[str | Table]:
-    parts: list[str | Table] = [*_means(found), *_differences(found), *_ranks(found), *_forgetting(found)]
-    for other in found["tables"]:
-        parts += _means(other)
-    return [part for part in [*parts, *_curves(found), *_costs(found), _footer(found)] if part]
+def _parts(found: Mapping[str, Any]) -> dict[str, list[str | Table]]:
+    """The tables by the part of the page that they are, in order."""
+    parts: dict[str, list[str | Table]] = {
+        "means": _means(found),
+        "differences": [*_differences(found), *_ranks(found)],
+        "forgetting": _forgetting(found),
+        "further-means": [part for other in found["tables"] for part in _means(other)],
+        "swings": _curves(found),
+        "costs": _costs(found),
+        "made": [_footer(found)],
+    }
+    return {name: kept for name, of in parts.items() if (kept := [part for part in of if part])}
 
 
 def _means(found: Mapping[str, Any]) -> list[str | Table]:
@@ -569,6 +589,12 @@ svg.plot { width: 100%; min-width: 760px; height: auto; font-family: system-ui, 
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap }
 tr.groups th { text-align: center; border-bottom-width: 2px }
+.claim { color: var(--accent) }
+h2 .claim { font-size: 1rem; font-weight: 600; margin-left: .6rem }
+.note { padding: .5rem .9rem; border-left: 3px solid var(--accent) }
+.aid { max-width: 60rem }
+caption { text-align: left; font-weight: 600; padding: .3rem 0 }
+td.num { text-align: right }
 svg.ranks text { fill: var(--ink); font: 13px system-ui, sans-serif }
 svg.ranks line { stroke: var(--ink) }
 svg.ranks .group { stroke: var(--accent); stroke-width: 4 }

@@ -1187,20 +1187,21 @@ _NO_METADATA: Mapping[str, None] = dict.fromkeys(("Date", "Creator", "Type", "Fo
 _UNSIGNED: Any = {"Software": None}
 
 
-# ---------------------------------------------------------------------------------------------- number of rounds
+# ---------------------------------------------------------------------------------------------- sweeps
 
 
 class Average(NamedTuple):
-    """The average of an arm in one table, and its SD over seeds; None where there is none. published: as printed."""
+    """The average of an arm in one table, and its SD over seeds; None where there is none. at: the arm's number on the
+    axis; published: the average as printed."""
 
-    rounds: int
+    at: float
     mean: float | None
     spread: float | None = None
     published: float | None = None
 
 
-class Sweep(NamedTuple):
-    """A panel. unit: of its values. lines: name -> averages by rounds; levels: name -> one of any number of rounds.
+class Swept(NamedTuple):
+    """A panel. unit: of its values. lines: name -> averages by their numbers; levels: name -> one of no number.
     All panels of a figure have the same names."""
 
     title: str
@@ -1209,18 +1210,25 @@ class Sweep(NamedTuple):
     levels: Mapping[str, Average]
 
 
-def exchange_curves(panels: Sequence[Sweep], ticks: Mapping[int, str], label: str) -> str:
-    """Averages over the number of rounds on a logarithmic axis: lines with ± SD, levels as dashed red lines with a band
-    of ± SD, published numbers as hollow markers, those of levels at the right edge.
+def sweep_curves(panels: Sequence[Swept], ticks: Mapping[float, str], label: str, name: str) -> str:
+    """Averages over a number in which arms differ: lines with ± SD, levels as dashed red lines with a band of ± SD,
+    published averages as hollow markers, those of levels at the right edge. The axis is logarithmic where the numbers
+    are positive and the largest is at least four times the smallest.
 
-    ticks: the text at every number of rounds of `lines`, which are two or more. label: of this axis.
+    ticks: the text at every number of `lines`, which are two or more. label: of this axis. name: of the figure, for its
+    identifiers.
     """
     names, levels = list(panels[0].lines), list(panels[0].levels)
-    low, high = min(ticks), max(ticks)
-    reach = math.log(high / low)
+    logarithmic = min(ticks) > 0 and max(ticks) >= 4 * min(ticks)
+
+    def place(at: float) -> float:
+        return math.log(at) if logarithmic else float(at)
+
+    places = sorted(place(at) for at in ticks)
+    low, high = places[0], places[-1]
+    reach = high - low
     dashes = [(0, (5 - 1.5 * (index % 3), 1.6 + 0.8 * (index % 3))) for index in range(len(levels))]
-    places = sorted(ticks)
-    crowded = any(math.log(b / a) < 0.13 * reach for a, b in pairwise(places))
+    crowded = any(b - a < 0.13 * reach for a, b in pairwise(places))
 
     def style(index: int) -> dict[str, Any]:
         return {
@@ -1234,7 +1242,7 @@ def exchange_curves(panels: Sequence[Sweep], ticks: Mapping[int, str], label: st
     ) -> None:
         axis.plot(x, y, **{**look, "linestyle": "none", "markersize": 7, "markerfacecolor": "none", **more})
 
-    def panel_of(axis: Axes, panel: Sweep) -> None:
+    def panel_of(axis: Axes, panel: Swept) -> None:
         for index, (level, dash) in enumerate(zip(panel.levels.values(), dashes, strict=True)):
             if level.mean is not None:
                 axis.axhline(level.mean, color=_BAD, linestyle=dash, linewidth=1.4)
@@ -1247,26 +1255,24 @@ def exchange_curves(panels: Sequence[Sweep], ticks: Mapping[int, str], label: st
                 hollow(axis, [1.0], [level.published], look, **edge)
         for index, of in enumerate(panel.lines.values()):
             # beside each other, so that their bars can be told apart
-            aside = math.exp(0.012 * reach * (index - (len(names) - 1) / 2))
+            aside = 0.012 * reach * (index - (len(names) - 1) / 2)
             look = style(index)
-            means = [(aside * at.rounds, at.mean, at.spread) for at in of if at.mean is not None]
-            # not joined across a number of rounds that has no average
+            means = [(aside + place(at.at), at.mean, at.spread) for at in of if at.mean is not None]
+            # not joined across a number that has no average
             axis.plot(
-                [aside * at.rounds for at in of],
+                [aside + place(at.at) for at in of],
                 [math.nan if at.mean is None else at.mean for at in of],
                 **look,
             )
             if barred := [(x, y, spread) for x, y, spread in means if spread is not None]:
                 x, y, spread = zip(*barred, strict=True)
                 axis.errorbar(x, y, spread, color=look["color"], linestyle="none", elinewidth=1.1, capsize=3)
-            printed = [(aside * at.rounds, at.published) for at in of if at.published is not None]
+            printed = [(aside + place(at.at), at.published) for at in of if at.published is not None]
             hollow(axis, [x for x, _ in printed], [y for _, y in printed], look)
         if all(at.mean is None for of in panel.lines.values() for at in of):
             _said(axis, "no run is finished")
-        axis.set_xscale("log")
-        axis.set_xlim(low * math.exp(-0.08 * reach), high * math.exp(0.08 * reach))
-        axis.set_xticks(places, [ticks[rounds] for rounds in places])
-        axis.set_xticks([], minor=True)
+        axis.set_xlim(low - 0.08 * reach, high + 0.08 * reach)
+        axis.set_xticks([place(at) for at in sorted(ticks)], [ticks[at] for at in sorted(ticks)])
         if crowded:
             axis.tick_params(axis="x", labelrotation=40)
         axis.set_xlabel(label)
@@ -1292,7 +1298,7 @@ def exchange_curves(panels: Sequence[Sweep], ticks: Mapping[int, str], label: st
         return figure
 
     units = ", ".join(dict.fromkeys(panel.unit for panel in panels))
-    return _svg(draw, "exchanges", f"{units} by the number of rounds: {', '.join([*names, *levels])}")
+    return _svg(draw, name, f"{units} by {label}: {', '.join([*names, *levels])}")
 
 
 # ---------------------------------------------------------------------------------------------- arms of a comparison
@@ -1343,33 +1349,77 @@ def arm_curves(lines: Mapping[str, Curve], label: str) -> str:
     return _svg(draw, "arm-curves", f"Validation {label} over rounds: {', '.join(lines)}")
 
 
+def class_panels(panels: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], label: str) -> str:
+    """A panel per class with a line per arm: class -> arm -> (round, value). label: of the values."""
+    names = list(dict.fromkeys(arm for lines in panels.values() for arm in lines))
+    columns = _columns(len(panels), 2, 3) if len(panels) > 1 else 1
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(panels), columns=columns, height=2.3)
+        for index, (axis, (name, lines)) in enumerate(zip(axes, panels.items(), strict=True)):
+            for arm, points in lines.items():
+                look = _arm_style(names, arm)
+                _line(axis, points, color=look["color"], linestyle=look["linestyle"], linewidth=1.4)
+            axis.set_title(_short(name, 28))
+            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+            if index % columns == 0:
+                axis.set_ylabel("\n".join(textwrap.wrap(label, 22)))
+            if index >= columns * ((len(axes) - 1) // columns):
+                axis.set_xlabel("round")
+        _legend(
+            figure,
+            [Line2D([], [], label=_short(n, 40), **_arm_style(names, n, marker="")) for n in names],
+        )
+        return figure
+
+    return _svg(
+        draw, "class-curves", f"Validation {label} of {', '.join(panels)} over rounds: {', '.join(names)}"
+    )
+
+
 class Radar(NamedTuple):
-    """A plot. axes: in order; lines: name -> a value or None per axis."""
+    """A plot. title: the metric, its unit and what it is of; axes: in order; lines: name -> a value or None per axis;
+    lower: whether the lower value is the better one. normalised: every axis runs from its worst value, at a fifth of the
+    radius, to its best; otherwise all have one scale, whose rings are labelled."""
 
     title: str
     axes: Sequence[str]
     lines: Mapping[str, Sequence[float | None]]
+    decimals: int
+    lower: bool
+    normalised: bool
 
 
-def radar_plots(
-    panels: Sequence[Radar], label: str, decimals: int, *, lower: bool, normalised: bool, name: str
-) -> str:
-    """Closed lines around a centre; outside is better, also where the lower value is. A line is open where it lacks a
-    value.
+class Dots(NamedTuple):
+    """A panel. unit: of its values; axes: in order, the average last; lines: name -> per axis the mean and SD (None: of one
+    value), or None."""
 
-    label: of the values. normalised: every axis runs from its worst value, at a fifth of the radius, to its best;
-    otherwise all have one scale, whose rings are labelled.
-    """
-    names = list(dict.fromkeys(line for panel in panels for line in panel.lines))
+    title: str
+    unit: str
+    axes: Sequence[str]
+    lines: Mapping[str, Sequence[tuple[float, float | None] | None]]
+
+
+def _arm_style(names: Sequence[str], name: str, **more: Any) -> dict[str, Any]:
+    """Colour and marker of an arm among all; dashes tell apart those of one colour. more: in place of these."""
+    index = names.index(name)
     dashes = ("-", (0, (4, 1.4)), (0, (1.2, 1.2)))
+    return {
+        "color": CLASS_COLOURS[index % len(CLASS_COLOURS)][0],
+        "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": dashes[index // len(CLASS_COLOURS) % len(dashes)],
+        **more,
+    }
 
-    def style(line: str) -> dict[str, Any]:
-        index = names.index(line)
-        return {
-            "color": CLASS_COLOURS[index % len(CLASS_COLOURS)][0],
-            "marker": MARKERS[index % len(MARKERS)],
-            "linestyle": dashes[index // len(CLASS_COLOURS) % len(dashes)],
-        }
+
+def _names(panels: Sequence[Radar | Dots]) -> list[str]:
+    return list(dict.fromkeys(line for panel in panels for line in panel.lines))
+
+
+def radar_plots(panels: Sequence[Radar], name: str) -> str:
+    """Closed lines around a centre; outside is better, also where the lower value is. A line is open where it lacks a
+    value. name: of the figure, for its identifiers."""
+    names = _names(panels)
 
     def panel_of(axis: Any, panel: Radar) -> None:
         angles = np.linspace(0, 2 * np.pi, len(panel.axes), endpoint=False)
@@ -1377,14 +1427,14 @@ def radar_plots(
         titles = [_short(text, 18) for text in panel.axes]
         axis.set_theta_zero_location("N")
         axis.set_theta_direction(-1)
-        if normalised:
+        if panel.normalised:
             low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
-            ends = (high, low) if lower else (low, high)
+            ends = (high, low) if panel.lower else (low, high)
             apart = np.where(high > low, ends[1] - ends[0], 1.0)
             radii = np.where(high > low, 0.2 + 0.8 * (values - ends[0]) / apart, 1.0)
             radii[np.isnan(values)] = math.nan
             titles = [
-                f"{text}\n{worst:.{decimals}f} – {best:.{decimals}f}"
+                f"{text}\n{worst:.{panel.decimals}f} – {best:.{panel.decimals}f}"
                 for text, worst, best in zip(titles, *ends, strict=True)
             ]
             axis.set_yticks([0.2, 0.6, 1.0], ["", "", ""])
@@ -1393,7 +1443,7 @@ def radar_plots(
             low, high = float(np.nanmin(values)), float(np.nanmax(values))
             room = 0.0 if high - low > 1e-6 * abs(high) else 0.05 * max(abs(high), 1e-6)
             ticks = MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]).tick_values(low - room, high + room)
-            sign = -1.0 if lower else 1.0
+            sign = -1.0 if panel.lower else 1.0
             radii, rings = sign * values, sorted((sign * np.asarray(ticks)).tolist())
             step = rings[1] - rings[0]
             axis.set_ylim(rings[0] - 0.5 * step, rings[-1] + 0.1 * step)
@@ -1404,24 +1454,129 @@ def radar_plots(
                 text.set_bbox({"facecolor": _PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.8})
                 text.set_zorder(5)
         for line, of in zip(panel.lines, radii, strict=True):
-            axis.plot([*angles, angles[0]], [*of, of[0]], linewidth=1.4, **style(line))
+            axis.plot([*angles, angles[0]], [*of, of[0]], linewidth=1.4, **_arm_style(names, line))
         axis.set_xticks(angles, titles)
         for angle, text in zip(angles, axis.get_xticklabels(), strict=True):
             side = math.sin(angle)
             text.set_horizontalalignment("center" if abs(side) < 0.1 else "left" if side > 0 else "right")
         axis.spines["polar"].set_color(_GRID)
         axis.spines["polar"].set_visible(True)
-        axis.set_title(panel.title, pad=14)
+        axis.set_title("\n".join(textwrap.wrap(panel.title, 54)), pad=14)
 
     def draw() -> Figure:
-        figure = Figure(figsize=(WIDTH, 4.6 + 0.22 * math.ceil(len(names) / 5)))
+        rows = math.ceil(len(panels) / 2)
+        figure = Figure(figsize=(WIDTH, 4.8 * rows + 0.22 * math.ceil(len(names) / 5)))
         FigureCanvasSVG(figure)
-        made = figure.subplots(1, 2, squeeze=False, subplot_kw={"projection": "polar"}).ravel().tolist()
+        made = figure.subplots(rows, 2, squeeze=False, subplot_kw={"projection": "polar"}).ravel().tolist()
         for axis in made[len(panels) :]:
             axis.remove()
         for axis, panel in zip(made[: len(panels)], panels, strict=True):
             panel_of(axis, panel)
-        _legend(figure, [Line2D([], [], label=_short(line, 40), **style(line)) for line in names])
+        _legend(figure, [Line2D([], [], label=_short(n, 40), **_arm_style(names, n)) for n in names])
         return figure
 
-    return _svg(draw, name, f"Radar plots of {label}: {', '.join(names)}")
+    return _svg(
+        draw, name, f"Radar plots of {', '.join(panel.title for panel in panels)}: {', '.join(names)}"
+    )
+
+
+def dot_panels(panels: Sequence[Dots], name: str) -> str:
+    """Means as dots with bars of ± SD, the arms beside each other at every axis. name: of the figure, for its
+    identifiers."""
+    names = _names(panels)
+
+    def panel_of(axis: Axes, panel: Dots) -> None:
+        for index, (line, of) in enumerate(panel.lines.items()):
+            aside = 0.7 * ((index + 0.5) / len(panel.lines) - 0.5)
+            look = _arm_style(names, line, linestyle="none")
+            known = [(place + aside, *found) for place, found in enumerate(of) if found is not None]
+            axis.plot([x for x, *_ in known], [mean for _, mean, _ in known], **look)
+            if barred := [(x, mean, sd) for x, mean, sd in known if sd is not None]:
+                x, mean, sd = zip(*barred, strict=True)
+                axis.errorbar(x, mean, sd, color=look["color"], linestyle="none", elinewidth=1.0, capsize=2)
+        axis.set_xticks(range(len(panel.axes)), [_short(text, 18) for text in panel.axes])
+        axis.set_xlim(-0.6, len(panel.axes) - 0.4)
+        axis.grid(visible=False, axis="x")
+        for place in range(1, len(panel.axes)):
+            last = place == len(panel.axes) - 1
+            axis.axvline(place - 0.5, color=_MUTED if last else _GRID, linewidth=1.0 if last else 0.7)
+        axis.set_ylabel(panel.unit)
+        axis.set_title("\n".join(textwrap.wrap(panel.title, 120)))
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(panels), columns=1, height=2.9)
+        for axis, panel in zip(axes, panels, strict=True):
+            panel_of(axis, panel)
+        handles = [
+            Line2D([], [], label=_short(n, 40), **_arm_style(names, n, linestyle="none")) for n in names
+        ]
+        _legend(figure, handles)
+        return figure
+
+    told = ", ".join(dict.fromkeys(panel.unit for panel in panels))
+    return _svg(draw, name, f"{told} of {', '.join(names)}, side by side")
+
+
+def weight_panels(panels: Mapping[str, Mapping[str, Sequence[float]]], at: Sequence[float]) -> str:
+    """Weights of samples over their normalised uncertainty: title -> name of a line -> its values at `at`. All panels have
+    the same lines."""
+    columns = _columns(len(panels), 2, 3) if len(panels) > 1 else 1
+
+    def draw() -> Figure:
+        figure, axes = _panels(len(panels), columns=columns, height=2.6)
+        handles = []
+        for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+            handles = []
+            for index, (name, values) in enumerate(lines.items()):
+                look: dict[str, Any] = {"color": CLASS_COLOURS[index % len(CLASS_COLOURS)][0]}
+                axis.plot(at, values, linewidth=1.5, **look)
+                handles.append(Line2D([], [], label=name, **look))
+            axis.set_title("\n".join(textwrap.wrap(title, 44)))
+            axis.set_xlabel("normalised uncertainty")
+            axis.set_ylabel("weight")
+        _legend(figure, handles)
+        return figure
+
+    return _svg(draw, "weights", f"Weights of samples by their uncertainty: {', '.join(panels)}")
+
+
+def gradient_panels(
+    arms: Mapping[str, Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]], quantiles: Sequence[str]
+) -> str:
+    """Of every arm two panels: the share "steeper" of every site over the rounds, and five quantiles of r: lines for the
+    outer ones and the middle one, a band between the others. arms: arm -> site -> name -> (round, value)."""
+    sites = list(dict.fromkeys(site for of_arm in arms.values() for site in of_arm))
+    look = {site: SITE_COLOURS[index % len(SITE_COLOURS)][0] for index, site in enumerate(sites)}
+    low, quarter, half, three_quarters, high = quantiles
+
+    def draw() -> Figure:
+        figure, axes = _panels(2 * len(arms), columns=2, height=2.7)
+        for (arm, of_arm), share, spread in zip(arms.items(), axes[::2], axes[1::2], strict=True):
+            for site, of in of_arm.items():
+                colour = look[site]
+                mark = MARKERS[sites.index(site) % len(MARKERS)]
+                share.plot(*zip(*of["steeper"], strict=True), color=colour, marker=mark)
+                rounds = [number for number, _ in of[half]]
+                below, above = ([value for _, value in of[name]] for name in (quarter, three_quarters))
+                spread.fill_between(rounds, below, above, facecolor=to_rgba(colour, 0.16), edgecolor="none")
+                for name in (low, high):
+                    _line(spread, of[name], color=colour, linewidth=0.7, linestyle=(0, (3, 2)))
+                spread.plot(*zip(*of[half], strict=True), color=colour, marker=mark)
+            share.axhline(0.5, color=_MUTED, linewidth=0.8)
+            spread.axhline(0.0, color=_MUTED, linewidth=0.8)
+            share.set_ylim(0, 1)
+            share.set_title(f"{_short(arm, 40)}: share with r > 0")
+            spread.set_title(f"{_short(arm, 40)}: r")
+            for axis in (share, spread):
+                axis.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+                axis.set_xlabel("round")
+        _legend(
+            figure,
+            [
+                Line2D([], [], label=_short(site, 30), color=look[site], marker=MARKERS[n % len(MARKERS)])
+                for n, site in enumerate(sites)
+            ],
+        )
+        return figure
+
+    return _svg(draw, "gradients", f"Ratios of gradients over rounds: {', '.join(arms)}")

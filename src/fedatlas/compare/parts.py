@@ -1,0 +1,273 @@
+"""The parts of a comparison's page: what a plan must ask for so that the page has them, and what draws them.
+
+A file's `claims` name these parts. The same functions say whether a plan has a part, refuse a claim that it does not
+meet, and choose what the page shows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedatlas.compare.cams import has_organs
+from fedatlas.compare.curves import class_figure, curve_figure, lacks_curves
+from fedatlas.compare.figures import write_figures
+from fedatlas.compare.gradients import gradients, lacks_gradients
+from fedatlas.compare.grid import picture_grid
+from fedatlas.compare.overlays import Shown, Subject, overlays, subjects
+from fedatlas.compare.pictures import box_plots
+from fedatlas.compare.plan import Comparison, of_findings
+from fedatlas.compare.radar import dots, lacks_dots, lacks_radar, radars
+from fedatlas.compare.running import Tell
+from fedatlas.compare.schedules import lacks_schedules, schedules
+from fedatlas.compare.sweep import lacks_sweeps, sweeps
+from fedatlas.compare.teaching import lacks_teaching, teaching, teaching_figure
+from fedatlas.errors import FederationError
+from fedatlas.options import not_known
+from fedatlas.report import markup
+from fedatlas.report.analysis import SECTIONS, together
+
+
+@dataclass
+class Page:
+    """What the parts of a page are drawn from. found: as `results.collect` gives it; file: where the page
+    is written, and further ones beside it."""
+
+    comparison: Comparison
+    found: Mapping[str, Any]
+    file: Path
+    tell: Tell = field(default=lambda text: None)
+
+    @cached_property
+    def seeds(self) -> dict[str, list[int]]:
+        """Arm -> its finished seeds."""
+        return {arm: of_arm["seeds"] for arm, of_arm in self.found["arms"].items()}
+
+    @cached_property
+    def subjects(self) -> list[Subject]:
+        return subjects(self.comparison, self.seeds)
+
+    @cached_property
+    def pictures(self) -> tuple[dict[str, dict[str, Shown]], dict[str, list[str]]]:
+        """`overlays.overlays` of the finished runs."""
+        return overlays(self.comparison, self.seeds, self.tell)
+
+    @cached_property
+    def beside(self) -> dict[int, Path]:
+        """Number -> the page beside this one, see `figures.write_figures`."""
+        shown, problems = self.pictures
+        names = {number: claimed(self.comparison, part) for number, part in BESIDE.items()}
+        return write_figures(
+            self.subjects,
+            shown,
+            problems,
+            self.file.parent,
+            arms=self.comparison.arms,
+            name=self.comparison.name,
+            back={"comparison": self.file.name},
+            prefix=f"{self.comparison.name}-" if self.comparison.shared else "",
+            claims=names,
+            tell=self.tell,
+        )
+
+
+class Part(NamedTuple):
+    """A part of the page. title: its heading. lacks: why a plan has no such part, "" where it has one. draw: the part as
+    HTML, "" while nothing that it shows is there; None for tables, which stand above all figures."""
+
+    title: str
+    lacks: Callable[[Comparison], str]
+    draw: Callable[[Page], str] | None
+
+
+def _always(comparison: Comparison) -> str:
+    return ""
+
+
+def _of_voxels(comparison: Comparison) -> str:
+    if comparison.first.task == "segmentation" and not of_findings(comparison):
+        return ""
+    return f"{comparison.metric} has no values by case, or there are no outlines to show"
+
+
+def _of_volumes(comparison: Comparison) -> str:
+    preprocessing = comparison.first.preprocessing
+    if (why := _of_voxels(comparison)) or preprocessing is None or preprocessing.size is None:
+        return why
+    return "the images are pictures (preprocessing.size), not volumes"
+
+
+def _with_local(comparison: Comparison) -> str:
+    models = [next(iter(of.values())).evaluation.models for of in comparison.federations.values()]
+    return (
+        _of_voxels(comparison)
+        if any("local" in of for of in models)
+        else "no arm has local in evaluation.models"
+    )
+
+
+def _with_subencoders(comparison: Comparison) -> str:
+    federations = (next(iter(of.values())) for of in comparison.federations.values())
+    return _of_voxels(comparison) if any(map(has_organs, federations)) else "no arm has the net menunet"
+
+
+def _analysed(comparison: Comparison, *, kind: str) -> str:
+    return "" if comparison.analyses.get(kind) else f"analyses names no arm for {kind}"
+
+
+def _boxes(page: Page) -> str:
+    boxes = box_plots(page.comparison, page.seeds)
+    caption = (
+        f"{page.found['metric']} over {page.found['split']} cases in which the class is there, of all finished seeds, for the "
+        "global model and every local one. A star: not annotated at that site."
+    )
+    return markup.figure(boxes, markup.text(caption)) if boxes else ""
+
+
+def _link(page: Page, *, number: int, told: str) -> str:
+    if number not in page.beside or not (page.pictures[0] or page.pictures[1]):
+        return ""
+    return f'<p>On a page of its own: <a href="{page.beside[number].name}">{told}</a>.</p>'
+
+
+def _pictures(page: Page) -> str:
+    shown, problems = page.pictures
+    grid = picture_grid(page.comparison.arms, page.found, shown, problems)
+    return grid + _link(page, number=2, told="the same, a row per arm") if grid else ""
+
+
+def _teaching(page: Page) -> str:
+    return teaching_figure(*teaching(page.comparison, page.subjects, page.tell))
+
+
+def _analysis(page: Page, *, kind: str) -> str:
+    arms = page.comparison.analyses[kind]
+    folders = {arm: page.comparison.path(arm, seeds[0]) for arm in arms if (seeds := page.seeds[arm])}
+    drawn, missing = together(kind, folders)
+    commands = ", ".join(
+        f"<code>fedatlas analyse {kind} {markup.text(folders[arm])}</code>" for arm in missing
+    )
+    return drawn + (markup.note(f"Not there yet; it is made by {commands}.") if missing else "")
+
+
+PARTS: Mapping[str, Part] = {
+    "means": Part("Means", _always, None),
+    "forgetting": Part("Forgetting", _with_local, None),
+    "costs": Part("Cost", _always, None),
+    "curves": Part("Validation over the rounds", lacks_curves, lambda page: curve_figure(page.found)),
+    "class-curves": Part("Validation of every class", lacks_curves, lambda page: class_figure(page.found)),
+    "sweeps": Part("Over a number", lacks_sweeps, lambda page: sweeps(page.comparison, page.found)),
+    "radar-sites": Part(
+        "Over sites", partial(lacks_radar, side="sites"), lambda page: radars(page.found, "sites")
+    ),
+    "radar-classes": Part(
+        "Over classes", partial(lacks_radar, side="classes"), lambda page: radars(page.found, "classes")
+    ),
+    "dots-sites": Part(
+        "Site by site", partial(lacks_dots, side="sites"), lambda page: dots(page.found, "sites")
+    ),
+    "dots-classes": Part(
+        "Class by class", partial(lacks_dots, side="classes"), lambda page: dots(page.found, "classes")
+    ),
+    "boxes": Part("Global and local models", _of_voxels, _boxes),
+    "schedules": Part("Weights of samples", lacks_schedules, lambda page: schedules(page.comparison)),
+    "gradients": Part(
+        "Gradients at perturbed weights",
+        lacks_gradients,
+        lambda page: gradients(page.comparison, page.seeds),
+    ),
+    **{
+        kind: Part(title, partial(_analysed, kind=kind), partial(_analysis, kind=kind))
+        for kind, (title, _) in SECTIONS.items()
+    },
+    "pictures": Part("Pictures", _of_voxels, _pictures),
+    "surfaces": Part(
+        "In three dimensions", _of_volumes, partial(_link, number=3, told="surfaces of the same cases")
+    ),
+    "gradcam": Part(
+        "Grad-CAM", _with_subencoders, partial(_link, number=4, told="Grad-CAM of the sub-encoders")
+    ),
+    "pseudo-labels": Part("Pseudo labels", lacks_teaching, _teaching),
+}
+"""Name -> part, in the order of the page; what a file's `claims` may name."""
+BESIDE = {2: "pictures", 3: "surfaces", 4: "gradcam"}
+"""The number of a page beside this one -> the part that it belongs to."""
+
+
+def claimed(comparison: Comparison, part: str) -> str:
+    """What a part repeats of the paper, as plain text: "Figures 5 and 6 of UFPS"; "" for nothing."""
+    names = [name for name, parts in comparison.claims.items() if part in parts]
+    return f"{', '.join(names)} of {comparison.paper}" if names else ""
+
+
+def unmet(comparison: Comparison) -> dict[str, str]:
+    """Claim -> why the page of this plan does not have it; {} where it has all."""
+    found = {}
+    for name, parts in comparison.claims.items():
+        whys = [f"{part}: {why}" for part in parts if (why := PARTS[part].lacks(comparison))]
+        if whys:
+            found[name] = "; ".join(whys)
+    return found
+
+
+def check_claims(comparison: Comparison, file: Path) -> None:
+    """FederationError for a claim of a part that does not exist, for one without a paper, and, unless a profile makes the
+    runs smaller than the file means them, for one that the page will not have."""
+    if comparison.claims and not comparison.paper:
+        raise FederationError(
+            f"{file}: claims: of which paper {next(iter(comparison.claims))} is, is missing; set paper to its short name"
+        )
+    for name, parts in comparison.claims.items():
+        for part in parts:
+            if part not in PARTS:
+                raise not_known(f"{file}: claims: {name}: the part", part, PARTS)
+    for kind, arms in comparison.analyses.items():
+        if kind not in SECTIONS:
+            raise not_known(f"{file}: analyses: the analysis", kind, SECTIONS)
+        for arm in arms:
+            if arm not in comparison.federations:
+                raise not_known(f"{file}: analyses: {kind}: the arm", arm, comparison.federations)
+    if comparison.profile in (None, "full"):
+        for name, why in unmet(comparison).items():
+            raise FederationError(
+                f"{file}: claims: {name} of {comparison.paper} would not be on the page: {why}; ask for it, or take the claim "
+                "away"
+            )
+
+
+def drawn(page: Page) -> str:
+    """The figures of a page, each part under its heading with what it repeats of the paper."""
+    sections = []
+    for name, part in PARTS.items():
+        if part.draw is None or part.lacks(page.comparison):
+            continue
+        inner, claim = part.draw(page), claimed(page.comparison, name)
+        if inner or claim:
+            of = f' <small class="claim">{markup.text(claim)}</small>' if claim else ""
+            missing = markup.note("Nothing to show yet: no run that it needs is finished.")
+            sections.append(f'<section id="{name}"><h2>{part.title}{of}</h2>{inner or missing}</section>')
+    return "\n".join(sections)
+
+
+def contents(comparison: Comparison) -> str:
+    """A line about what the page repeats of the paper, with links to the parts, as HTML; "" where it claims nothing."""
+    if not comparison.claims:
+        return ""
+    without = unmet(comparison)
+    links = [
+        f"{markup.text(name)} ("
+        + ", ".join(f'<a href="#{part}">{PARTS[part].title.lower()}</a>' for part in parts)
+        + ")"
+        for name, parts in comparison.claims.items()
+        if name not in without
+    ]
+    told = f"<p>After {markup.text(comparison.paper)}: {', '.join(links)}.</p>" if links else ""
+    notes = (markup.note(markup.text(f"Without {name}: {why}.")) for name, why in without.items())
+    return told + "".join(notes)
+
+
+def table_claims(comparison: Comparison) -> dict[str, str]:
+    """Part among the tables -> what it repeats of the paper."""
+    of_tables: Sequence[str] = [name for name, part in PARTS.items() if part.draw is None]
+    return {name: claim for name in of_tables if (claim := claimed(comparison, name))}
