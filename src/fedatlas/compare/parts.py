@@ -257,7 +257,7 @@ def contents(comparison: Comparison) -> str:
     without = unmet(comparison)
     links = [
         f"{markup.text(name)} ("
-        + ", ".join(f'<a href="#{part}">{PARTS[part].title.lower()}</a>' for part in parts)
+        + ", ".join(f'<a href="#{part}">{PARTS[part].title}</a>' for part in parts)
         + ")"
         for name, parts in comparison.claims.items()
         if name not in without

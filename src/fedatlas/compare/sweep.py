@@ -191,7 +191,7 @@ def _axis(
     for arm, number in numbers.items():
         each[number][_each(budget[arm], named=len(units) > 1)] = None
     ticks = {number: f"{number:g} × {' or '.join(of)}" for number, of in each.items()}
-    words = "the number of rounds, on a logarithmic axis, and the steps or epochs of a round"
+    words = "the number of rounds and the steps or epochs of a round"
     return ticks, "rounds × " + " or ".join(sorted(units, reverse=True)), words
 
 
