@@ -202,6 +202,17 @@ def test_a_method_with_several_models(run: Path, phantom: Path, phantom_cache: P
     how = {"steps": 1, "attack": 1, "cells": 2, "model": "last", "cases": 2}
     (attack,) = analyse("membership", path, how, tell=lambda text: None)["attacks"]
     assert attack["target"] == "last"
+    sides = {"members": ("seen", "hidden"), "others": ("sure", "unsure", "outside")}
+    for side, parts in sides.items():
+        values = attack["uncertainty"][side]
+        assert len(values) == sum(attack["cases"][part] for part in parts) and values == sorted(values)
+    drawn = sections(read(path)).partition('id="analysis-membership"')[2]
+    assert "Uncertainty of members and others: 1 targets" in drawn and "fill:var(--c1)" in drawn
+    file = path / "analysis" / "membership.json"
+    old = json.loads(file.read_text())
+    del old["attacks"][0]["uncertainty"]
+    file.write_text(json.dumps(old))
+    assert "Uncertainty of members" not in sections(read(path)), "a file of before it was kept"
 
 
 def test_parameters_need_no_data(run: Path, tmp_path: Path) -> None:
