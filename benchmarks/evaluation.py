@@ -48,16 +48,19 @@ def demo(folder: Path, changes: list[str]) -> Any:
 
 def prepare(folder: Path, steps: int, cases: int) -> None:
     """Trains the net, and keeps it and what the bare script is given."""
+    from monai.losses.dice import DiceCELoss
+
     from fedatlas.data.site_data import pool
 
     experiment = demo(folder, [])
     experiment.prepare()
     net = experiment.make_net()
+    loss = DiceCELoss(to_onehot_y=True, softmax=True, include_background=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True)
     sites = pool(list(experiment.sources.values()))  # type: ignore[arg-type]
     for batch in sites.batches(("benchmark",), batch=16, steps=steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(net(batch.image), batch.target).backward()
+        loss(net(batch.image), batch.target[:, None]).backward()
         optimizer.step()
     torch.save(net.eval(), folder / "net.pt")
     for site, source in experiment.sources.items():
@@ -146,7 +149,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--way", choices=["prepare", "bare", *WAYS], help="part of the benchmark, on its own")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--steps", type=int, default=60, help="of training, 16 slices each")
+    parser.add_argument("--steps", type=int, default=200, help="of training, 16 slices each")
     parser.add_argument("--cases", type=int, default=2, help="of every site")
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
