@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any, Literal, Protocol
 
 import torch
-from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -173,6 +172,8 @@ def over_windows(
     def slide(inputs: Tensor) -> Tensor:
         missing = [of - there for of, there in zip(size, inputs.shape[2:], strict=True)]
         if min(missing) < 0:
+            from monai.inferers.utils import sliding_window_inference  # MONAI takes seconds to import
+
             found = sliding_window_inference(
                 inputs, tuple(size), options.batch, of_windows, overlap=options.overlap, mode=options.blend
             )

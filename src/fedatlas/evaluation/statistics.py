@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from fedatlas.errors import RunFolderError
 
@@ -108,6 +107,8 @@ def paired(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
         raise ValueError(f"paired test: {len(a)} and {len(b)} values; expected as many of both, at least 2")
     if np.all(a == b):
         return {"t": 1.0, "wilcoxon": 1.0}
+    from scipy import stats  # takes half a second to import
+
     t = 0.0 if np.ptp(a - b) == 0 else float(stats.ttest_rel(a, b).pvalue)  # type: ignore[union-attr]
     return {"t": t, "wilcoxon": float(stats.wilcoxon(a, b).pvalue)}  # type: ignore[union-attr]
 
@@ -252,6 +253,8 @@ def mean_ranks(values: Mapping[str, Mapping[Any, float | None]], *, higher: bool
     if not keys:
         return Ranks(0, {}, None, None, ())
     table = np.array([[float(values[name][key]) for name in names] for key in keys])  # type: ignore[arg-type]
+    from scipy import stats  # takes half a second to import
+
     ranks = stats.rankdata(-table if higher else table, axis=1)
     means = dict(sorted(zip(names, ranks.mean(0).tolist(), strict=True), key=lambda item: item[1]))
     n, k = table.shape

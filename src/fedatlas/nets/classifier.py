@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch.nn.functional as F
-from monai.networks.nets.densenet import DenseNet121 as MonaiDenseNet121
 from torch import Tensor, nn
 
 from fedatlas.errors import FederationError
@@ -79,6 +78,10 @@ class DenseNet121:
     def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> Classifier:
         """The net, with weights from torch's global generator."""
         _two_axes("densenet121", spatial_dims)
+        from monai.networks.nets.densenet import (  # MONAI takes seconds to import
+            DenseNet121 as MonaiDenseNet121,
+        )
+
         net = MonaiDenseNet121(
             spatial_dims=2, in_channels=in_channels, out_channels=classes, dropout_prob=self.dropout
         )

@@ -6,14 +6,15 @@ published nets have that of the stage below, and so have these (sizes B, M and L
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from monai.networks.blocks.mednext_block import MedNeXtDownBlock
-from monai.networks.nets.mednext import MedNeXt as MonaiMedNeXt
 from torch import Tensor, nn
 
 from fedatlas.nets.module import Net, Outputs
 from fedatlas.options import option, options
+
+if TYPE_CHECKING:
+    from monai.networks.nets.mednext import MedNeXt as MonaiMedNeXt
 
 WIDTH = 32
 EXPANSION = {
@@ -58,7 +59,7 @@ class MedNeXt:
 class MedNeXtModule(Net):
     """MONAI's net, whose outputs are a list."""
 
-    def __init__(self, net: MonaiMedNeXt, in_channels: int, classes: int, divisor: list[int]) -> None:
+    def __init__(self, net: "MonaiMedNeXt", in_channels: int, classes: int, divisor: list[int]) -> None:
         super().__init__(in_channels, classes, divisor)
         self.net = net
 
@@ -88,10 +89,13 @@ def mednext(
     classes: int,
     spatial_dims: int,
     deep_supervision: bool,
-) -> MonaiMedNeXt:
+) -> "MonaiMedNeXt":
     """A MedNeXt of any size. expansion, blocks: of the stages down, the bottom and the stages up, an odd number
     of them; width: channels of the first stage."""
     bottom = len(blocks) // 2
+    from monai.networks.blocks.mednext_block import MedNeXtDownBlock  # MONAI takes seconds to import
+    from monai.networks.nets.mednext import MedNeXt as MonaiMedNeXt
+
     net = MonaiMedNeXt(
         spatial_dims=spatial_dims,
         init_filters=width,

@@ -8,15 +8,17 @@ Shapes: B batch, I input channels, C classes, F findings, d features, *S spatial
 """
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from monai.networks.nets.dynunet import DynUNet
 from torch import Tensor, nn
 
 from fedatlas.errors import FederationError
 from fedatlas.nets.module import Net, Outputs
 from fedatlas.options import option, options
 from fedatlas.outputs import Mixed
+
+if TYPE_CHECKING:
+    from monai.networks.nets.dynunet import DynUNet
 
 
 @options
@@ -65,6 +67,8 @@ class UNet:
                 f"unet: supervised is {self.supervised}, deep_supervision {self.deep_supervision}; allowed: 1 to {most} "
                 f"for {levels} levels, with deep_supervision"
             )
+        from monai.networks.nets.dynunet import DynUNet  # MONAI takes seconds to import
+
         net = DynUNet(
             spatial_dims=spatial_dims,
             in_channels=in_channels,
@@ -100,7 +104,7 @@ class UNetModule(Net):
 
     def __init__(
         self,
-        net: DynUNet,
+        net: "DynUNet",
         in_channels: int,
         classes: int,
         divisor: list[int],
