@@ -1,16 +1,31 @@
 """Shared by all tests: the phantom federation, and one thread."""
 
 import copy
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+# of the processes that tests start, too; read when torch is imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 from findings import findings_federation, write_findings
+from one_worker import OneWorker
 
 from fedatlas.data.phantom import phantom_sites, write_phantom
 
 torch.set_num_threads(1)
+
+
+ENGINES = {"test_deployed.py", "test_engines.py", "test_flower.py", "test_nvflare.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start engines come first: they wait much, so that one process of xdist is at them while the other
+    does the rest, and what is left at the end is short and goes to whoever is idle."""
+    items.sort(key=lambda item: item.path.name not in ENGINES)
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +51,13 @@ def small(phantom: Path, phantom_cache: Path) -> dict[str, Any]:
         "local": {"optimizer": "adamw", "lr": 0.01, "batch": 4, "steps": 3},
         "rounds": 2,
         "seed": 3,
-        "evaluation": {"validation": 0.25, "metrics": ["dice"], "overlays": False},
+        "evaluation": {
+            "validation": 0.25,
+            "metrics": ["dice"],
+            "overlays": False,
+            "models": ["best", "last"],
+            "inference": {"batch": 64},
+        },
         "engine": {"cache": str(phantom_cache)},
     }
     return copy.deepcopy(federation)
@@ -52,3 +73,18 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_images(findings: Path, phantom_cache: Path) -> dict[str, Any]:
     """As `small`, with labels of whole images."""
     return copy.deepcopy(findings_federation(findings, phantom_cache / "findings"))
+
+
+@pytest.fixture(scope="session")
+def worker_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneWorker]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        made = OneWorker(tmp_path_factory.mktemp("workers") / "workers.log")
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def one_worker(worker_process: OneWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs with `engine.workers` share one worker process, which is started for the first of them."""
+    monkeypatch.setattr("fedatlas.session.Workers", worker_process)

@@ -248,8 +248,9 @@ CACHED = {"name": "condistfl", "teacher": "cached"}
 
 
 @pytest.mark.parametrize("exclusive", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_equal_bits_in_process_in_workers_and_resumed(exclusive: bool, small, tmp_path) -> None:
+def test_equal_bits_in_process_in_workers_and_resumed(exclusive: bool, small, one_worker, tmp_path) -> None:
     small["method"] = CACHED | ({} if exclusive else {"cached": {"classes": 2}})
+    small["evaluation"] |= {"models": ["last"]}
     if not exclusive:
         small["labels"] = {"exclusive": False}
 
@@ -259,7 +260,7 @@ def test_equal_bits_in_process_in_workers_and_resumed(exclusive: bool, small, tm
         return (path / "models" / "last.fa").read_bytes()
 
     whole = run(tmp_path / "whole")
-    small["engine"]["workers"] = 2
+    small["engine"]["workers"] = 1
     assert run(tmp_path / "workers") == whole
     folder = RunFolder(tmp_path / "workers")
     (folder.rounds / "0002").rename(folder.rounds / ".0002.part")
@@ -269,6 +270,7 @@ def test_equal_bits_in_process_in_workers_and_resumed(exclusive: bool, small, tm
 
 def test_without_distillation_the_teacher_makes_no_difference(small, tmp_path) -> None:
     """E11 of the cached teacher, bit for bit."""
+    small["evaluation"] |= {"models": ["last"]}
     models = []
     for number, method in enumerate(
         [CACHED | {"lambda_start": 0, "lambda_end": 0}, {"name": "fedavg", "weights": "equal"}]

@@ -318,6 +318,7 @@ def test_federation_files_of_segmentation_are_arms(small, tmp_path, capsys) -> N
         files.append(tmp_path / f"{name}.yaml")
         federation = small | {"name": name, "method": {"name": method}, "rounds": 1}
         federation["local"] = small["local"] | {"steps": 1 if name == "one" else 2}
+        federation["evaluation"] = small["evaluation"] | {"models": ["best", "local"]}
         files[-1].write_text(yaml.safe_dump(federation))
     progress: list[str] = []
     comparison = load_comparison(files, runs=tmp_path / "runs", seeds=1)

@@ -118,8 +118,10 @@ def test_findings_are_rows_of_a_site(run: Path) -> None:
     assert voxels == {"left lung", "air"}
 
 
-def test_in_process_equals_workers_equals_resumed(folder: Path, run: Path, tmp_path: Path) -> None:
-    workers = finished(federation(folder, engine={"workers": 2}), tmp_path / "workers")
+def test_in_process_equals_workers_equals_resumed(
+    folder: Path, run: Path, one_worker: None, tmp_path: Path
+) -> None:
+    workers = finished(federation(folder, engine={"workers": 1}), tmp_path / "workers")
     one = (run / "models" / "last.fa").read_bytes()
     assert wire.decode((workers / "models" / "last.fa").read_bytes()).keys()
     assert (workers / "models" / "last.fa").read_bytes() == one

@@ -39,6 +39,7 @@ def test_two_rounds_with_lesions_and_a_site_that_is_only_tested(
             "metrics": ["dice"],
             "overlays": False,
             "models": ["best"],
+            "inference": {"batch": 64},
         },
         "engine": {"cache": str(abdomen / ".cache")},
     }

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedatlas import methods
 from fedatlas.build import Design, Experiment
+from fedatlas.data.phantom import write_phantom
 from fedatlas.engine import wire
 from fedatlas.engine.local import InProcess
 from fedatlas.engine.run import RunFolder
@@ -81,21 +82,13 @@ def replies_of(small: dict[str, Any], path: Path, cache: Path) -> dict[str, list
     return sent
 
 
-LIGHT = {"moon", "fedalign", "fedasam", "cps", "ms_kd", "local_parts", "fedcrld"}
-"""Methods that differ from others in their local objective or in what is averaged, and not in how sites are called: by
-default they run in process alone."""
-
-
-@pytest.mark.parametrize(
-    ("name", "task", "workers"),
-    [(*pair, 0 if pair[0] in LIGHT else 1) for pair in PAIRS]
-    + [pytest.param(*pair, 1, marks=pytest.mark.slow) for pair in PAIRS if pair[0] in LIGHT],
-)
-def test_equal_bits_in_process_in_workers_and_resumed(name, task, workers, federation, tmp_path) -> None:
+@pytest.mark.parametrize(("name", "task"), PAIRS)
+def test_equal_bits_in_process_in_workers_and_resumed(name, task, federation, one_worker, tmp_path) -> None:
     small = federation
+    small["evaluation"] |= {"models": ["best", "last", "local"]}
     whole = run_small(small, tmp_path / "whole")
-    # 1: a process of its own; several at once: tests/engine/test_local.py
-    small["engine"]["workers"] = workers
+    small["evaluation"] |= {"models": ["last"]}
+    small["engine"]["workers"] = 1  # several at once, and a process for every run: tests/engine/test_local.py
     small["sites"] = list(reversed(small["sites"]))
     assert run_small(small, tmp_path / "workers") == whole
     # only the first round is left, as after a kill: a new process goes on from there
@@ -132,6 +125,7 @@ STRATEGY_OPTIONS: dict[str, dict[str, Any]] = {"fednorm": {"groups": {"portal": 
 
 def with_strategy(small: dict[str, Any], name: str) -> dict[str, Any]:
     chosen = {"name": name, "options": STRATEGY_OPTIONS.get(name, {})}
+    small["evaluation"] |= {"models": ["last"]}
     return with_method(small, "fedmenu", strategy=chosen) | {"net": NETS["fedmenu"] | {"affine": True}}
 
 
@@ -202,14 +196,15 @@ def leaves(tree: Any) -> list[Any]:
     return [leaf for item in tree for leaf in leaves(item)] if isinstance(tree, list) else [tree]
 
 
-@pytest.mark.parametrize("name", [name for name, task in PAIRS if task == "segmentation"])
-def test_blindness(name, small, tmp_path) -> None:
-    """What a site draws of classes that it does not annotate changes nothing that it sends."""
-    from fedatlas.data.phantom import write_phantom
-
-    sent = []
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], list[list[dict[str, Any]]]]:
+    """The names of the labels, and the sites of two federations: in the second all is redrawn that a site does not
+    annotate."""
+    both = []
     for scrambled in (False, True):
-        folder = write_phantom(tmp_path / f"data-{scrambled}", sites=2, cases=3, test_cases=0, seed=1)
+        folder = write_phantom(
+            tmp_path_factory.mktemp("data") / "data", sites=2, cases=3, test_cases=0, seed=1
+        )
         sites = []
         for index, place in enumerate(sorted(path for path in folder.iterdir() if path.is_dir())):
             table = yaml.safe_load((place / "all_labels.json").read_text())["labels"]
@@ -225,27 +220,43 @@ def test_blindness(name, small, tmp_path) -> None:
                 }
             )
             if scrambled:
-                hidden = [
+                others = [
                     number for label, number in table.items() if label not in (*annotated, "background")
                 ]
                 for path in sorted((place / "labelsTr_all").glob("*.nii.gz")):
-                    scramble(path, hidden, table[annotated[0]])
-        small |= {"sites": sites, "method": {"name": name}, "labels": {"names": list(table)}}
-        small["net"] = NETS.get(name, small["net"])
-        small["evaluation"] = {"validation": 0.0}
-        sent.append(replies_of(small, tmp_path / f"run-{scrambled}", tmp_path / "cache"))
+                    scramble(path, others, table[annotated[0]])
+        both.append(sites)
+    return list(table), both
+
+
+@pytest.mark.parametrize("name", [name for name, task in PAIRS if task == "segmentation"])
+def test_blindness(name, small, hidden, phantom_cache, tmp_path) -> None:
+    """What a site draws of classes that it does not annotate changes nothing that it sends."""
+    names, federations = hidden
+    small |= {"method": {"name": name}, "labels": {"names": names}, "evaluation": {"validation": 0.0}}
+    small["net"] = NETS.get(name, small["net"])
+    sent = [
+        replies_of(small | {"sites": sites}, tmp_path / str(number), phantom_cache)
+        for number, sites in enumerate(federations)
+    ]
     assert wire.encode(to_tree(sent[0])) == wire.encode(to_tree(sent[1]))
 
 
+@pytest.fixture(scope="module")
+def hidden_findings(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """As `hidden`, with findings of whole images."""
+    folders = [
+        write_findings(tmp_path_factory.mktemp("findings"), scramble=scrambled) for scrambled in (False, True)
+    ]
+    return [findings_sites(folder, score_all=False) for folder in folders]
+
+
 @pytest.mark.parametrize(("name", "task"), [pair for pair in PAIRS if pair[1] == "classification"])
-def test_blindness_to_findings(name, task, federation, tmp_path) -> None:
-    sent = []
-    for scrambled in (False, True):
-        folder = write_findings(tmp_path / f"data-{scrambled}", scramble=scrambled)
-        sites = findings_sites(folder, score_all=False)
-        sent.append(
-            replies_of(federation | {"sites": sites}, tmp_path / f"run-{scrambled}", tmp_path / "cache")
-        )
+def test_blindness_to_findings(name, task, federation, hidden_findings, phantom_cache, tmp_path) -> None:
+    sent = [
+        replies_of(federation | {"sites": sites}, tmp_path / str(number), phantom_cache)
+        for number, sites in enumerate(hidden_findings)
+    ]
     assert wire.encode(to_tree(sent[0])) == wire.encode(to_tree(sent[1]))
 
 

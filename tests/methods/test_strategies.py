@@ -1,6 +1,7 @@
 """Strategies with MENU-Net: what each changes against FedAvg, its neutral parameter, and what stays where it is."""
 
 import dataclasses
+import functools
 from typing import Any, cast
 
 import pytest
@@ -35,6 +36,7 @@ def fedmenu(name: str, agd: Any = "shared", **options: Any) -> FedMENU:
     return FedMENU(strategy=chosen, agd=agd, local=LOCAL)
 
 
+@functools.cache
 def trained(name: str, rounds: int = 2, make: Any = affine, **options: Any) -> Any:
     return play(fedmenu(name, **options), federation(make), rounds=rounds, net=make())
 
