@@ -1,4 +1,24 @@
 import sys
+from collections.abc import Callable
+from html import escape
 from pathlib import Path
 
+import matplotlib
+import pytest
+from matplotlib.figure import Figure
+
+from fedatlas.report import figures
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made and not drawn, for tests of a page's words and tables: drawing is nearly all of a page's time."""
+
+    def made(draw: Callable[[], Figure], name: str, description: str) -> str:
+        with matplotlib.rc_context(figures._RC):  # type: ignore[arg-type]
+            draw()
+        return f'<svg class="plot" role="img" aria-label="{escape(description)}"></svg>'
+
+    monkeypatch.setattr(figures, "_svg", made)

@@ -214,7 +214,7 @@ def test_examples_are_the_extremes_of_all_sites(finished: Path) -> None:
     assert 'class="cam"' in text_of(finished) and 'id="cam" checked' in text_of(finished)
 
 
-def test_an_example_without_a_map_and_a_large_one(copy: Path) -> None:
+def test_an_example_without_a_map_and_a_large_one(copy: Path, undrawn: None) -> None:
     path = sorted(copy.glob("sites/alpha/overlays/test/best/effusion--present-high-1.npz"))[0]
     stored = dict(np.load(path))
     del stored["cam"]
@@ -231,7 +231,7 @@ def test_an_example_without_a_map_and_a_large_one(copy: Path) -> None:
     page.write(copy)
 
 
-def test_pages_with_many_classes_show_fewer_pictures_each(tmp_path: Path) -> None:
+def test_pages_with_many_classes_show_fewer_pictures_each(tmp_path: Path, undrawn: None) -> None:
     classes = tuple(f"finding {n}" for n in range(9))
     run = write_run(tmp_path / "run", **{**SMALL, "classes": classes, "one_value": [], "rounds": 1})  # type: ignore[arg-type]
     text = page.write(run).read_text(encoding="utf-8")
@@ -277,21 +277,27 @@ def test_names_are_escaped_everywhere(tmp_path: Path) -> None:
         ({"local": False}, ["No local model was evaluated"]),
         ({"evaluated": False}, ["No round was evaluated, so there is no validation AUROC"]),
         ({"splits": ["validation"]}, ["Validation images", "No pictures"]),
-        (
-            {"one_value": [("alpha", "mass"), ("beta", "mass"), ("reference", "mass")]},
-            ["not defined at any site"],
-        ),
         ({"draws": 0}, ["Forgetting matrix"]),
         ({"sites": ("only",), "test_only": (), "one_value": []}, ["never annotated"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_what_is_missing_is_said(tmp_path: Path, change: dict, said: list[str]) -> None:
+def test_what_is_missing_is_said(tmp_path: Path, undrawn: None, change: dict, said: list[str]) -> None:
     run = write_run(tmp_path / "run", **{**SMALL, "splits": ["test"], **change})
     words = " ".join(Outline(page.write(run).read_text(encoding="utf-8")).text)
     for sentence in said:
         assert sentence in words
     assert "reference trained in no round" not in words
+
+
+def test_figures_are_drawn_where_much_is_missing(tmp_path: Path) -> None:
+    """One of them has the sentence on what is not defined."""
+    one = [("alpha", "mass"), ("beta", "mass"), ("reference", "mass")]
+    little = {"splits": ["test"], "rounds": 1, "local": False, "one_value": one}
+    outline = Outline(
+        page.write(write_run(tmp_path / "run", **{**SMALL, **little})).read_text(encoding="utf-8")  # type: ignore[arg-type]
+    )
+    assert outline.tags.count("svg") > 5 and "not defined at any site" in " ".join(outline.text)
 
 
 def test_a_run_folder_of_its_run_json_alone_gives_a_page(tmp_path: Path) -> None:
@@ -300,7 +306,7 @@ def test_a_run_folder_of_its_run_json_alone_gives_a_page(tmp_path: Path) -> None
     assert "run.json names no site" in page.write(tmp_path).read_text(encoding="utf-8")
 
 
-def test_the_bins_of_the_calibration_error_are_those_of_the_federation(copy: Path) -> None:
+def test_the_bins_of_the_calibration_error_are_those_of_the_federation(copy: Path, undrawn: None) -> None:
     (copy / "federation.yaml").write_text("evaluation: {bins: 7}\n")
     assert "the edges do not hold the bounds of 7 bins" in page.write(copy).read_text(encoding="utf-8")
 
@@ -343,7 +349,7 @@ def _other_shape(run: Path) -> str:
         _other_shape,
     ],
 )
-def test_a_damaged_file_is_named(copy: Path, spoil: Callable[[Path], str]) -> None:
+def test_a_damaged_file_is_named(copy: Path, undrawn: None, spoil: Callable[[Path], str]) -> None:
     said = spoil(copy)
     with pytest.raises(RunFolderError, match=re.escape(said)):
         page.write(copy)

@@ -119,7 +119,7 @@ def test_what_was_not_used_is_not_on_the_page(finished: Path) -> None:
     assert not re.search(r"ε|[Ss]ecure|[Cc]ompression|Error feedback|differential", words)
 
 
-def test_compression_and_bytes_by_kind(tmp_path: Path) -> None:
+def test_compression_and_bytes_by_kind(tmp_path: Path, undrawn: None) -> None:
     comm = "comm: {up: topk, down: bf16, fraction: 0.05, feedback: false}\n"
     run = write_run(tmp_path / "run", **SMALL, exchange=comm)
     traffic = sections(page.write(run).read_text(encoding="utf-8"))["traffic"]
@@ -136,7 +136,7 @@ def test_compression_and_bytes_by_kind(tmp_path: Path) -> None:
     assert "<dd>int8 up</dd>" in text
 
 
-def test_differential_privacy_says_what_it_covers_and_what_not(tmp_path: Path) -> None:
+def test_differential_privacy_says_what_it_covers_and_what_not(tmp_path: Path, undrawn: None) -> None:
     private = "privacy: {clip: 0.7, noise: 1.3, delta: 1.0e-05, mode: local}\n"
     run = write_run(tmp_path / "run", **SMALL, exchange=private)
     text = page.write(run).read_text(encoding="utf-8")
@@ -161,7 +161,7 @@ def test_differential_privacy_says_what_it_covers_and_what_not(tmp_path: Path) -
     assert "with noise" in sections(text)["boxes"], "what a local model is"
 
 
-def test_without_noise_no_epsilon_is_promised(tmp_path: Path) -> None:
+def test_without_noise_no_epsilon_is_promised(tmp_path: Path, undrawn: None) -> None:
     run = write_run(tmp_path / "run", **SMALL, exchange="privacy: {clip: 1.0, noise: 0.0, delta: 1.0e-05}\n")
     for log in run.glob("rounds/000?/log.json"):
         log.write_text(json.dumps(json.loads(log.read_text()) | {"epsilon": None}))
@@ -169,7 +169,7 @@ def test_without_noise_no_epsilon_is_promised(tmp_path: Path) -> None:
     assert "ε ∞" in text and "nothing is promised" in text and 'aria-label="Privacy spent' not in text
 
 
-def test_secure_aggregation_leaves_out_what_needs_local_models(tmp_path: Path) -> None:
+def test_secure_aggregation_leaves_out_what_needs_local_models(tmp_path: Path, undrawn: None) -> None:
     run = write_run(tmp_path / "run", **SMALL, exchange="secure: {bits: 20, threshold: null}\n")
     found = sections(page.write(run).read_text(encoding="utf-8"))
     assert "boxes" not in found and "forgetting" not in found
@@ -177,7 +177,7 @@ def test_secure_aggregation_leaves_out_what_needs_local_models(tmp_path: Path) -
     assert "No site's own model is known" in found["privacy"] and "ε" not in found["privacy"]
 
 
-def test_the_central_mode_is_told_apart(tmp_path: Path) -> None:
+def test_the_central_mode_is_told_apart(tmp_path: Path, undrawn: None) -> None:
     both = "privacy: {clip: 1.0, noise: 2.0, delta: 1.0e-05, mode: central}\nsecure: {bits: 24}\n"
     run = write_run(tmp_path / "run", **SMALL, exchange=both)
     found = sections(page.write(run).read_text(encoding="utf-8"))["privacy"]
@@ -209,7 +209,7 @@ def test_who_answered_and_who_was_lost(tmp_path: Path, finished: Path) -> None:
     assert "red cross" not in text
 
 
-def test_a_merged_site_is_no_site_that_never_trained(tmp_path: Path, finished: Path) -> None:
+def test_a_merged_site_is_no_site_that_never_trained(tmp_path: Path, finished: Path, undrawn: None) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     for log in run.glob("rounds/000?/log.json"):
@@ -268,7 +268,7 @@ def test_a_cell_counts_what_is_not_defined_and_why() -> None:
     assert cell.undefined == {"truth empty": 1, "prediction empty": 1}
 
 
-def test_a_value_that_is_not_finite_is_not_defined(tmp_path: Path, finished: Path) -> None:
+def test_a_value_that_is_not_finite_is_not_defined(tmp_path: Path, finished: Path, undrawn: None) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     lines = (run / "rows.csv").read_text().splitlines()
@@ -356,12 +356,18 @@ def test_names_are_escaped_everywhere(tmp_path: Path) -> None:
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_what_is_missing_is_said(tmp_path: Path, change: dict, said: list[str]) -> None:
+def test_what_is_missing_is_said(tmp_path: Path, undrawn: None, change: dict, said: list[str]) -> None:
     run = write_run(tmp_path / "run", **{**SMALL, **change})
     text = page.write(run).read_text(encoding="utf-8")
     words = " ".join(Outline(text).text)
     for sentence in said:
         assert sentence in words
+
+
+def test_figures_are_drawn_where_much_is_missing(tmp_path: Path) -> None:
+    little = {"rounds": 1, "nan_loss": True, "never_scored": ["liver", "spleen"], "lost_always": "beta"}
+    run = write_run(tmp_path / "run", **{**SMALL, **little})
+    assert Outline(page.write(run).read_text(encoding="utf-8")).tags.count("svg") > 5
 
 
 def test_a_run_folder_of_its_run_json_alone_gives_a_page(tmp_path: Path) -> None:
