@@ -394,8 +394,9 @@ QUICK = {"models": ("best",), "every": 2, "local": "last"}
 
 
 def test_condistfl_runs_on_ct_and_table_8_takes_its_run(folders: Path, tmp_path: Path) -> None:
+    """With the smallest MedNeXt; the slow tests have the real one."""
     file = FOLDER / "table-4.yaml"
-    comparison = run_arm(file, "condistfl", folders, tmp_path, **QUICK)
+    comparison = run_arm(file, "condistfl", folders, tmp_path, net={"size": "S"}, **QUICK)
     rows = select(read_rows(comparison.path("condistfl", 0) / "rows.csv"), split="test", metric="dice")
     amos = [row for row in rows if row["site"] == "amos22"]
     assert {row["class"] for row in amos} == ORGANS and not any(row["known"] for row in amos)
