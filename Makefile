@@ -16,8 +16,7 @@ demo-xray: .venv/installed
 	$(BIN)/fedatlas run experiments/quickstart-xray.yaml --resume
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/engine --ignore=tests/contract/test_engines.py
-	$(BIN)/python -m pytest tests/engine tests/contract/test_engines.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
