@@ -9,7 +9,7 @@ from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.data.transforms import stack_slices
+from fedatlas.data.transforms import slice_with_neighbours
 from fedatlas.errors import FederationError
 from fedatlas.experiment import inference_of, parse_federation
 from fedatlas.inference import (
@@ -64,7 +64,9 @@ def test_slices_see_their_neighbours(shape, context) -> None:
         assert torch.allclose(found[..., z], net(stack[None])[0].softmax(0), atol=1e-5)
         assert torch.equal(neighbours(image, torch.tensor([z]), context)[0], stack)
         # training cuts its patches with code of its own, which must agree
-        assert torch.equal(torch.from_numpy(stack_slices(image.numpy(), z, context)), stack)
+        assert torch.equal(
+            torch.from_numpy(slice_with_neighbours(image.numpy(), z, context)).flatten(0, 1), stack
+        )
 
 
 def test_without_a_background_a_class_needs_a_sigmoid_above_a_half() -> None:

@@ -196,8 +196,10 @@ def lr_factor(local: Local, step: int, total: int) -> float:
 
 
 def make_optimizer(net: nn.Module, local: Local) -> torch.optim.Optimizer:
-    """A fresh optimizer over the parameters of `net` that require a gradient."""
+    """A fresh optimizer over the parameters of `net` that require a gradient. On a processor its step is one pass over
+    each parameter and its moments (`fused`)."""
     parameters = [p for p in net.parameters() if p.requires_grad]
+    fused = all(p.device.type == "cpu" for p in parameters) or None
     if local.optimizer == "sgd":
         return torch.optim.SGD(
             parameters,
@@ -205,9 +207,10 @@ def make_optimizer(net: nn.Module, local: Local) -> torch.optim.Optimizer:
             momentum=local.momentum,
             nesterov=local.nesterov,
             weight_decay=local.weight_decay,
+            fused=fused,
         )
     kind = torch.optim.AdamW if local.optimizer == "adamw" else torch.optim.Adam
-    return kind(parameters, lr=local.lr, eps=local.eps, weight_decay=local.weight_decay)
+    return kind(parameters, lr=local.lr, eps=local.eps, weight_decay=local.weight_decay, fused=fused)
 
 
 def optimizer_tree(optimizer: torch.optim.Optimizer, net: nn.Module) -> dict[str, Tree]:

@@ -22,7 +22,7 @@ from fedatlas.data.batch import Batch
 from fedatlas.data.phantom import phantom_sites, write_phantom
 from fedatlas.data.prefetch import prefetch
 from fedatlas.data.samples import path as samples
-from fedatlas.data.sampling import PER_SLICE, class_voxels, patch_start, pick_voxel
+from fedatlas.data.sampling import PER_SLICE, ClassVoxels, class_voxels, patch_start
 from fedatlas.data.site_data import (
     SiteConfig,
     SiteData,
@@ -321,9 +321,10 @@ def test_centres_cover_a_class_as_its_voxels_lie() -> None:
     rows, spans = class_voxels(target, [1, 2], True)
     assert spans == {2: [0, PER_SLICE + 1]} and (target[tuple(rows[:, :3].T)] == 2).all()
     rng = np.random.default_rng(0)
-    slices = [int(pick_voxel(rows, True, rng)[2]) for _ in range(400)]
+    by_slice, by_voxel = ClassVoxels(rows, slices=True), ClassVoxels(rows, slices=False)
+    slices = [int(by_slice.pick(rng)[2]) for _ in range(400)]
     assert 150 < slices.count(3) < 250, "slices alike"
-    voxels = [int(pick_voxel(rows, False, rng)[2]) for _ in range(2000)]
+    voxels = [int(by_voxel.pick(rng)[2]) for _ in range(2000)]
     assert voxels.count(3) < 25, "voxels alike: one in 401"
     assert len({tuple(row[:2]) for row in rows.tolist()}) == PER_SLICE + (
         0 if [0, 0] in rows[:, :2].tolist() else 1

@@ -24,7 +24,7 @@ from fedatlas.data.transforms import (
     read_image,
     resample,
     restore,
-    stack_slices,
+    slice_with_neighbours,
     write_label_map,
 )
 from fedatlas.errors import DataError, FederationError
@@ -210,8 +210,8 @@ def test_options_that_make_no_sense(given: dict[str, Any], told: str) -> None:
 
 def test_slices_bring_their_neighbours() -> None:
     image = np.arange(2 * 5).reshape(2, 1, 1, 5)
-    assert stack_slices(image, 0, 1).ravel().tolist() == [0, 0, 1, 5, 5, 6]
-    assert stack_slices(image, 3, 2).ravel().tolist() == [1, 2, 3, 4, 4, 6, 7, 8, 9, 9]
+    assert slice_with_neighbours(image, 0, 1).ravel().tolist() == [0, 0, 1, 5, 5, 6]
+    assert slice_with_neighbours(image, 3, 2).ravel().tolist() == [1, 2, 3, 4, 4, 6, 7, 8, 9, 9]
 
 
 def save(path: Path, voxels: np.ndarray, affine: np.ndarray | None = None) -> Path:

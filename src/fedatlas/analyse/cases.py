@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedatlas.augment import Augmentation, augment
 from fedatlas.data.batch import Batch
-from fedatlas.data.sampling import class_voxels, cut_case, pick_voxel
+from fedatlas.data.sampling import ClassVoxels, class_voxels, cut_case
 from fedatlas.errors import FederationError
 from fedatlas.experiment import Federation
 from fedatlas.labels import LabelSpace
@@ -142,7 +142,7 @@ class CaseBatches:
             number = self.holders[c][int(rng.integers(len(self.holders[c])))]
             rows, spans = self.cases[number].voxels
             first, stop = spans[c]
-            return number, pick_voxel(rows[first:stop], len(self._patch) == 2, rng)
+            return number, ClassVoxels(rows[first:stop], slices=len(self._patch) == 2).pick(rng)
         passes, place = divmod(count, len(self.cases))
         order = np.random.default_rng(seed_of(*self.parts, "order", passes)).permutation(len(self.cases))
         return int(order[place]), None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedatlas.data.transforms import stack_slices
+from fedatlas.data.transforms import slice_with_neighbours
 
 PER_SLICE = 64
 """Voxels kept per class and slice as centres of patches; a slice with more is thinned evenly."""
@@ -48,17 +48,26 @@ def class_voxels(
     return (np.concatenate(found) if found else np.zeros((0, 4), np.int32)), spans
 
 
-def pick_voxel(rows: np.ndarray, slices: bool, rng: np.random.Generator) -> np.ndarray:
-    """A voxel (x, y, z) of a class from its rows: uniform over its voxels; with `slices`, uniform over the slices
-    that hold it and then over the voxels of that slice."""
-    if slices:
+class ClassVoxels:
+    """The voxels of one class in one case, to draw patch centres from: uniform over the voxels; with `slices`, uniform
+    over the slices that hold the class and then over its voxels in that slice.
+
+    rows: as `class_voxels` gives them for the class.
+    """
+
+    def __init__(self, rows: np.ndarray, *, slices: bool) -> None:
         z = rows[:, 2]
-        firsts = np.flatnonzero(np.r_[True, z[1:] != z[:-1]])
-        which = rng.integers(len(firsts))
-        stop = firsts[which + 1] if which + 1 < len(firsts) else len(rows)
-        return rows[rng.integers(firsts[which], stop), :3]
-    heaped = np.cumsum(rows[:, 3], dtype=np.int64)
-    return rows[int(np.searchsorted(heaped, rng.integers(heaped[-1]), side="right")), :3]
+        self.rows = rows
+        self.firsts = np.flatnonzero(np.r_[True, z[1:] != z[:-1], True]) if slices else None
+        self.heaped = None if slices else np.cumsum(rows[:, 3], dtype=np.int64)
+
+    def pick(self, rng: np.random.Generator) -> np.ndarray:
+        """A voxel (x, y, z)."""
+        if self.firsts is not None:
+            which = rng.integers(len(self.firsts) - 1)
+            return self.rows[rng.integers(self.firsts[which], self.firsts[which + 1]), :3]
+        assert self.heaped is not None
+        return self.rows[int(np.searchsorted(self.heaped, rng.integers(self.heaped[-1]), side="right")), :3]
 
 
 def patch_start(
@@ -109,7 +118,8 @@ def cut_case(
     out_target[...] = 0
     if len(patch) == 2:
         at = int(rng.integers(image.shape[-1])) if centre is None else int(centre[2])
-        image, target = stack_slices(image, at, context), target[..., at]
+        image, target = slice_with_neighbours(image, at, context), target[..., at]
+        out_image = out_image.reshape(*image.shape[:2], *patch)
     start = patch_start(target.shape[-len(patch) :], patch, centre, rng)
     cut(image, start, patch, out_image)
     cut(target, start, patch, out_target)

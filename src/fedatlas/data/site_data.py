@@ -42,7 +42,7 @@ from fedatlas.data.index import (
 from fedatlas.data.leaks import LEAKS, Leak, slice_of
 from fedatlas.data.prefetch import prefetch
 from fedatlas.data.reading import Label, digest, read_case, refuse
-from fedatlas.data.sampling import class_voxels, count_steps, cut_case, pick_voxel
+from fedatlas.data.sampling import ClassVoxels, class_voxels, count_steps, cut_case
 from fedatlas.data.transforms import (
     Geometry,
     Preprocessing,
@@ -689,6 +689,8 @@ class PatchBatches:
         }
         self.holders = {c: cases for c, cases in self.holders.items() if cases}
         self._orders: dict[int, np.ndarray] = {}
+        self._opened: dict[tuple[int, str], np.ndarray] = {}
+        self._voxels: dict[tuple[int, int], ClassVoxels] = {}
         self.finding: Tensor | None = None
         self.finding_known: Tensor | None = None
         if data.space.findings:
@@ -715,12 +717,12 @@ class PatchBatches:
         maps = [self.along.empty(patch) for _ in range(self.batch)] if self.along else []
         for place in range(self.batch):
             number, centre = self._choose(step * self.batch + place, rng)
-            entry = self.entries[number]
+            labels_of_case = self._array(number, "target")
             if self.along:
-                self.along.cut(number, entry.arrays["target"].open(), patch, centre, rng, maps[place])
+                self.along.cut(number, labels_of_case, patch, centre, rng, maps[place])
             cut_case(
-                entry.arrays["image"].open(),
-                entry.arrays["target"].open(),
+                self._array(number, "image"),
+                labels_of_case,
                 patch,
                 data.preprocessing.context,
                 centre,
@@ -748,15 +750,23 @@ class PatchBatches:
             batch.finding_known = self.finding_known[chosen].to(self.device)
         return batch
 
+    def _array(self, number: int, name: str) -> np.ndarray:
+        """An array of a training case, mapped once."""
+        if (number, name) not in self._opened:
+            self._opened[number, name] = self.entries[number].arrays[name].open()
+        return self._opened[number, name]
+
     def _choose(self, count: int, rng: np.random.Generator) -> tuple[int, np.ndarray | None]:
         """The case of patch `count`, and the voxel on which it is centred (None: anywhere)."""
         if self.holders and rng.random() < self.data.sampling.balanced:
             classes = list(self.holders)
             c = classes[int(rng.integers(len(classes)))]
             number = self.holders[c][int(rng.integers(len(self.holders[c])))]
-            first, stop = self.entries[number].meta["spans"][str(c)]
-            rows = self.entries[number].arrays["voxels"].open()[first:stop]
-            return number, pick_voxel(rows, len(self.data.preprocessing.patch) == 2, rng)
+            if (number, c) not in self._voxels:
+                first, stop = self.entries[number].meta["spans"][str(c)]
+                rows = self._array(number, "voxels")[first:stop]
+                self._voxels[number, c] = ClassVoxels(rows, slices=len(self.data.preprocessing.patch) == 2)
+            return number, self._voxels[number, c].pick(rng)
         passes, place = divmod(count, len(self.train))
         if passes not in self._orders:
             order = np.random.default_rng(seed_of(*self.parts, "order", passes)).permutation(len(self.train))

@@ -541,15 +541,14 @@ def _where_above(
     return tuple(region)
 
 
-def stack_slices(image: np.ndarray, at: int, context: int) -> np.ndarray:
-    """Slice `at` of an image [I, X, Y, Z] with `context` neighbours on each side: [I * (2 * context + 1), X, Y].
-
-    Channel i * (2 * context + 1) + k is slice at + k - context of image i; beyond the ends the last slice is
-    repeated.
-    """
-    index = np.clip(np.arange(at - context, at + context + 1), 0, image.shape[-1] - 1)
-    chosen = np.moveaxis(np.asarray(image[..., index]), -1, 1)
-    return chosen.reshape(-1, *chosen.shape[2:])
+def slice_with_neighbours(image: np.ndarray, at: int, context: int) -> np.ndarray:
+    """Slice `at` of an image [I, X, Y, Z] with `context` neighbours on each side: [I, 2 * context + 1, X, Y], where
+    entry k is slice at + k - context; beyond the ends the last slice is repeated. A view where nothing is repeated."""
+    first, stop = at - context, at + context + 1
+    if first >= 0 and stop <= image.shape[-1]:
+        return np.moveaxis(image[..., first:stop], -1, 1)
+    index = np.clip(np.arange(first, stop), 0, image.shape[-1] - 1)
+    return np.moveaxis(image[..., index], -1, 1)
 
 
 # ------------------------------------------------------------------------------------------- lone scans
