@@ -1,4 +1,7 @@
-"""Timing of several things in one run, taken in turn so that a busy moment hits all of them."""
+"""Timing of several things in one run, taken in turn so that a busy moment hits all of them.
+
+Seconds are processor time of all threads of this process: other work on the machine is not counted.
+"""
 
 import statistics
 import time
@@ -6,15 +9,15 @@ from collections.abc import Callable, Mapping
 
 
 def alternate(things: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """The median seconds of each; every one is called once before, to warm up."""
+    """The median processor seconds of each; every one is called once before, to warm up."""
     for thing in things.values():
         thing()
     seconds: dict[str, list[float]] = {name: [] for name in things}
     for _ in range(repeats):
         for name, thing in things.items():
-            began = time.perf_counter()
+            began = time.process_time()
             thing()
-            seconds[name].append(time.perf_counter() - began)
+            seconds[name].append(time.process_time() - began)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

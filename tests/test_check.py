@@ -161,3 +161,15 @@ def test_what_cannot_run_is_a_problem_beside_the_others(override, said, small, t
     fatal = texts(result, fatal=True)
     assert len(fatal) == 2 and said in fatal[0] and image.name in fatal[1]
     assert text_of(result).endswith("2 errors: this federation cannot run")
+
+
+# ------------------------------------------------------------------------------------------------------ precision
+
+
+@pytest.mark.parametrize(("capabilities", "told"), [({"avx512_bf16": False, "amx_bf16": False}, 1), ({"avx512_bf16": True}, 0), ({}, 0)])
+def test_bf16_without_instructions_for_it_is_told(
+    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], told: int
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    result = checked(small, tmp_path, "local.precision=bf16")
+    assert sum("avx512_bf16" in text for text in texts(result, fatal=False)) == told

@@ -14,6 +14,7 @@ from fedatlas.errors import FederationError
 from fedatlas.experiment import load_federation
 from fedatlas.method import sends_of
 from fedatlas.tensors import n_bytes, tensors_of
+from fedatlas.training import emulates_bf16
 
 
 def check_federation_file(path: Path, overrides: Sequence[str], runs: Path) -> dict[str, Any]:
@@ -54,6 +55,11 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
         found.append(
             f"faults.min_sites is {least}, and the federation has {_counted(count, 'site')}; every site must then "
             f"answer, lower it to {count} or less"
+        )
+    if federation.local.precision == "bf16" and emulates_bf16(torch.device(federation.engine.device)):
+        found.append(
+            "local.precision is bf16, for which this processor has no instructions (avx512_bf16, amx_bf16): sites on it "
+            "train slower than in float32, and to other bits than sites that have them; float32 is faster here"
         )
     found += experiment.examine(experiment.make_net(initial=False))
     loss, how = getattr(experiment.method, "loss", None), getattr(federation.evaluation, "inference", None)

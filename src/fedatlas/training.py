@@ -170,6 +170,14 @@ def autocast(local: Local, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=local.precision != "float32")
 
 
+def emulates_bf16(device: torch.device) -> bool:
+    """Does this processor lack instructions for bf16, so that bf16 is right but slower than float32? False on a GPU and
+    where torch cannot tell."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    named = [there for name, there in capabilities.items() if "bf16" in name]
+    return device.type == "cpu" and bool(named) and not any(named)
+
+
 def in_steps(local: Local, per_round: int) -> Local:
     """`local` with its warm-up and restarts counted in steps. per_round: steps of a round."""
     if local.schedule_unit == "steps":
