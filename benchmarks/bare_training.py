@@ -29,9 +29,7 @@ def main(file: str, name: str, steps: int, cache: str, changes: list[str]) -> di
     experiment.prepare()
     torch.set_num_threads(federation.threads_per_site)
     local, site = federation.local, experiment.training[name]
-    made = site.batches(
-        ("bare",), batch=local.batch, steps=PREPARED, epochs=None, device=torch.device("cpu")
-    )
+    made = site.batches(("bare",), batch=local.batch, steps=PREPARED, epochs=None, device=torch.device("cpu"))
     batches = list(made)
     net = experiment.make_net().train()
     optimizer = (

@@ -65,7 +65,9 @@ def federated(file: Path, changes: list[str], rounds: int, workers: int, folder:
     }
 
 
-def bare(file: Path, changes: list[str], site: str, steps: int, workers: int, folder: Path) -> dict[str, float]:
+def bare(
+    file: Path, changes: list[str], site: str, steps: int, workers: int, folder: Path
+) -> dict[str, float]:
     """The same number of steps in plain loops, `workers` at once: the sums of their figures, the wall time of the slowest."""
     each = [
         subprocess.Popen(
@@ -100,7 +102,8 @@ def measure(case: str, workers: int, precision: str) -> dict[str, float]:
         "wall, fedatlas over bare": run["wall"] / alone["wall"],
         "user and system, fedatlas over bare": (run["user"] + run["system"])
         / (alone["user"] + alone["system"]),
-        "share of a round that is no forward, backward or step": 1 - run["step_seconds"] / workers / run["wall"],
+        "share of a round that is no forward, backward or step": 1
+        - run["step_seconds"] / workers / run["wall"],
         "peak of the largest process, MiB: fedatlas": many["peak_mb"],
         "peak of the largest process, MiB: bare": alone["peak_mb"],
     }
@@ -114,7 +117,9 @@ def measure(case: str, workers: int, precision: str) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", choices=list(CASES), action="append")
     parser.add_argument("--workers", type=int, choices=(1, 2), action="append")
     parser.add_argument("--precision", choices=("float32", "bf16"), default="bf16")

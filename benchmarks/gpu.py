@@ -63,7 +63,9 @@ def smaller(shape: Shape) -> Shape:
 def batch_of(shape: Shape, device: torch.device, whole: bool) -> tuple[Batch, LabelSpace]:
     rng = generator("gpu", *shape)
     names = tuple(f"class {c}" for c in range(CLASSES))
-    space = LabelSpace(names, exclusive=False, level="image") if whole else LabelSpace(("background", *names[1:]))
+    space = (
+        LabelSpace(names, exclusive=False, level="image") if whole else LabelSpace(("background", *names[1:]))
+    )
     known = torch.tensor([[c == 0 or c in ANNOTATED for c in range(CLASSES)]]).repeat(shape[0], 1)
     target = (
         torch.randint(0, 2, (shape[0], CLASSES), generator=rng).float()
@@ -91,14 +93,18 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def steps(name: str, kind: str, options: dict[str, Any], shape: Shape, device: torch.device, repeats: int) -> None:
+def steps(
+    name: str, kind: str, options: dict[str, Any], shape: Shape, device: torch.device, repeats: int
+) -> None:
     """Prints one line per way, and what ConDistFL's step takes beside FedAvg's in bf16."""
     whole = kind == IMAGES[1]
     for way, how in WAYS.items():
         if how.get("precision") == "fp16" and device.type != "cuda":
             continue
         try:
-            print(f"{name}; {way}: {_measured(kind, options, shape, device, repeats, whole, **how)}", flush=True)
+            print(
+                f"{name}; {way}: {_measured(kind, options, shape, device, repeats, whole, **how)}", flush=True
+            )
         except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
             print(f"{name}; {way}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
 
@@ -122,7 +128,9 @@ def _measured(
         data = replace(data, image=data.image.contiguous(memory_format=layout))
 
     def made() -> nn.Module:
-        net = nets.build(kind, options, in_channels=shape[1], classes=CLASSES, spatial_dims=len(shape) - 2, seed=0)
+        net = nets.build(
+            kind, options, in_channels=shape[1], classes=CLASSES, spatial_dims=len(shape) - 2, seed=0
+        )
         return net.to(device, memory_format=layout)
 
     local = Local(optimizer="adamw", lr=1e-4, precision=precision)  # type: ignore[call-arg,arg-type]
@@ -143,7 +151,9 @@ def _measured(
         return found
     teacher = made().eval().requires_grad_(False)
     load(teacher, tensors_of(student))
-    objective = methods.get("condistfl")().L_total(torch.compile(teacher) if compiled else teacher, 1.0, space)
+    objective = methods.get("condistfl")().L_total(
+        torch.compile(teacher) if compiled else teacher, 1.0, space
+    )
     _reset(device)
     condist = seconds_of(lambda: take(called, objective, data), device, repeats)
     return f"{found}; ConDistFL {condist:.4f} s, {_peak(device)}, {condist / fedavg:.3f} of FedAvg"
@@ -182,18 +192,31 @@ def real_run(data: Path, device: str) -> None:
             changes = [f"engine.device={device}", "engine.workers=0", "rounds=4", "local.precision=bf16"]
             changes += ["method.name=condistfl", "evaluation.metrics=[dice]"]
             changes += [f"sites.{site}.path={data / f'site-{site}'}" for site in "abcd"]
-            command = [sys.executable, "-m", "fedatlas.cli", "run", str(experiments / "common.yaml"), "--runs", folder]
+            command = [
+                sys.executable,
+                "-m",
+                "fedatlas.cli",
+                "run",
+                str(experiments / "common.yaml"),
+                "--runs",
+                folder,
+            ]
             command += ["--id", f"run-{number}", *(part for change in changes for part in ("-o", change))]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             model = Path(folder) / f"run-{number}" / "models" / "last.fa"
             file = model if model.exists() else model.with_name("best.fa")
             digests.append(hashlib.sha256(file.read_bytes()).hexdigest())
-            print(f"head and neck, 4 rounds of 20 steps at 4 sites: {time.perf_counter() - began:.1f} s", flush=True)
+            print(
+                f"head and neck, 4 rounds of 20 steps at 4 sites: {time.perf_counter() - began:.1f} s",
+                flush=True,
+            )
     print(f"two runs with one seed give {'equal' if digests[0] == digests[1] else 'different'} models")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="small inputs")
     parser.add_argument("--repeats", type=int, default=10)

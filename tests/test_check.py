@@ -166,9 +166,16 @@ def test_what_cannot_run_is_a_problem_beside_the_others(override, said, small, t
 # ------------------------------------------------------------------------------------------------------ precision
 
 
-@pytest.mark.parametrize(("capabilities", "told"), [({"avx512_bf16": False, "amx_bf16": False}, 1), ({"avx512_bf16": True}, 0), ({}, 0)])
+@pytest.mark.parametrize(
+    ("capabilities", "told"),
+    [({"avx512_bf16": False, "amx_bf16": False}, 1), ({"avx512_bf16": True}, 0), ({}, 0)],
+)
 def test_bf16_without_instructions_for_it_is_told(
-    small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], told: int
+    small: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capabilities: dict[str, bool],
+    told: int,
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     result = checked(small, tmp_path, "local.precision=bf16")
