@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 MODULES = (
-    "steps", "tadl", "condist", "experts", "modules", "precision", "rounds", "server_memory", "metrics", "evaluation", "cache", "engines",
+    "demo", "steps", "tadl", "condist", "experts", "modules", "precision", "server_memory", "metrics", "evaluation", "cache", "engines",
 )  # fmt: skip
 
 if __name__ == "__main__":
