@@ -10,7 +10,7 @@ BIN := .venv/bin
 	touch $@
 
 demo: .venv/installed
-	$(BIN)/fedatlas run experiments/quickstart.yaml --resume
+	$(BIN)/fedatlas compare experiments/demo.yaml
 
 demo-xray: .venv/installed
 	$(BIN)/fedatlas run experiments/quickstart-xray.yaml --resume

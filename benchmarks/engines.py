@@ -220,13 +220,14 @@ def startup(engine: str, repeats: int = 3) -> None:
 
 
 def share(engines: Sequence[str]) -> None:
-    """The demo's federation, four rounds of real training on every engine, the first of which warms up."""
+    """ConDistFL on the demo's data, four rounds of real training on every engine, the first of which warms up."""
     from fedatlas.deploy import gather_trial
     from fedatlas.experiment import load_federation
     from fedatlas.session import gather_local, run_federation
 
     changes = ["rounds=4", "engine.workers=4", "evaluation.every=1000", "evaluation.overlays=false"]
     changes += ["evaluation.models=[last]", "evaluation.metrics=[dice]"]
+    changes += ["method.name=condistfl", "local.steps=25", "local.batch=16", "net.filters=[16, 32, 64, 128]"]
     federation = load_federation(ROOT / "experiments" / "quickstart.yaml", changes)
     trained: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="fedatlas-bench-") as folder:

@@ -17,6 +17,8 @@ from fedatlas.errors import FederationError
 from fedatlas.evaluation.statistics import holm, write_rows
 from fedatlas.experiment import hash_of, resolved
 from fedatlas.report.comparison import html, markdown
+from fedatlas.report.verdict import html as above
+from fedatlas.report.verdict import verdict
 
 ORGANS = ("liver", "kidney", "pancreas", "spleen", "gallbladder")
 SITES = {
@@ -277,3 +279,48 @@ def test_the_how_to_shows_tables_that_load(tmp_path) -> None:
     assert comparison.measure.sites == tuple(SITES)[:5] and comparison.tables[0].sites == ("btcv",)
     assert comparison.layout == comparison.tables[0].layout and comparison.layout.against == "menu"
     assert comparison.printed == {"menu": {"c1/liver": 94.07, "mean": 91.14}}
+
+
+def test_the_verdict_names_the_best_arm_and_how_sure_that_is(tmp_path) -> None:
+    """Nothing is said of one arm. Means and differences are those of the tables, in their unit."""
+    tables = [{"title": "Outside", "sites": ["btcv"], "metric": "asd"}]
+    comparison = menu(tmp_path, layout={"columns": "site-class", "percent": True}, tables=tables)
+    rng = np.random.default_rng(0)
+    cells = {"c1/liver": around(0.8, 8, rng), "c2/kidney": around(0.6, 8, rng)}
+    lower = {cell: [value - 0.1 for value in of] for cell, of in cells.items()}
+    pretend(comparison, "localized", {"best": lower})
+    assert verdict(collect(comparison)) == [] and above(collect(comparison)) == ""
+    pretend(comparison, "unet", {"best": cells})
+    told = verdict(collect(comparison))
+    assert told[0].startswith("Best: unet. Mean over the columns: dice in %, test cases")
+    assert told[0].endswith(": unet 70.00, localized 60.00.")
+    assert told[1] == "Difference to localized, 95 % interval by case: unet +10.00 (+10.00 to +10.00)."
+    assert told[2] == "One seed: how much another seed would change is not known." and len(told) == 3
+    page = html(collect(comparison), above=above(collect(comparison)))
+    assert page.index('class="verdict"') < page.index("<table") and "Best: unet." in page
+
+
+def test_the_verdict_says_which_arms_are_not_told_apart(tmp_path) -> None:
+    comparison = menu(tmp_path, layout={"columns": "site-class"})
+    for arm, shift in (("localized", 0.0), ("unet", 0.05), ("menu", -0.3)):
+        of = [0.5 + shift, 0.6 - shift, 0.5 + shift, 0.6 - shift, 0.5 + shift, 0.7, 0.5 + shift]
+        pretend(comparison, arm, {"best": {"c1/liver": of}})
+    told = verdict(collect(comparison))
+    assert told[0].startswith("Best: unet, not told apart from localized. "), told[0]
+    pretend(
+        alone := menu(tmp_path / "b", layout={"columns": "site-class"}),
+        "localized",
+        {"best": {"c1/liver": [0.9] * 7}},
+    )
+    pretend(alone, "unet", {"best": {"c1/liver": [0.5] * 7}})
+    assert verdict(collect(alone))[0].startswith("Best: localized. ")
+
+
+def test_of_distances_the_verdict_takes_the_least(tmp_path) -> None:
+    comparison = menu(tmp_path, seeds=[0, 1], measure={"metric": "asd"}, layout={"columns": "site-class"})
+    for seed in (0, 1):
+        pretend(comparison, "unet", {"best": {"c1/liver": [2.0, 4.0]}}, seed, "asd")
+        pretend(comparison, "menu", {"best": {"c1/liver": [1.0, 2.0]}}, seed, "asd")
+    told = verdict(collect(comparison))
+    assert told[0].startswith("Best: menu. ") and told[0].endswith(": menu 1.5, unet 3.0.")
+    assert not any("seed" in sentence for sentence in told)

@@ -657,6 +657,7 @@ def compare(arguments: argparse.Namespace) -> int:
         write_page,
         write_table,
     )
+    from fedatlas.report.verdict import verdict
 
     for name in ("seeds", "workers"):
         value = getattr(arguments, name)
@@ -688,7 +689,8 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found | {"failed": failed, "page": str(page)}, indent=1))
     else:
-        print(f"{markdown(found)}\npage: {page}")
+        told = "\n".join(verdict(found))
+        print(f"{markdown(found)}\n{told}\n\npage: {page}")
     for name in failed:
         print(f"failed: {name}", file=sys.stderr)
     return 1 if failed else 0

@@ -9,6 +9,7 @@ from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell
 from fedatlas.engine.store import write_atomic
 from fedatlas.errors import FederationError
+from fedatlas.report import verdict
 from fedatlas.report.comparison import html, markdown
 from fedatlas.report.figures import stylesheet
 
@@ -17,15 +18,14 @@ PUBLISHED = ("docs", "results.md")
 
 
 def write_page(comparison: Comparison, found: Mapping[str, Any], tell: Tell = lambda text: None) -> Path:
-    """comparison.html beside the runs: the tables, the critical-difference diagram, and the parts of `parts.PARTS` that the
+    """comparison.html beside the runs: the verdict, the tables, the critical-difference diagram, and the parts of `parts.PARTS` that the
     plan has, each named after what it repeats of the paper; figure-2.html to figure-4.html beside it, see
     `figures.write_figures`."""
     file = comparison.folder / (f"{comparison.name}.html" if comparison.shared else "comparison.html")
     file.parent.mkdir(parents=True, exist_ok=True)
     page = Page(comparison, found, file, tell)
-    text = html(
-        found, drawn(page), stylesheet(), above=contents(comparison), captions=table_claims(comparison)
-    )
+    above = verdict.html(found) + contents(comparison)
+    text = html(found, drawn(page), stylesheet(), above=above, captions=table_claims(comparison))
     write_atomic(file, text.encode())
     return file
 

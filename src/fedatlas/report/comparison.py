@@ -188,7 +188,7 @@ def _seeds_of(found: Mapping[str, Any], row: str) -> int:
 
 def _cell(found: Mapping[str, Any], row: str, key: str, values: Sequence[float], best: float | None) -> str:
     """Bold: the best; underlined: significant."""
-    done, (scale, digits) = _seeds_of(found, row), _unit(found)
+    done, (scale, digits) = _seeds_of(found, row), unit(found)
     if not done:
         return NOT_RUN
     if not values:
@@ -251,13 +251,13 @@ def _best(found: Mapping[str, Any], column: Mapping[str, list[float]]) -> float 
     ]
     if len(whole) < 2:
         return None
-    scale, digits = _unit(found)
+    scale, digits = unit(found)
     return (min if found["metric"] in LOWER else max)(
         round(scale * float(np.mean(values)), digits) for values in whole
     )
 
 
-def _unit(found: Mapping[str, Any]) -> tuple[float, int]:
+def unit(found: Mapping[str, Any]) -> tuple[float, int]:
     """What values are multiplied by, and how many decimals are printed."""
     layout = found["layout"]
     digits = 2 if layout["percent"] else 1 if found["metric"] in MILLIMETRES else 3
@@ -281,7 +281,7 @@ def _printed(found: Mapping[str, Any]) -> list[str | Table]:
         if name in listed
     ]
     columns += [name for name in listed if name not in columns]
-    (scale, digits), lines = _unit(found), []
+    (scale, digits), lines = unit(found), []
     listed_rows = [row for arm in found["arms"] for row in found["printed"] if row.partition("/")[0] == arm]
     for row in listed_rows:
         of_row = found["arms"].get(row) or found["rows"].get(row)
@@ -311,7 +311,7 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
     if not found["differences"]:
         return []
     by_case, of_images = found.get("pairs") == "case", bool(found["bootstrap"])
-    scale, digits = _unit(found)
+    scale, digits = unit(found)
     first = next(iter(found["arms"]))
     lines = []
     for arm, apart in found["differences"].items():
@@ -379,7 +379,7 @@ def _forgetting(found: Mapping[str, Any]) -> list[str | Table]:
     of_arms, metric = found["forgetting"], found["metric"]
     if not of_arms:
         return []
-    scale, digits = _unit(found)
+    scale, digits = unit(found)
     owners = list(dict.fromkeys(owner for of_arm in of_arms.values() for owner in of_arm["sites"]))
 
     def signed(value: float | None) -> str:
@@ -576,6 +576,8 @@ STYLE = """
 @media (prefers-color-scheme: dark) { :root { --line: #2d3540; --ink: #e8ecf1; --paper: #14181f; --accent: #7fb4f5 } }
 body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem }
 main { max-width: 75rem; margin: auto }
+.verdict { padding: .2rem 1.1rem; border-left: 4px solid var(--accent) }
+.verdict p { font-size: 1.15rem; font-weight: 600; margin: .6rem 0 }
 .scroll { overflow-x: auto }
 figure { margin: 0 }
 .grid { display: grid; gap: .4rem; align-items: end; width: max-content }

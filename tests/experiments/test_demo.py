@@ -1,0 +1,47 @@
+"""The demo: what `make demo` compares is comparable, and its test cases choose nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from fedatlas.build import Experiment
+from fedatlas.compare import Comparison, load_comparison
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    runs = tmp_path_factory.mktemp("runs")
+    return load_comparison([ROOT / "experiments" / "demo.yaml"], runs=runs)
+
+
+def test_make_demo_runs_this_file() -> None:
+    assert "fedatlas compare experiments/demo.yaml\n" in (ROOT / "Makefile").read_text()
+
+
+def test_arms_differ_in_their_method_alone(demo: Comparison) -> None:
+    """Same data, net, loss and local training; what is evaluated at the end may differ."""
+    assert list(demo.federations) == ["fedopt", "fedavg", "standalone"] and list(demo.seeds) == [0]
+    arms = [of[0] for of in demo.federations.values()]
+    for name in ("sites", "labels", "preprocessing", "net", "local", "rounds", "sampling", "augmentation"):
+        assert all(getattr(arm, name) == getattr(arms[0], name) for arm in arms), name
+    assert {arm.method["loss"]["name"] for arm in arms} == {"marginal_dice_ce_exclusion"}
+    assert len({arm.method["name"] for arm in arms}) == 3
+
+
+def test_it_is_scored_on_test_cases_of_every_site(demo: Comparison, tmp_path: Path) -> None:
+    assert demo.measure.split == "test" and all(table.split == "test" for table in demo.tables)
+    experiment = Experiment(demo.federations["fedopt"][0], tmp_path)
+    for source in experiment.sources.values():
+        assert {split: len(items) for split, items in source.items.items()} == {  # type: ignore[attr-defined]
+            "train": 4,
+            "validation": 2,
+            "test": 2,
+        }
+
+
+def test_forgetting_can_show(demo: Comparison) -> None:
+    """Local models are scored, and the last local steps still move them."""
+    first = demo.federations["fedopt"][0]
+    assert "local" in first.evaluation.models and first.local.lr_min > 0
