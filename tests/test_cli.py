@@ -82,10 +82,10 @@ def test_check(trained: Path, capsys) -> None:
 
 def test_predict_in_the_scans_own_geometry(trained: Path, phantom: Path, tmp_path, capsys) -> None:
     scan = phantom / "site-1" / "imagesTs" / "p104_0000.nii.gz"
-    result = json.loads(output(capsys, "predict", trained, scan, "-o", tmp_path, "--json"))
+    result = json.loads(output(capsys, "predict", trained, scan, "-o", tmp_path / "out", "--json"))
     labels, source = nib.load(result["scans"][0]["labels"]), nib.load(scan)
     assert labels.shape == source.shape and np.allclose(labels.affine, source.affine)
-    names = json.loads((tmp_path / "classes.json").read_text())
+    names = json.loads((tmp_path / "out" / "classes.json").read_text())
     assert set(np.unique(np.asarray(labels.dataobj)).tolist()) <= {int(number) for number in names}
     # the same scan, turned and mirrored in its file: the same organs at the same places of the world
     turned = nib.Nifti1Image(
@@ -93,7 +93,7 @@ def test_predict_in_the_scans_own_geometry(trained: Path, phantom: Path, tmp_pat
     )
     nib.save(turned, tmp_path / "turned.nii.gz")
     again = json.loads(
-        output(capsys, "predict", trained, tmp_path / "turned.nii.gz", "-o", tmp_path, "--json")
+        output(capsys, "predict", trained, tmp_path / "turned.nii.gz", "-o", tmp_path / "out", "--json")
     )
     there = np.asarray(nib.load(again["scans"][0]["labels"]).dataobj)
     assert np.array_equal(there[:, ::-1].transpose(1, 2, 0), np.asarray(labels.dataobj))

@@ -21,6 +21,7 @@ def test_the_reference_is_current() -> None:
     folder = ROOT / "docs" / "reference"
     assert (folder / "federation-file.md").read_text() == made["federation_file"](), "run `make docs`"
     assert (folder / "registered.md").read_text() == made["registered"](), "run `make docs`"
+    assert made["KNOWN"].read_text() == made["known"](), "run `make docs`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

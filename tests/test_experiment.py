@@ -9,7 +9,8 @@ import yaml
 
 from fedatlas.compare import load_comparison
 from fedatlas.errors import FederationError
-from fedatlas.experiment import hash_of, json_schema, load_federation, parse_federation, read_yaml, resolved
+from fedatlas.experiment import hash_of, json_schema, load_federation, parse_federation, resolved
+from fedatlas.federation_yaml import read_yaml
 
 
 def parse(small: dict[str, Any], **changes: Any):
@@ -32,7 +33,7 @@ def parse(small: dict[str, Any], **changes: Any):
         ("net", {"name": "unet", "filter": [1]}, r"'filter' does not exist; did you mean 'filters'\?"),
         ("rounds", 0, "rounds: got 0"),
         ("name", "a/b", "name: got 'a/b'"),
-        ("sites", [], "sites: got"),
+        ("sites", [], "sites: has 0 entries"),
         ("evaluation", {"metrics": ["dise"]}, r"'dise' does not exist; did you mean 'dice'\?"),
         ("preprocessing", {"orientation": "RAX"}, "orientation is 'RAX'"),
     ],

@@ -10,10 +10,11 @@ import pytest
 import fedatlas
 
 ROOT = Path(fedatlas.__file__).parent
-BASE = {"fedatlas", "__version__", "errors", "seeds", "labels", "options"}
+BASE = {"fedatlas", "__version__", "errors", "seeds", "labels", "options", "memory"}
 """What everything may import."""
 ALLOWED = {
     "errors": set(),
+    "memory": set(),
     "seeds": set(),
     "options": set(),
     "labels": set(),
@@ -57,7 +58,7 @@ ALLOWED = {
     "report": {"report", "evaluation.statistics", "evaluation.classification"},
 }
 TOP = {
-    "experiment", "tasks", "build", "session", "trained", "trained_images", "site", "deploy", "audit", "check", "catalogue", "cli", "compare", "analyse",
+    "experiment", "federation_yaml", "tasks", "build", "session", "trained", "trained_images", "usable", "site", "deploy", "audit", "check", "catalogue", "cli", "compare", "analyse",
     "__init__", "__main__",
 }  # fmt: skip
 """Nothing below imports these."""

@@ -2,7 +2,8 @@
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -19,10 +20,12 @@ from fedatlas.engine.host import Host
 from fedatlas.errors import FederationError
 from fedatlas.experiment import Federation, hash_of, make_method, make_terms
 from fedatlas.labels import LabelSpace
+from fedatlas.memory import require_memory
 from fedatlas.method import declared, functions_of, sends_of
 from fedatlas.options import not_known
 from fedatlas.seeds import seed_of
 from fedatlas.tasks import Source, task_of
+from fedatlas.tensors import n_bytes
 
 POOLED = "pooled"
 """The one site that trains where a method merges all sites' data."""
@@ -34,13 +37,21 @@ def training_sites(federation: Federation) -> list[str]:
 
 
 def build_net(
-    federation: Federation, method: Any, name: str, *, channels: int, space: LabelSpace, initial: bool = False
+    federation: Federation,
+    method: Any,
+    name: str,
+    *,
+    channels: int,
+    space: LabelSpace,
+    initial: bool = False,
+    shapes: bool = False,
 ) -> nn.Module:
     """The federation's net ("main"), or one that the method declares, for images of so many channels. A net that has
     something for every organ takes the organs of `labels.groups`, unless its own option `groups` names others.
 
     initial: whether a file of weights that the net's options name is read; only the model with which the federation
-    starts needs it, so that no site does.
+    starts needs it, so that no site does. shapes: on the meta device, where tensors have a shape and no values, so that
+    a net of any size costs nothing.
     """
     task, classes = task_of(federation), len(space)
     inputs: int = task.net_channels(federation, channels)
@@ -57,18 +68,40 @@ def build_net(
         if wanted[name].outputs == "sites":
             classes = len(training_sites(federation))
         if wanted[name].on == "features":
-            main = build_net(federation, method, "main", channels=channels, space=space)
+            main = build_net(federation, method, "main", channels=channels, space=space, shapes=True)
             inputs = main.n_features  # type: ignore[assignment]
-    return nets.build(
-        kind,
-        chosen,
-        in_channels=inputs,
-        classes=classes,
-        spatial_dims=len(task.size(federation)),
-        seed=seed_of(federation.seed, "net", name),
-        findings=len(federation.labels.findings) if name == "main" else 0,
-        initial=initial,
-    )
+    with torch.device("meta") if shapes else nullcontext():
+        return nets.build(
+            kind,
+            chosen,
+            in_channels=inputs,
+            classes=classes,
+            spatial_dims=len(task.size(federation)),
+            seed=seed_of(federation.seed, "net", name),
+            findings=len(federation.labels.findings) if name == "main" else 0,
+            initial=initial and not shapes,
+        )
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that a training step holds beside the libraries. least: values, gradients, the optimizer's moments, and
+    what every module gives for a batch; likely: the gradients of what they give, too."""
+
+    least: int
+    likely: int
+
+
+def step_memory(
+    net: nn.Module, shape: Sequence[int], optimizer: str, precision: str = "float32"
+) -> StepMemory:
+    """The estimate for batches of shape (B, I, *S). Two bytes count for a number that a module gives where the
+    precision is lower than float32. Nothing is computed."""
+    model = n_bytes(list(net.state_dict().values()))
+    numbers, _ = nets.count_outputs(net, shape[1:])
+    outputs = shape[0] * numbers * (4 if precision == "float32" else 2)
+    held = model * (2 + (1 if optimizer == "sgd" else 2))
+    return StepMemory(held + outputs, held + 2 * outputs)
 
 
 def usable_device(federation: Federation) -> torch.device:
@@ -125,19 +158,40 @@ class Design:
             self.federation, self.method, name, channels=self.channels, space=self.space, initial=initial
         )
 
+    def shapes(self, name: str = "main") -> nn.Module:
+        """A net of the federation without values, see `build_net`."""
+        return build_net(
+            self.federation, self.method, name, channels=self.channels, space=self.space, shapes=True
+        )
+
+    def step_memory(self) -> StepMemory:
+        """Of a site's training, see `step_memory`."""
+        local = self.federation.local
+        return step_memory(self.shapes(), (local.batch, *self.sample_shape), local.optimizer, local.precision)
+
+    def require_memory(self) -> None:
+        """Raises FederationError where the server cannot hold the state, an answer, and their sum in float64."""
+        net = self.shapes()
+        n = sum(parameter.numel() for parameter in net.parameters())
+        what = f"averaging models of {n:,} parameters"
+        remedy = "choose a smaller net, as by fewer `filters`"
+        require_memory(4 * n_bytes(list(net.state_dict().values())), what, remedy, FederationError)
+
     def check_net(self, *, initial: bool = True) -> nn.Module:
-        """The net, after one patch went through it. FederationError if it fits the patch or the labels not; initial:
-        or its file of weights cannot be used."""
-        net = self.make_net(initial=initial)
+        """The net, after one patch went through it. FederationError if it fits the patch or the labels not, or needs
+        more memory than there is; initial: or its file of weights cannot be used."""
+        net = self.shapes()
         inputs, *size = self.sample_shape
         nets.check_level(self.federation.net["name"], net, self.space.level)
         nets.check_classes(self.federation.net["name"], net, self.space.exclusive)
         nets.check_patch(net, size)
         nets.check_output(net, len(self.space), in_channels=inputs, patch=size)
+        self.require_memory()
+        net = self.make_net(initial=initial)
         for name, spec in declared(self.method, "nets").items():
             if spec.on == "images":
                 try:
-                    nets.check_patch(self.make_net(name), size)
+                    nets.check_patch(self.shapes(name), size)
                 except FederationError as error:
                     told = f"method {self.federation.method['name']}: its net {name!r}"
                     raise FederationError(f"{told}: {error}") from None
@@ -195,9 +249,34 @@ class Experiment(Design):
         for name, source in self.sources.items():
             source.prepare(progress=lambda text, name=name: tell(f"{name}: {text}"))
 
+    def fingerprint(self) -> dict[str, str]:
+        """case -> a digest of all that is read of it, see `SiteData.fingerprint`; of several sites "site/case"."""
+        found = {name: source.fingerprint() for name, source in self.sources.items()}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        return {f"{name}/{case}": mark for name, marks in found.items() for case, mark in marks.items()}
+
     def check_net(self, *, initial: bool = True) -> nn.Module:
         usable_device(self.federation)
         return super().check_net(initial=initial)
+
+    @property
+    def at_once(self) -> int:
+        """How many sites train here at the same time."""
+        return max(1, min(self.federation.engine.workers, len(self.training)))
+
+    def require_memory(self) -> None:
+        """Raises FederationError where the server, or the sites that train here at the same time, need more than there
+        is."""
+        super().require_memory()
+        federation, at_once = self.federation, self.at_once
+        of = f"{at_once} sites at a time" if at_once > 1 else "a site"
+        size = "×".join(map(str, self.sample_shape))
+        what = f"training {of} on batches of {federation.local.batch} samples of {size}"
+        remedy = "lower `local.batch`, the size of a sample, or the size of the net"
+        remedy += ", or `engine.workers`" if at_once > 1 else ""
+        least = self.step_memory().least * at_once
+        require_memory(least, what, remedy, FederationError, federation.engine.device)
 
     def host(self, site: str, folder: Path, log: EgressLog | None = None, **options: Any) -> Host:
         """The end of the wire of a site that is served here. folder: its private one; options: as `Host`."""

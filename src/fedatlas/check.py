@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
-from fedatlas.build import Design, Experiment, cache_folder, usable_device
-from fedatlas.errors import FederationError
+from fedatlas.build import Experiment, cache_folder
+from fedatlas.errors import DataError, FederationError
 from fedatlas.experiment import load_federation
+from fedatlas.memory import device_memory, gibibytes
 from fedatlas.method import sends_of
-from fedatlas.tensors import n_bytes, tensors_of
+from fedatlas.tensors import n_bytes, shapes_of
 from fedatlas.training import emulates_bf16
 
 
@@ -32,16 +32,20 @@ def check_federation_file(path: Path, overrides: Sequence[str], runs: Path) -> d
         "sites": {},
         "cost": None,
     }
-    for test in (lambda: usable_device(federation), lambda: Design.check_net(experiment)):
-        try:
-            test()
-        except FederationError as error:
-            problems.append({"fatal": True, "text": str(error)})
+    try:
+        experiment.check_net()
+    except FederationError as error:
+        problems.append({"fatal": True, "text": str(error)})
     problems += [{"fatal": p.fatal, "text": str(p)} for p in experiment.check()]
     if not any(problem["fatal"] for problem in problems):
-        experiment.prepare()
-        result["sites"] = {name: source.summary() for name, source in experiment.sources.items()}
-        result["cost"] = cost(experiment)
+        try:
+            experiment.prepare()
+        except DataError as error:
+            problems.append({"fatal": True, "text": str(error)})
+        else:
+            result["sites"] = {name: source.summary() for name, source in experiment.sources.items()}
+            result["cost"] = cost(experiment)
+            problems += [{"fatal": False, "text": text} for text in tight(experiment)]
     problems += [{"fatal": False, "text": text} for text in notes(experiment, result["sites"])]
     problems.sort(key=lambda problem: not problem["fatal"])
     return result
@@ -61,7 +65,7 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             "local.precision is bf16, for which this processor has no instructions (avx512_bf16, amx_bf16): sites on it "
             "train slower than in float32, and to other bits than sites that have them; float32 is faster here"
         )
-    found += experiment.examine(experiment.make_net(initial=False))
+    found += experiment.examine(experiment.shapes())
     loss, how = getattr(experiment.method, "loss", None), getattr(federation.evaluation, "inference", None)
     foreground = getattr(loss, "options", {}).get("channels") == "foreground"
     if foreground and getattr(how, "background", None) == "channel":
@@ -90,18 +94,30 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
     return found
 
 
+def tight(experiment: Experiment) -> list[str]:
+    """A note where training may need more memory than there is."""
+    there = device_memory(experiment.federation.engine.device)
+    likely = experiment.step_memory().likely * experiment.at_once
+    if there is None or likely <= 0.8 * there:
+        return []
+    return [
+        f"training is estimated at {gibibytes(likely)} of memory beside the libraries, and there are {gibibytes(there)}; "
+        "if it fails, lower `local.batch` or the size of the net"
+    ]
+
+
 def cost(experiment: Experiment) -> dict[str, Any]:
     """What a run will need. Bytes are those of the models; what goes with them is small.
 
     bytes_down, bytes_up: of a site that trains, per round; a method that sends further nets than the model is taken to be
     sent as many. bytes_per_round: of all of them. evaluation_bytes: what an evaluated round sends more, to all sites.
     """
-    federation, net = experiment.federation, experiment.make_net(initial=False)
-    values, comm = tensors_of(net), federation.comm
+    federation, net = experiment.federation, experiment.shapes()
+    values, comm = shapes_of(net), federation.comm
     model = n_bytes(values)
     sends = sends_of(experiment.method).get("local_update", {})
     others = sum(
-        n_bytes(tensors_of(experiment.make_net(kind.partition(":")[2] or "main", initial=False)))
+        n_bytes(shapes_of(experiment.shapes(kind.partition(":")[2] or "main")))
         for key, kind in sends.items()
         if key != "model" and kind.partition(":")[0] == "model"
     )
@@ -109,7 +125,6 @@ def cost(experiment: Experiment) -> dict[str, Any]:
         others += sum((parameter.numel() + 7) // 8 for parameter in net.parameters())
     down = sent_bytes(values, comm.down, comm.fraction) + others
     up = others + (masked_bytes(values) if federation.secure else sent_bytes(values, comm.up, comm.fraction))
-    shape = (federation.local.batch, *experiment.sample_shape)
     return {
         "parameters": sum(parameter.numel() for parameter in net.parameters()),
         "model_bytes": model,
@@ -119,7 +134,7 @@ def cost(experiment: Experiment) -> dict[str, Any]:
         "up": "masked" if federation.secure else comm.up,
         "bytes_per_round": (down + up) * len(experiment.training),
         "evaluation_bytes": model * len(experiment.sources) if comm.down == "none" else 0,
-        "site_memory_bytes": site_memory(net, shape, federation.local.optimizer, federation.local.precision),
+        "site_memory_bytes": experiment.step_memory().likely,
         "server_memory_bytes": 5 * model,
     }
 
@@ -143,32 +158,6 @@ def sent_bytes(model: Mapping[str, Tensor], kind: str, fraction: float) -> int:
 def masked_bytes(model: Mapping[str, Tensor]) -> int:
     """The bytes of a model as `fedatlas.secure` sends it: 8 per number, one more for the weight."""
     return 8 + 8 * sum(tensor.numel() for tensor in model.values() if tensor.is_floating_point())
-
-
-def site_memory(net: nn.Module, shape: Sequence[int], optimizer: str, precision: str = "float32") -> int:
-    """An estimate, in bytes, of what a training step holds beside the libraries: values, gradients, the
-    optimizer's moments, and every module's output for a batch of this shape twice (forward and gradient), at two bytes
-    a number where the precision is lower. The net is run on shapes only: nothing is computed."""
-    outputs = 0
-    size = 4 if precision == "float32" else 2
-
-    def count(module: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal outputs
-        if isinstance(output, Tensor):
-            outputs += output.numel() * size
-
-    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
-    shapes = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
-    hooks = [m.register_forward_hook(count) for m in net.modules() if not any(True for _ in m.children())]
-    try:
-        with torch.no_grad():
-            # two: batch norm may be left with one value each
-            functional_call(net.train(), shapes, (torch.empty(2, *shape[1:], device="meta"),))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    moments = 1 if optimizer == "sgd" else 2
-    return n_bytes(tensors_of(net)) * (2 + moments) + outputs * shape[0]
 
 
 def text_of(result: dict[str, Any]) -> str:

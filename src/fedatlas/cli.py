@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,13 @@ def parser() -> argparse.ArgumentParser:
     def as_json(made: argparse.ArgumentParser) -> None:
         made.add_argument("--json", action="store_true", help="print the result as JSON")
 
+    def another_kind(made: argparse.ArgumentParser) -> None:
+        made.add_argument(
+            "--anyway",
+            action="store_true",
+            help="go on with images of another kind than the model was trained on",
+        )
+
     def postprocess(made: argparse.ArgumentParser, sentence: str) -> None:
         made.add_argument(
             "--postprocess",
@@ -102,6 +110,11 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--deploy", type=Path, help="the deployment's folder, with --engine nvflare or flower")
     made.add_argument("--id", help="name of the run's folder (default: the file's name and hash)")
+    made.add_argument(
+        "--data-changed",
+        action="store_true",
+        help="with --resume: go on though a site's data are not those with which the run began",
+    )
     as_json(made)
 
     made = verb(
@@ -139,6 +152,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
     made.add_argument("--out", type=Path, help="write all rows to this CSV file")
     made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
+    another_kind(made)
     postprocess(made, "score once more after post-processing")
     as_json(made)
 
@@ -166,6 +180,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
+    made.add_argument("--overwrite", action="store_true", help="replace results that are there already")
+    another_kind(made)
     postprocess(made, "write labels after post-processing")
     as_json(made)
 
@@ -365,6 +381,9 @@ def _deploy_verbs(verb: Any, federation: Any) -> None:
 
 
 def deploy_init(arguments: argparse.Namespace) -> int:
+    from fedatlas.federation_yaml import require_known
+
+    require_known(arguments.federation, arguments.override)
     from fedatlas.deploy import init
     from fedatlas.experiment import load_federation
 
@@ -488,6 +507,9 @@ def audit(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
+    from fedatlas.federation_yaml import require_known
+
+    require_known(arguments.federation, arguments.override)
     from fedatlas.check import check_federation_file, text_of
 
     result = check_federation_file(arguments.federation, arguments.override, arguments.runs)
@@ -496,13 +518,16 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from fedatlas.federation_yaml import require_known
+
+    require_known(arguments.federation, arguments.override)
     from fedatlas.experiment import load_federation
     from fedatlas.report.page import write
     from fedatlas.session import run_federation, run_path
 
     federation = load_federation(arguments.federation, arguments.override)
     path = run_path(federation, arguments.runs, arguments.id)
-    gather = _gather(arguments.engine, arguments.deploy)
+    gather = _gather(arguments.engine, arguments.deploy, arguments.data_changed)
     out = sys.stderr if arguments.json else sys.stdout
     progress = Progress(federation.rounds, out)
     try:
@@ -528,7 +553,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _gather(engine: str, deploy: Path | None) -> Any:
+def _gather(engine: str, deploy: Path | None, data_changed: bool) -> Any:
     """How the sites of a run are found."""
     from fedatlas import deploy as across
     from fedatlas.session import gather_local
@@ -541,8 +566,10 @@ def _gather(engine: str, deploy: Path | None) -> Any:
             else f"--deploy goes with --engine nvflare or flower, not with {engine}"
         )
     if deploy is not None:
-        return across.gather(name, deploy)
-    return gather_local if name == "local" else across.gather_trial(name)
+        return across.gather(name, deploy, data_changed=data_changed)
+    if name == "local":
+        return partial(gather_local, data_changed=data_changed)
+    return across.gather_trial(name, data_changed=data_changed)
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -557,6 +584,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
         aliases[theirs] = ours
     of_images = task_name(arguments.run) == "classification"
     chosen: dict[str, Any] = {"model": arguments.model, "out": arguments.out, "device": arguments.device}
+    chosen |= {"anyway": arguments.anyway, "warn": _warn}
     reading = {}
     for text in arguments.reading:
         key, equals, value = text.partition("=")
@@ -606,8 +634,8 @@ def predict(arguments: argparse.Namespace) -> int:
 
     if task_name(arguments.run) == "classification":
         return _predict_images(arguments)
-    scans = [[Path(part) for part in str(scan).split(",")] for scan in arguments.scan]
-    chosen = {"model": arguments.model, "device": arguments.device, "post": arguments.postprocess}
+    scans = [_files_of(scan) for scan in arguments.scan]
+    chosen = _prediction(arguments) | {"post": arguments.postprocess}
     result = predict_scans(arguments.run, scans, arguments.out, **chosen)
     if arguments.json:
         print(json.dumps(result, indent=1))
@@ -618,6 +646,21 @@ def predict(arguments: argparse.Namespace) -> int:
             found += [f"{name} {p:.3f}" for name, p in entry.get("findings", {}).items()]
             print(f"{entry['labels']}: {', '.join(found) or 'nothing found'}")
     return 0
+
+
+def _prediction(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(arguments, name) for name in ("model", "device", "overwrite", "anyway")}
+    return given | {"warn": _warn}
+
+
+def _files_of(scan: Path) -> list[Path]:
+    """The files of one scan, joined by commas, unless the comma is in the name of a file that is there."""
+    text = str(scan)
+    return [scan] if "," not in text or os.path.exists(text) else [Path(part) for part in text.split(",")]
+
+
+def _warn(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
 def _only_of_voxels(arguments: argparse.Namespace) -> None:
@@ -631,9 +674,7 @@ def _predict_images(arguments: argparse.Namespace) -> int:
     from fedatlas.trained_images import predict_images
 
     _only_of_voxels(arguments)
-    result = predict_images(
-        arguments.run, arguments.scan, arguments.out, model=arguments.model, device=arguments.device
-    )
+    result = predict_images(arguments.run, arguments.scan, arguments.out, **_prediction(arguments))
     if arguments.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -711,9 +752,15 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def listing(arguments: argparse.Namespace) -> int:
-    from fedatlas.catalogue import catalogue
+    from fedatlas.federation_yaml import known
 
-    entries = catalogue(arguments.what)
+    kept = known()
+    if kept is None:
+        from fedatlas.catalogue import catalogue
+
+        entries = catalogue(arguments.what)
+    else:
+        entries = kept["registered"][arguments.what]
     if arguments.json:
         print(json.dumps(entries, indent=1))
     else:
@@ -724,9 +771,15 @@ def listing(arguments: argparse.Namespace) -> int:
 
 
 def schema(arguments: argparse.Namespace) -> int:
-    from fedatlas.experiment import json_schema
+    from fedatlas.federation_yaml import known
 
-    print(json.dumps(json_schema(), indent=1))
+    kept = known()
+    if kept is None:
+        from fedatlas.experiment import json_schema
+
+        print(json.dumps(json_schema(), indent=1))
+    else:
+        print(json.dumps(kept["schema"], indent=1))
     return 0
 
 

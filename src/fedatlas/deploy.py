@@ -142,7 +142,8 @@ def read_kit(kit: Path) -> dict[str, Any]:
 
 def accept(kit: Path, file: Path, tell: Tell) -> None:
     """Puts another federation file into a kit: what this party agrees to run from now on. Tells the difference."""
-    from fedatlas.experiment import flat_difference, load_federation, read_yaml, resolved
+    from fedatlas.experiment import flat_difference, load_federation, resolved
+    from fedatlas.federation_yaml import read_yaml
 
     about, federation = read_kit(kit), load_federation(file)
     names = [site.name for site in federation.sites]
@@ -444,8 +445,8 @@ class Deployed:
             self.job.stop()
 
 
-def gather(engine: str, deploy: Path) -> Any:
-    """How `run_federation` finds the parties of a deployment: `session.Gather`."""
+def gather(engine: str, deploy: Path, *, data_changed: bool = False) -> Any:
+    """How `run_federation` finds the parties of a deployment: `session.Gather`. data_changed: see `join`."""
 
     def gather(federation: Any, folder: Any, tell: Tell) -> Any:
         about = read_kit(deploy / "server")
@@ -461,7 +462,8 @@ def gather(engine: str, deploy: Path) -> Any:
             raise FederationError(
                 f"{deploy}: has no party {missing[0]!r}; its parties are {', '.join(parties)}"
             )
-        return join(federation, folder, tell, Deployed(engine, deploy, _with_pool(federation, deploy), tell))
+        transport = Deployed(engine, deploy, _with_pool(federation, deploy), tell)
+        return join(federation, folder, tell, transport, data_changed=data_changed)
 
     return gather
 
@@ -491,15 +493,17 @@ COMING = 600.0
 """Seconds that a run waits for its sites to come."""
 
 
-def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
+def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_changed: bool = False) -> Any:
     """Says hello to every site, agrees on labels, and lets all prepare their data: `session.Parties`.
+
+    data_changed: let sites go on whose data are not those with which the run began.
 
     Raises FederationError where versions or federation files differ, with the difference; SiteLost where a site
     does not come. A run that is resumed goes on without a site if its rule for lost sites is to drop them.
     """
     from fedatlas.build import POOLED, Design, space_of, versions
     from fedatlas.engine.clients import SiteClients
-    from fedatlas.engine.run import read_json
+    from fedatlas.engine.run import read_run
     from fedatlas.experiment import hash_of, resolved, shareable
     from fedatlas.labels import LabelSpace
     from fedatlas.session import Parties
@@ -507,7 +511,7 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
 
     try:
         run = {"run": folder.path.name}
-        before = read_json(folder.path / "run.json") if (folder.path / "run.json").exists() else None
+        before = read_run(folder.path) if (folder.path / "run.json").exists() else None
         if before and federation.faults.on_lost == "drop":
             faults = federation.faults
         else:  # all of them, and they may still be starting
@@ -535,9 +539,12 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
         # data are read and preprocessed now; that is the longest call of all
         dropping = federation.faults.on_lost == "drop" and not before
         clients.faults = replace(federation.faults, on_lost="stop") if dropping else federation.faults
-        replies = clients.call(SiteDesk.join, agreement=agreement)
+        begins = not folder.complete()
+        replies = clients.call(SiteDesk.join, agreement=agreement, begins=begins, data_changed=data_changed)
         joined = {site: reply["facts"] for site, reply in replies}
         tell(f"joined: {', '.join(joined)}")
+        for site, reason in clients.lost.items():
+            tell(f"goes on without {site}: {reason}")
         summaries = {site: facts["summary"] for site, facts in joined.items() if site != POOLED}
         if before:
             summaries = before["sites"] | summaries
@@ -547,23 +554,23 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed) -> Any:
         training = [POOLED] if design.pooled else sorted(s for s in summaries if trains(summaries[s]))
         memories = {site: facts["memory"] for site, facts in joined.items()}
         summaries = dict(sorted(summaries.items()))
-        return Parties(design, summaries, training, transport, agreement, clients.answering, memories)
+        changed = sorted(site for site, facts in joined.items() if facts["changed"])
+        return Parties(
+            design, summaries, training, transport, agreement, clients.answering, memories, changed
+        )
     except BaseException:
         transport.close()
         raise
 
 
-SAME = ("fedatlas", "torch", "monai", "numpy", "scipy", "nibabel")
-"""The packages whose versions decide numbers; they must be equal everywhere, builds for CPU or GPU aside."""
-
-
 def _compare(plain: Mapping[str, Any], mine: Mapping[str, Any], hellos: Mapping[str, Any]) -> None:
     """Raises FederationError if a site has other versions, or another federation file."""
     from fedatlas.experiment import flat_difference
+    from fedatlas.usable import DECIDING
 
     problems = []
     for site, facts in sorted(hellos.items()):
-        for package in SAME:
+        for package in DECIDING:
             here, there = mine["versions"].get(package, "none"), facts["versions"].get(package, "none")
             if here.partition("+")[0] != there.partition("+")[0]:
                 problems.append(f"site {site}: {package} {there} is installed, {here} at the server")
@@ -683,8 +690,9 @@ class Trial:
                 process.wait()
 
 
-def gather_trial(engine: str) -> Any:
-    """How `run_federation` runs on an engine's real processes, all on this machine: `session.Gather`."""
+def gather_trial(engine: str, *, data_changed: bool = False) -> Any:
+    """How `run_federation` runs on an engine's real processes, all on this machine: `session.Gather`. data_changed: see
+    `join`."""
 
     def gather(federation: Any, folder: Any, tell: Tell) -> Any:
         tell(f"starts {engine}'s server and {len(federation.sites)} sites on this machine")
@@ -698,7 +706,7 @@ def gather_trial(engine: str) -> Any:
                 trial.close()
 
             transport.close = close  # type: ignore[method-assign]
-            return join(federation, folder, tell, transport)
+            return join(federation, folder, tell, transport, data_changed=data_changed)
         except BaseException:
             trial.close()
             raise

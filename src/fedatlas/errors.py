@@ -13,6 +13,10 @@ class DataError(FedAtlasError):
     """A case, a label or a data set on disk is not usable. Names the site, the file and the remedy."""
 
 
+class DataChanged(DataError):
+    """A site's data are not those with which its run began."""
+
+
 class NameMismatch(FedAtlasError):
     """Two models differ in the names, shapes or dtypes of their tensors."""
 

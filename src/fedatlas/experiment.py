@@ -6,19 +6,17 @@ built from it stands in `session.py`.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from fedatlas import methods, nets
 from fedatlas.augment import Augmentation
 from fedatlas.compression import Comm
 from fedatlas.data.image_index import Images
-from fedatlas.data.samples import path as bundled_path
 from fedatlas.data.site_data import SiteConfig
 from fedatlas.data.transforms import Preprocessing, Sampling
 from fedatlas.engine.clients import Faults
@@ -27,12 +25,16 @@ from fedatlas.errors import FederationError
 from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.metrics import METRICS as VOXEL_METRICS
+from fedatlas.federation_yaml import absolute, from_folder, keys_of, load_raw, with_weights
 from fedatlas.inference import Inference
 from fedatlas.method import Method, declared
 from fedatlas.options import explain, from_dict, not_known, option, options
 from fedatlas.privacy import Privacy
 from fedatlas.secure import Secure
 from fedatlas.training import Local
+
+MOST_ROUNDS = 999_998
+"""What the names of a run's files can count, with one more for the final evaluation."""
 
 
 @options
@@ -69,7 +71,9 @@ class Engine:
 class Federation:
     """A federation file."""
 
-    name: str = option(..., "Names the run's folder.", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = option(
+        ..., "Names the run's folder.", min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+    )
     task: Literal["segmentation", "classification"] = option(
         "segmentation", "segmentation: labels of voxels; classification: findings of whole images."
     )
@@ -88,7 +92,7 @@ class Federation:
         {"name": "fedavg"}, "A registered method by name, with its hyper-parameters."
     )
     local: Local = option(Local(), "Training at a site between two exchanges.")  # type: ignore[call-arg]
-    rounds: int = option(100, "Exchanges between sites and server.", gt=0)
+    rounds: int = option(100, "Exchanges between sites and server.", gt=0, le=MOST_ROUNDS)
     seed: int = option(0, "Everything random follows from it.", ge=0)
     threads_per_site: int = option(1, "Processor threads that a site computes with; bits depend on it.", ge=1)
     evaluation: Evaluation = option(Evaluation(), "What is measured, when, and how the best model is chosen.")  # type: ignore[call-arg]
@@ -105,25 +109,26 @@ def load_federation(path: Path, overrides: Sequence[str] = ()) -> Federation:
     Site paths become absolute; they are relative to the file, or "bundled:…" for data of the package.
     Raises FederationError naming the file, the key, what was got and what is allowed.
     """
-    raw = read_yaml(path)
-    for text in overrides:
-        _override(raw, text)
-    return parse_federation(raw, base=path.parent, source=str(path))
+    raw = load_raw(path, overrides)
+    return parse_federation(raw, base=path.parent, source=str(path), given=keys_of(overrides))
 
 
-def parse_federation(raw: Mapping[str, Any], *, base: Path, source: str = "federation") -> Federation:
-    """A federation from plain values, as `load_federation`."""
+def parse_federation(
+    raw: Mapping[str, Any], *, base: Path, source: str = "federation", given: Mapping[str, str] | None = None
+) -> Federation:
+    """A federation from plain values, as `load_federation`. given: keys -> who gave them, where not the source did."""
+    given = given or {}
     values = dict(raw)
     if values.get("task") == "classification":
         values.setdefault("net", {"name": "cnn"})
     if isinstance(values.get("sites"), list | tuple):
-        values["sites"] = [_absolute(site, base) for site in values["sites"]]
+        values["sites"] = [absolute(site, base) for site in values["sites"]]
     if "net" in values:
-        values["net"] = _weights(values["net"], _from(base))
+        values["net"] = with_weights(values["net"], from_folder(base))
     try:
         federation = TypeAdapter(Federation).validate_python(values)
     except ValidationError as error:
-        raise FederationError("\n".join(explain(error, Federation, source))) from None
+        raise FederationError("\n".join(explain(error, Federation, source, given))) from None
     except FederationError as error:
         raise FederationError(f"{source}: {error}") from None
     try:
@@ -136,8 +141,16 @@ def parse_federation(raw: Mapping[str, Any], *, base: Path, source: str = "feder
         raise FederationError(
             f"{source}: two sites are called {twice[0]!r}; every site needs a name of its own"
         )
-    make_method(federation, source)
-    net_options(federation, source)
+    alike: dict[str, str] = {}
+    for name in names:
+        other = alike.setdefault(name.lower(), name)
+        if other != name:
+            raise FederationError(
+                f"{source}: the sites {other!r} and {name!r} differ in capitals alone, which names of folders on some "
+                "machines do not; rename one"
+            )
+    make_method(federation, source, given)
+    net_options(federation, source, given)
     try:
         make_terms(federation)
     except FederationError as error:
@@ -217,138 +230,23 @@ def _of_task(federation: Federation) -> Federation:
     return replace(federation, evaluation=chosen)
 
 
-def _weights(net: Any, change: Callable[[str], str]) -> Any:
-    """The options of a net, or of its backbone, with another path of the file of first weights."""
-    if not isinstance(net, Mapping):
-        return net
-    changed = {key: _weights(value, change) if key == "backbone" else value for key, value in net.items()}
-    given = changed.get("weights")
-    return changed | {"weights": change(given)} if isinstance(given, str) else changed
-
-
-def _from(base: Path) -> Callable[[str], str]:
-    """A path of a file of weights, absolute; relative ones are taken from `base`."""
-    return lambda path: str((base / Path(path).expanduser()).resolve())
-
-
-def _absolute(site: Any, base: Path) -> Any:
-    if not isinstance(site, Mapping) or not isinstance(site.get("path"), str):
-        return site
-    given = site["path"]
-    if given.startswith("bundled:"):
-        return {**site, "path": str(bundled_path() / given.removeprefix("bundled:"))}
-    return {**site, "path": str((base / Path(given).expanduser()).resolve())}
-
-
-class _Strict(yaml.SafeLoader):
-    """YAML in which a key given twice is an error."""
-
-
-def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[str] = set()
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode):
-            raise yaml.constructor.ConstructorError(
-                None, None, "a key is a word, not a list or a mapping", key.start_mark
-            )
-        if key.value in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key.value!r} is given twice", key.start_mark
-            )
-        seen.add(key.value)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    if path.resolve() in seen:
-        raise FederationError(f"{path}: extends itself, by way of {', '.join(str(p) for p in seen)}")
-    try:
-        raw = yaml.load(path.read_text(), _Strict)
-    except FileNotFoundError:
-        raise FederationError(f"{path}: no such federation file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise FederationError(f"{path}: cannot be read ({error})") from error
-    except yaml.YAMLError as error:
-        raise FederationError(f"{path}: not valid YAML: {error}") from None
-    if not isinstance(raw, dict):
-        raise FederationError(f"{path}: a federation file is a mapping of keys, got {type(raw).__name__}")
-    parent = raw.pop("extends", None)
-    if parent is None:
-        return raw
-    base_path = path.parent / str(parent)
-    base = read_yaml(base_path, (*seen, path.resolve()))
-    if isinstance(base.get("sites"), list):
-        base["sites"] = [_absolute(site, base_path.parent) for site in base["sites"]]
-    if "net" in base:
-        base["net"] = _weights(base["net"], _from(base_path.parent))
-    return _merge(base, raw)
-
-
-CHOICES = frozenset({"method", "net", "strategy", "loss", "inner"})
-"""Blocks whose `name` says what the other keys of the block are: another name begins the block anew."""
-
-
-def _merge(base: Any, over: Any, key: str = "") -> Any:
-    """`over` on `base`: mappings key by key; another choice of `CHOICES` replaces the whole block."""
-    if not (isinstance(base, dict) and isinstance(over, dict)):
-        return over
-    if key in CHOICES and over.get("name", base.get("name")) != base.get("name"):
-        return over
-    return base | {k: _merge(base[k], value, k) if k in base else value for k, value in over.items()}
-
-
-def _override(raw: dict[str, Any], text: str) -> None:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise FederationError(f"-o {text}: expected key.path=value, as in -o local.lr=0.01")
-    try:
-        parsed = yaml.load(value, _Strict)
-    except yaml.YAMLError:
-        parsed = value
-    parts = key.split(".")
-    place: Any = raw
-    for depth, part in enumerate(parts):
-        last = depth == len(parts) - 1
-        if isinstance(place, list):
-            names = [item.get("name") if isinstance(item, dict) else None for item in place]
-            index = names.index(part) if part in names else int(part) if part.isdigit() else -1
-            if not 0 <= index < len(place):
-                known = ", ".join(str(name) for name in names)
-                raise FederationError(
-                    f"-o {text}: no entry {part!r} in {'.'.join(parts[:depth])}; known: {known}"
-                )
-            if last:
-                place[index] = parsed
-            place = place[index]
-        elif isinstance(place, dict):
-            if last:
-                if part == "name" and depth and parts[depth - 1] in CHOICES and place.get("name") != parsed:
-                    place.clear()
-                place[part] = parsed
-            else:
-                place = place.setdefault(part, {})
-        else:
-            raise FederationError(f"-o {text}: {'.'.join(parts[:depth])} is {place!r} and has no keys")
-
-
 def _choice(block: dict[str, Any], what: str, source: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(block.get("name"), str):
         raise FederationError(f"{source}: {what}.name: missing; it names a registered {what}")
     return block["name"], {key: value for key, value in block.items() if key != "name"}
 
 
-def make_method(federation: Federation, source: str = "federation") -> Method:
+def make_method(
+    federation: Federation, source: str = "federation", given: Mapping[str, str] | None = None
+) -> Method:
     """The method with its hyper-parameters; FederationError for an unknown name, key or value."""
-    name, given = _choice(federation.method, "method", source)
+    name, chosen = _choice(federation.method, "method", source)
     cls = methods.get(name)
-    if "local" in given:
+    if "local" in chosen:
         raise FederationError(
             f"{source}: method.local: unknown key; local training is the file's own key `local`"
         )
-    method = from_dict(cls, {**given, "local": federation.local}, what=f"{source}: method")
+    method = from_dict(cls, {**chosen, "local": federation.local}, what=source, given=given, inside="method")
     if federation.task not in declared(method, "tasks"):
         raise FederationError(
             f"{source}: method {name} is for {' and '.join(declared(method, 'tasks'))}, and the task is "
@@ -372,10 +270,12 @@ def inference_of(federation: Federation) -> Inference:
     return replace(given, precision=given.precision or follows)
 
 
-def net_options(federation: Federation, source: str = "federation") -> tuple[str, Any]:
+def net_options(
+    federation: Federation, source: str = "federation", given: Mapping[str, str] | None = None
+) -> tuple[str, Any]:
     """The name of the net and its checked options; FederationError for an unknown name, key or value."""
-    name, given = _choice(federation.net, "net", source)
-    return name, from_dict(nets.get(name), given, what=f"{source}: net")
+    name, chosen = _choice(federation.net, "net", source)
+    return name, from_dict(nets.get(name), chosen, what=source, given=given, inside="net")
 
 
 def resolved(federation: Federation) -> dict[str, Any]:
@@ -395,7 +295,7 @@ def shareable(plain: Mapping[str, Any]) -> dict[str, Any]:
     sites by name."""
     sites = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
     kept = {key: value for key, value in plain.items() if key != "engine"}
-    net = _weights(kept["net"], lambda path: Path(path).name)
+    net = with_weights(kept["net"], lambda path: Path(path).name)
     return kept | {"net": net, "sites": sorted(sites, key=lambda site: site["name"])}
 
 

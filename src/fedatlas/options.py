@@ -37,18 +37,35 @@ def options(cls: type[T]) -> type[T]:
 def not_known(what: str, name: str, known: Iterable[str]) -> FederationError:
     """The error for a name that does not exist: it names the nearest one and lists all."""
     names = list(known)
-    near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1, cutoff=0.6)
     hint = f" did you mean {near[0]!r}?" if near else ""
     return FederationError(f"{what} {name!r} does not exist;{hint} known: {', '.join(names) or 'none'}")
 
 
-def from_dict(cls: type[T], values: Mapping[str, Any], *, what: str) -> T:
+def from_dict(
+    cls: type[T],
+    values: Mapping[str, Any],
+    *,
+    what: str,
+    given: Mapping[str, str] | None = None,
+    inside: str = "",
+) -> T:
     """An `@options` class from a dict, as it stands in a file. Raises FederationError that names `what`, the
-    key, the nearest known key if it is misspelt, and what is allowed."""
+    key, the nearest known key if it is misspelt, and what is allowed. given, inside: see `blamed`."""
     try:
         return TypeAdapter(cls).validate_python(_on_defaults(cls, values))
     except ValidationError as error:
-        raise FederationError("\n".join(explain(error, cls, what))) from None
+        raise FederationError("\n".join(explain(error, cls, what, given, inside))) from None
+
+
+def blamed(loc: Iterable[Any], source: str, given: Mapping[str, str] | None, inside: str = "") -> str:
+    """Who gave a key, for a message. given: key -> how it was given, for those that the source did not give, as
+    overrides. inside: the block of the source in which `loc` begins, as "method"."""
+    key = ".".join(map(str, (*([inside] if inside else []), *loc)))
+    for mine, text in (given or {}).items():
+        if key == mine or key.startswith(f"{mine}.") or mine.startswith(f"{key}."):
+            return text
+    return f"{source}: {inside}" if inside else source
 
 
 def _on_defaults(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,12 +87,19 @@ def _on_defaults(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return filled
 
 
-def explain(error: ValidationError, cls: Any, what: str) -> list[str]:
+def explain(
+    error: ValidationError,
+    cls: Any,
+    source: str,
+    given: Mapping[str, str] | None = None,
+    inside: str = "",
+) -> list[str]:
     """What is wrong with the values for an `@options` class, a line each: the key by its path, what was got,
-    what is allowed. what: where the values came from, as a file."""
+    what is allowed. source: where the values came from, as a file; given, inside: see `blamed`."""
     lines = []
     for item in error.errors():
         loc = tuple(item["loc"])
+        what = blamed(loc, source, given, inside)
         where = f"{what}: {'.'.join(_told(loc))}"
         kind = item["type"]
         if kind in ("unexpected_keyword_argument", "extra_forbidden"):
@@ -90,6 +114,12 @@ def explain(error: ValidationError, cls: Any, what: str) -> list[str]:
             lines.append(
                 f"{where}: got {item['input']!r}; expected a mapping of keys. On the command line: -o {example}"
             )
+        elif kind == "too_short":
+            about = item.get("ctx", {})
+            least, there = about.get("min_length", 1), about.get("actual_length", 0)
+            lines.append(f"{where}: has {there} entries; {least} or more are needed")
+        elif kind in ("tuple_type", "list_type") and isinstance(item["input"], Mapping):
+            lines.append(f"{where}: is a mapping; expected a list, whose entries begin with a dash (-) each")
         elif kind in ("tuple_type", "list_type"):
             lines.append(f"{where}: got {item['input']!r}; expected a list, as [{item['input']}]")
         else:

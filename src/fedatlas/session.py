@@ -1,5 +1,6 @@
 """A federation, run: its sites reached through an engine, its rounds and its evaluation, its run folder."""
 
+import hashlib
 import os
 import platform
 import re
@@ -25,8 +26,8 @@ from fedatlas.engine.exchange import ServerExchange
 from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
 from fedatlas.engine.local import InProcess, Workers
-from fedatlas.engine.run import Round, RunFolder, read_json, run, to_json
-from fedatlas.engine.store import MemoryStore, read_whole, write_atomic
+from fedatlas.engine.run import Round, RunFolder, read_json, read_run, run, sealed, to_json
+from fedatlas.engine.store import DATA, MemoryStore, guard_data, read_whole, write_atomic
 from fedatlas.errors import FederationError, RunFolderError
 from fedatlas.evaluation.evaluate import Candidate, place_of, question, selection_score
 from fedatlas.evaluation.statistics import POST, read_rows, write_rows
@@ -36,12 +37,13 @@ from fedatlas.experiment import (
     hash_of,
     load_federation,
     make_terms,
-    read_yaml,
     resolved,
     selects,
 )
+from fedatlas.federation_yaml import read_yaml
 from fedatlas.method import Member, Method, State, eval_members
 from fedatlas.tensors import Tensors, n_bytes, tensors_of
+from fedatlas.usable import differing_versions
 
 Watch = Callable[[str, str, dict[str, float], dict[str, float]], None]
 Tell = Callable[[str], None]
@@ -54,7 +56,7 @@ class Parties:
     summaries: site -> what it has, in numbers (`SiteData.summary`); training: the names that are asked to train,
     which is "pooled" alone for a method that merges the data. about: goes with every question. instances: site ->
     the installation that joined; another one that answers under its name is refused. memories: site -> the versions
-    of its private memory of this run.
+    of its private memory of this run. changed: sites whose data are not those with which the run began.
     """
 
     design: Design
@@ -64,14 +66,19 @@ class Parties:
     about: Mapping[str, Any] = field(default_factory=dict)
     instances: Mapping[str, str] = field(default_factory=dict)
     memories: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    changed: Sequence[str] = ()
 
 
 Gather = Callable[[Federation, RunFolder, Tell], Parties]
 """Finds the parties of a federation through one engine, and checks that they can run it."""
 
 
-def gather_local(federation: Federation, folder: RunFolder, tell: Tell) -> Parties:
-    """Every site on this machine, in this process or in worker processes. Raises FederationError or DataError."""
+def gather_local(
+    federation: Federation, folder: RunFolder, tell: Tell, *, data_changed: bool = False
+) -> Parties:
+    """Every site on this machine, in this process or in worker processes. Raises FederationError or DataError.
+
+    data_changed: go on with a run though a site's data are not those with which it began."""
     cache = cache_folder(federation, folder.path.parent)
     experiment = Experiment(federation, cache)
     problems = [p for p in experiment.task.quick(experiment.indexes, experiment.space) if p.fatal]
@@ -80,6 +87,14 @@ def gather_local(federation: Federation, folder: RunFolder, tell: Tell) -> Parti
     experiment.check_net()
     experiment.prepare(tell)
     refuse(shared_scans([scan for source in experiment.sources.values() for scan in source.scans()]))
+    begins = not folder.complete()
+    changed = [
+        name
+        for name, source in experiment.sources.items()
+        if guard_data(
+            folder.site(name) / DATA, source.fingerprint(), name, begins=begins, accept=data_changed
+        )
+    ]
     transport: Transport
     if federation.engine.workers:
         arguments = {"run": str(folder.path), "cache": str(cache)}
@@ -93,7 +108,8 @@ def gather_local(federation: Federation, folder: RunFolder, tell: Tell) -> Parti
             source.keep_leaks(folder.site(name))
     names = {**experiment.sources, **experiment.training}
     memories = {name: MemoryStore(folder.site(name) / "memory").versions() for name in names}
-    return Parties(experiment, summaries, list(experiment.training), transport, memories=memories)
+    training = list(experiment.training)
+    return Parties(experiment, summaries, training, transport, memories=memories, changed=changed)
 
 
 class Hosts:
@@ -339,9 +355,9 @@ def in_groups(models: Sequence[Finished], sites: Sequence[str], most: int) -> It
 
 def run_path(federation: Federation, runs: Path, run_id: str | None = None) -> Path:
     """The folder of a federation's run: its name and the first digits of its hash, or the name given."""
-    if run_id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run_id):
+    if run_id is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", run_id):
         raise FederationError(
-            f"--id {run_id!r}: a name of letters, digits, '.', '_' and '-' is expected, no path"
+            f"--id {run_id!r}: a name of at most 100 letters, digits, '.', '_' and '-' is expected, no path"
         )
     return runs / (run_id or f"{federation.name}-{hash_of(federation)[:8]}")
 
@@ -363,14 +379,31 @@ def run_federation(
     tell: is given sentences for a person; watch: every answer of a site, see `SiteClients`.
 
     Raises FederationError or DataError before anything is trained if something is wrong, RunFolderError if
-    the folder belongs to another configuration, SiteLost as the federation's rule says.
+    the folder belongs to another configuration or another process works on it, SiteLost as the federation's rule
+    says.
     """
     return_freed_blocks()
     folder = RunFolder(path)
+    with folder.held(tell):
+        _run(federation, folder, resume, tell, watch, after_round, gather)
+
+
+def _run(
+    federation: Federation,
+    folder: RunFolder,
+    resume: bool,
+    tell: Tell,
+    watch: Watch | None,
+    after_round: "Callable[[Round, Best], None] | None",
+    gather: Gather,
+) -> None:
+    path = folder.path
     _claim(folder, federation, resume)
     if resume and _is_finished(folder, federation):
         tell(f"{path}: is finished already")
         return
+    if resume and (path / "run.json").exists() and (told := differing_versions(read_run(path))):
+        tell(f"{path}: was begun with other versions ({told}); numbers may differ from those of one run")
     if resume and not folder.complete():
         tell(f"{path}: nothing to resume, begins with the first round")
     parties = gather(federation, folder, tell)
@@ -384,6 +417,9 @@ def run_federation(
     with Running(parties, folder, watch) as running:
         net = design.make_net()
         _describe(folder, parties, net)
+        if parties.changed:
+            _note_change(folder, parties.changed)
+            tell(f"goes on with data that changed since the run began, at {', '.join(parties.changed)}")
         best = Best(folder, evaluation.select_weights, selects(federation))
         own, scores = BestLocals(folder), dict[str, float]()
         state = folder.latest(design.method)
@@ -571,8 +607,7 @@ def _memories(folder: RunFolder, parties: Parties, round: int) -> dict[str, str]
 
     Raises RunFolderError where a site lacks the private memory with which a round ended, as its optimizer's
     moments: a run that went on without it would come to another result and not say so."""
-    file = folder.rounds / f"{round:04d}" / "log.json"
-    expected = read_json(file).get("memory", {})
+    expected = folder.log(round).get("memory", {})
     for site, version in sorted(expected.items()):
         if version and site in parties.memories and version not in parties.memories[site]:
             raise RunFolderError(
@@ -594,7 +629,8 @@ def _claim(folder: RunFolder, federation: Federation, resume: bool) -> None:
     """Makes the run folder, or checks that it belongs to this very configuration."""
     path = folder.path / "run.json"
     if path.exists():
-        if read_json(path)["hash"] != hash_of(federation):
+        info = read_run(folder.path)
+        if info["hash"] != hash_of(federation):
             raise RunFolderError(
                 f"{folder.path}: belongs to another configuration:\n"
                 f"{flat_difference(read_yaml(folder.path / 'federation.yaml'), resolved(federation))}\n"
@@ -621,6 +657,7 @@ def _describe(folder: RunFolder, parties: Parties, net: nn.Module) -> None:
         "id": folder.path.name,
         "name": federation.name,
         "hash": hash_of(federation),
+        "federation": hashlib.sha256((folder.path / "federation.yaml").read_bytes()).hexdigest(),
         "versions": versions(),
         "git": git_revision(),
         "started": _now(),
@@ -641,7 +678,15 @@ def _describe(folder: RunFolder, parties: Parties, net: nn.Module) -> None:
         "labels": space.to_plain(),
         "sites": dict(parties.summaries),
     }
-    write_atomic(path, to_json(info))
+    write_atomic(path, to_json(sealed(info, ("channels", "federation", "hash", "labels", "sites"))))
+
+
+def _note_change(folder: RunFolder, sites: Sequence[str]) -> None:
+    """Writes into run.json after which round which sites' data changed."""
+    path = folder.path / "run.json"
+    info = read_json(path)
+    change = {"after_round": folder.complete()[-1], "sites": sorted(sites)}
+    write_atomic(path, to_json({**info, "data_changed": [*info.get("data_changed", []), change]}))
 
 
 def git_revision() -> str | None:

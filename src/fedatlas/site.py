@@ -22,7 +22,7 @@ from fedatlas import build
 from fedatlas.build import POOLED, Experiment, egress_log
 from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
-from fedatlas.engine.store import write_atomic
+from fedatlas.engine.store import DATA, guard_data, write_atomic
 from fedatlas.errors import FedAtlasError, FederationError
 from fedatlas.experiment import Federation, flat_difference, hash_of, load_federation, resolved, shareable
 from fedatlas.labels import LabelSpace, SiteLabels
@@ -111,6 +111,7 @@ class SiteDesk:
         self.one_run, self.texts, self.case_names, self.device = one_run, texts, case_names, device
         self.federation = self._load()
         self.hosts: dict[str, Host] = {}
+        self.changed = False
         self.instance = self._instance()
 
     def _instance(self) -> str:
@@ -202,18 +203,24 @@ class SiteDesk:
         return [task_of(self.federation).read(self.federation, site, Path(site.path or "")) for site in mine]
 
     @at_site
-    def join(self, site: Any, agreement: dict[str, Any]) -> dict[str, Any]:
-        """Prepares the data, and tells what the report shows of a site: counts, spacings, orientations."""
+    def join(
+        self, site: Any, agreement: dict[str, Any], begins: bool = True, data_changed: bool = False
+    ) -> dict[str, Any]:
+        """Prepares the data, and tells what the report shows of a site: counts, spacings, orientations, ranges.
+
+        begins: the run has no complete round yet. data_changed: the coordinator lets it go on with data that are not
+        those with which it began; whether they are is told, and not how. Raises DataChanged where he does not."""
         agreed = agreement_of(agreement)
-        host = self._joined(agreed)
+        host = self._joined(agreed, begins, data_changed)
         source: Any = host.source
         summary = source.summary()
         classes = {}
         for index in source.indexes:
             classes |= task_of(self.federation).names(index, agreed.space)
-        return {"facts": {"summary": summary, "classes": classes, "memory": host.memory.versions()}}
+        facts = {"summary": summary, "classes": classes, "memory": host.memory.versions()}
+        return {"facts": {**facts, "changed": self.changed}}
 
-    def _joined(self, agreed: Agreement) -> Host:
+    def _joined(self, agreed: Agreement, begins: bool = False, data_changed: bool = False) -> Host:
         if agreed.hash != hash_of(self.federation):
             raise FederationMismatch(
                 f"site {self.name}: the server runs the federation {agreed.hash[:8]}, this site agreed to "
@@ -221,10 +228,10 @@ class SiteDesk:
             )
         key = json.dumps(agreed.to_plain(), sort_keys=True)
         if key not in self.hosts:
-            self.hosts[key] = self._open(agreed)
+            self.hosts[key] = self._open(agreed, begins, data_changed)
         return self.hosts[key]
 
-    def _open(self, agreed: Agreement) -> Host:
+    def _open(self, agreed: Agreement, begins: bool, data_changed: bool) -> Host:
         experiment = Experiment(self.federation, self.cache, sites=list(self.data), space=agreed.space)
         if experiment.channels != agreed.channels:
             raise FederationMismatch(
@@ -233,6 +240,9 @@ class SiteDesk:
             )
         experiment.check_net(initial=False)
         experiment.prepare()
+        data = experiment.fingerprint()
+        file = self._folder(agreed.run) / DATA
+        self.changed = guard_data(file, data, self.name, begins=begins, accept=data_changed)
         return experiment.host(
             self.name,
             self._folder(agreed.run),

@@ -46,6 +46,11 @@ def tensors_of(net: nn.Module) -> Tensors:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in _live(net).items()}
 
 
+def shapes_of(net: nn.Module) -> Tensors:
+    """As `tensors_of`, on the meta device: the shapes and types alone."""
+    return {name: torch.empty_like(tensor, device="meta") for name, tensor in _live(net).items()}
+
+
 def forms_of(net: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     """name -> (dtype, shape) of what `tensors_of` gives; nothing is copied."""
     return {name: (_dtype(tensor), tuple(tensor.shape)) for name, tensor in _live(net).items()}

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,33 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import inference
-from fedatlas.build import build_net, cache_folder, training_sites
+from fedatlas.build import Design, build_net, cache_folder, training_sites
 from fedatlas.data import flat
+from fedatlas.data.index import VOLUME_FORMATS
+from fedatlas.data.inputs import Look, judge, trained_on
 from fedatlas.data.site_data import SiteConfig, SiteData, read_site
-from fedatlas.data.transforms import FileError, Preprocessing, load_scan, saved, write_label_map
+from fedatlas.data.transforms import (
+    SKEW,
+    FileError,
+    Preprocessing,
+    load_scan,
+    saved,
+    skew_of,
+    write_label_map,
+)
 from fedatlas.engine import wire
-from fedatlas.engine.run import RunFolder, read_json, to_json
+from fedatlas.engine.run import RunFolder, to_json
 from fedatlas.engine.store import read_whole, write_atomic
-from fedatlas.errors import DataError, FederationError, RunFolderError
+from fedatlas.errors import DataError, FederationError, RunFolderError, WireError
 from fedatlas.evaluation.postprocess import Postprocess, postprocess
 from fedatlas.evaluation.statistics import POST, write_rows
 from fedatlas.experiment import inference_of, load_federation, make_method
 from fedatlas.labels import BACKGROUND, LabelSpace
 from fedatlas.method import Member, eval_members
-from fedatlas.options import not_known
+from fedatlas.options import from_dict, not_known
 from fedatlas.tasks import task_of
 from fedatlas.tensors import Tensors, load
+from fedatlas.usable import Warn, record_of, require_files, require_members, require_new, silent
 
 
 def _device(name: str) -> torch.device:
@@ -43,19 +55,25 @@ def _device(name: str) -> torch.device:
 class Trained:
     """The model of a run folder, ready to predict.
 
-    model: "best", "last" or "local/<site>". Raises RunFolderError if the run or that model is not there.
+    model: "best", "last" or "local/<site>". warn: is told what may make its word less reliable. inputs: what it was
+    trained on, see `data.inputs`. Raises RunFolderError if the run or that model is not there, or not as it was left.
     """
 
-    def __init__(self, path: Path, model: str = "best", device: str | None = None) -> None:
+    def __init__(
+        self, path: Path, model: str = "best", device: str | None = None, warn: Warn = silent
+    ) -> None:
         if not (path / "federation.yaml").exists():
             raise RunFolderError(
                 f"{path}: not a run folder, it holds no federation.yaml; `fedatlas run` makes one"
             )
         self.folder = RunFolder(path)
         self.federation = load_federation(path / "federation.yaml")
-        info = read_json(path / "run.json")
-        self.space = LabelSpace.from_plain(info["labels"])
-        self.channels: int = info["channels"]
+        info, self.space, self.channels = record_of(path, warn)
+        self.inputs = trained_on(info)
+        if self.inputs is None:
+            warn(
+                f"{path}: does not say what its model was trained on; whether the input is of that kind is not checked"
+            )
         self.method = make_method(self.federation)
         kept = self.federation.engine.device
         try:  # a model that was trained on a GPU is used wherever it is taken
@@ -65,6 +83,9 @@ class Trained:
         self.device = _device(device) if device else torch.device(kept)
         self.model = model
         self.members = self._members()
+        design = Design(self.federation, self.space, self.channels)
+        source = f"{path}: model {model}"
+        require_members(self.members, design.shapes, design.sample_shape, self.device.type, source)
         self.nets = inference.Nets(self.network)
 
     def _members(self) -> list[Member]:
@@ -73,8 +94,11 @@ class Trained:
             site = self.model.removeprefix("local/")
             if site not in local:
                 raise not_known(f"{self.folder.path}: the local model", site, local)
-            kept: Any = wire.decode(read_whole(local[site]), copy=False)
-            return [Member.from_payload({"model": kept["model"], "classes": kept["classes"]})]
+            try:
+                kept: Any = wire.decode(read_whole(local[site]), copy=False)
+                return [Member.from_payload({"model": dict(kept["model"]), "classes": kept["classes"]})]
+            except (WireError, KeyError, TypeError, ValueError) as error:
+                raise RunFolderError(f"{local[site]}: cannot be read ({error})") from None
         if self.model not in ("best", "last"):
             raise RunFolderError(f"model {self.model!r}: not known; allowed: best, last, local/<site>")
         file = self.folder.path / "models" / f"{self.model}.fa"
@@ -144,16 +168,21 @@ def predict_scans(
     model: str = "best",
     device: str | None = None,
     post: bool = False,
+    overwrite: bool = False,
+    anyway: bool = False,
+    warn: Warn = silent,
 ) -> dict[str, Any]:
     """Writes a label map per scan, in the scan's own geometry, and classes.json beside them.
 
     scans: the NIfTI files of each, one per channel, or a picture each; of pictures PNG files are written, see
     `flat.write_labels`, and predictions.csv with the pixels of every class and the probability of every finding.
-    post: write labels after post-processing, see `Trained.postprocess`.
+    post: write labels after post-processing, see `Trained.postprocess`. overwrite: replace files that are there.
+    anyway: go on with images of another kind than the model was trained on. warn: is told where they differ from those.
     Returns what was written and the volume, or the pixels, found per class, and where a selector chooses among models
     the site whose model it took (`Trained.choice`).
     """
-    trained = Trained(path, model, device)
+    require_files([file for files in scans for file in files])
+    trained = Trained(path, model, device, warn)
     names = trained.space.names
     targets = [_target(out, files[0]) for files in scans]
     for number, target in enumerate(targets):
@@ -162,36 +191,60 @@ def predict_scans(
             raise FederationError(
                 f"{first} and {second} would both be written to {target}; predict them into two folders"
             )
+    results = [file for files in scans for file in _results(out, files[0], trained.space)]
+    classes = {str(index): name for index, name in enumerate(names)}
+    table_of = out / "classes.json"
+    if table_of.exists() and table_of.read_bytes() != to_json(classes):  # of label maps of another model
+        results.append(table_of)
+    require_new(out, [file for files in scans for file in files], results, overwrite)
     written = []
     table: list[dict[str, Any]] = []
     for files, target in zip(scans, targets, strict=True):
         if flat.is_picture(files[0]):
-            entry, rows = _predict_picture(trained, list(files), out, post)
+            entry, rows = _predict_picture(trained, list(files), out, post, anyway, warn)
             written.append(entry)
             table += rows
             continue
-        volume = load_scan(list(files), trained.preprocessing, trained.space)
+        judged = partial(_judge, trained, str(files[0]), anyway, warn)
+        volume = load_scan(list(files), trained.preprocessing, trained.space, require=judged)
         if volume.image.shape[0] != trained.channels:
             raise DataError(
                 f"{files[0]}: has {volume.image.shape[0]} channels; the model was trained on {trained.channels}"
+            )
+        skew = skew_of(volume.geometry.affine)
+        if skew > SKEW:
+            warn(
+                f"{files[0]}: its axes are {skew:.1f}° off a right angle, and are taken as if they met at one"
             )
         found = trained.predict(volume.image)
         labels = volume.restore(found.voxels)
         labels = trained.clean(labels) if post else labels
         write_label_map(target, labels, files[0])
-        millilitres = float(np.prod(volume.raw_spacing)) / 1000
+        millilitres = abs(float(np.linalg.det(volume.geometry.affine[:3, :3]))) / 1000
         masks = {c: labels == c if trained.space.exclusive else labels[c] for c in trained.space.foreground}
         sizes = {names[c]: round(int(mask.sum()) * millilitres, 3) for c, mask in masks.items() if mask.any()}
         told = {"scan": [str(file) for file in files], "labels": str(target), "millilitres": sizes}
         written.append(told | trained.choice(found))
-    classes = {str(index): name for index, name in enumerate(names)}
-    write_atomic(out / "classes.json", to_json(classes))
+    write_atomic(table_of, to_json(classes))
     if table:
         with saved(out / "predictions.csv") as temporary, temporary.open("w", newline="") as stream:
             writer = csv.DictWriter(stream, list(table[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(table)
     return {"scans": written, "classes": classes, "model": model}
+
+
+def _judge(trained: Trained, what: str, anyway: bool, warn: Warn, look: Look) -> None:
+    """Raises DataError for an image of another kind than the model was trained on; tells in what it differs."""
+    for text in judge(trained.inputs, look, what, anyway=anyway):
+        warn(text)
+
+
+def _results(out: Path, file: Path, space: LabelSpace) -> list[Path]:
+    """The files that are written of a scan or a picture."""
+    if not flat.is_picture(file):
+        return [_target(out, file)]
+    return [*flat.label_paths(out, file.stem, space).values(), out / "predictions.csv"]
 
 
 def _target(out: Path, file: Path) -> Path:
@@ -202,18 +255,24 @@ def _target(out: Path, file: Path) -> Path:
 
 
 def _predict_picture(
-    trained: Trained, files: Sequence[Path], out: Path, post: bool
+    trained: Trained, files: Sequence[Path], out: Path, post: bool, anyway: bool, warn: Warn
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Writes the labels of a picture. What is told of it, and its rows of predictions.csv."""
     space, case = trained.space, files[0].stem
     _refuse_scale(trained, files[0])
 
+    about: dict[str, Any] = {"kind": "picture", "spacing": None}
+
     def read(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
         picture = flat.read_flat(paths, channels=trained.channels)
+        about.update(modality=picture.modality, colour=picture.colour)
         return picture.image, picture.affine
 
+    def require(look: Look) -> None:
+        _judge(trained, str(files[0]), anyway, warn, look | about)
+
     try:
-        scan = load_scan(files, trained.preprocessing, space, read=read)
+        scan = load_scan(files, trained.preprocessing, space, read=read, require=require)
     except FileError as error:
         raise DataError(f"{error.file}: {error.what}; {error.remedy}") from None
     told = trained.predict(scan.image)
@@ -280,16 +339,21 @@ def evaluate_folder(
     out: Path | None = None,
     device: str | None = None,
     post: bool = False,
+    anyway: bool = False,
+    warn: Warn = silent,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Scores a trained model on every labelled case of a folder, on the original grids.
 
+    anyway, warn: as of `predict_scans`.
     format, reading: the layout of the folder and its options, as a site of a federation has them. post: score once
     more after post-processing also where the run's `evaluation` names none, see `Trained.postprocess`. Returns the rows, and the labels of the folder that the model does not know: they are not scored.
     """
-    trained = Trained(path, model, device)
+    if format not in VOLUME_FORMATS:
+        raise not_known("--format: the layout", format, VOLUME_FORMATS)
+    trained = Trained(path, model, device, warn)
     federation, space = trained.federation, trained.space
     aliases = dict(aliases or {})
-    name = data.resolve().name
+    name = site_name(data)
     form = {
         "name": name,
         "path": str(data.resolve()),
@@ -303,7 +367,7 @@ def evaluate_folder(
     for name_of, target in aliases.items():
         if target not in ours:
             raise not_known(f"--alias {name_of}={target}: the class", target, ours)
-    index = read_site(SiteConfig(**form), data)  # type: ignore[arg-type]
+    index = read_site(from_dict(SiteConfig, form, what="evaluate"), data)
     theirs = [label for label in (*index.names, *index.findings) if label != BACKGROUND]
     known = [label for label in theirs if aliases.get(label, label) in ours]
     ignored = [label for label in theirs if label not in known]
@@ -312,7 +376,8 @@ def evaluate_folder(
             f"{data}: none of its labels ({', '.join(theirs)}) is known to the model ({', '.join(ours)}); "
             "give aliases, as --alias theirs=ours"
         )
-    config = SiteConfig(**form, annotated=tuple(known), aliases=aliases)  # type: ignore[arg-type]
+    chosen = {"annotated": tuple(known), "aliases": aliases}
+    config = from_dict(SiteConfig, form | chosen, what="evaluate")
     source = SiteData(
         read_site(config, data),
         space,
@@ -327,6 +392,7 @@ def evaluate_folder(
         raise DataError(
             f"{data}: its scans have {source.channels} channels; the model was trained on {trained.channels}"
         )
+    require_kind(trained, source, anyway, warn)
     if post:
         processed = replace(federation.evaluation, postprocess=trained.postprocess)
         federation = replace(federation, evaluation=processed)
@@ -343,6 +409,25 @@ def evaluate_folder(
     if out:
         write_rows(out, rows)
     return rows, ignored
+
+
+def site_name(data: Path) -> str:
+    """What a folder outside the federation is called: its name, as far as a site may be called so."""
+    name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in data.resolve().name)
+    return name.strip("-")[:100] or "folder"
+
+
+def require_kind(trained: Trained, source: Any, anyway: bool, warn: Warn) -> None:
+    """Raises DataError for a folder with an image of another kind than the model was trained on; tells of how many
+    images differ in what, with an example."""
+    found: dict[str, list[str]] = {}
+    for file, look in source.looks().items():
+        for text in judge(trained.inputs, look, file, anyway=anyway):
+            found.setdefault(text.removeprefix(f"{file}: ").partition(";")[0].split(" of ")[0], []).append(
+                text
+            )
+    for texts in found.values():
+        warn(texts[0] + (f" (and {len(texts) - 1} more such images)" if len(texts) > 1 else ""))
 
 
 class Visitor:

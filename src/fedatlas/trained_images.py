@@ -14,6 +14,7 @@ from fedatlas.data.datasets.images import Splitting
 from fedatlas.data.image_data import ImageData, prepared
 from fedatlas.data.image_index import read_image_site
 from fedatlas.data.index import IMAGE_FORMATS, SiteConfig
+from fedatlas.data.inputs import judge
 from fedatlas.data.picture import PictureError
 from fedatlas.engine.run import read_json
 from fedatlas.engine.store import write_atomic
@@ -22,7 +23,8 @@ from fedatlas.evaluation.image_evaluation import Panel
 from fedatlas.evaluation.statistics import write_rows
 from fedatlas.options import not_known
 from fedatlas.tasks import task_of
-from fedatlas.trained import Trained, Visitor
+from fedatlas.trained import Trained, Visitor, require_kind, site_name
+from fedatlas.usable import Warn, require_files, require_new, silent
 
 
 def thresholds_of(trained: Trained) -> dict[str, float | None]:
@@ -39,27 +41,32 @@ def probabilities(trained: Trained, images: Tensor) -> Tensor:
 
 
 def predict_images(
-    path: Path, files: Sequence[Path], out: Path, *, model: str = "best", device: str | None = None
+    path: Path,
+    files: Sequence[Path],
+    out: Path,
+    *,
+    model: str = "best",
+    device: str | None = None,
+    overwrite: bool = False,
+    anyway: bool = False,
+    warn: Warn = silent,
 ) -> dict[str, Any]:
     """Writes findings.csv: per image and class the probability, and 1 or 0 at the threshold where one was fitted.
 
-    Returns the same. Raises DataError for a file that is no image.
+    overwrite, anyway, warn: as of `predict_scans`. Returns the same. Raises DataError for a file that is no image.
     """
-    trained = Trained(path, model, device)
+    require_files(files)
+    require_new(out, files, [out / "findings.csv"], overwrite)
+    trained = Trained(path, model, device, warn)
     names, limits = trained.space.names, thresholds_of(trained)
     found = []
     for file in files:
-        if not file.is_file():
-            what = (
-                "a folder; give its files, as FOLDER/*.png"
-                if file.is_dir()
-                else "no such file; correct the path"
-            )
-            raise DataError(f"{file}: {what}")
         try:
-            arrays, _ = prepared(file, "", trained.federation.images)
+            arrays, about = prepared(file, "", trained.federation.images)
         except PictureError as error:
             raise DataError(f"{file}: {error.what}; nothing was written") from None
+        for text in judge(trained.inputs, about["look"], str(file), anyway=anyway):
+            warn(text)
         row = probabilities(trained, torch.from_numpy(arrays["image"]).float()[None])[0].tolist()
         scores = {name: value if value == value else None for name, value in zip(names, row, strict=True)}
         present = {
@@ -89,22 +96,23 @@ def evaluate_images(
     aliases: Mapping[str, str] | None = None,
     out: Path | None = None,
     device: str | None = None,
+    anyway: bool = False,
+    warn: Warn = silent,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Scores a trained classifier on every annotated image of a folder, at the thresholds of the run.
 
-    format, reading: as of a site of a federation file. Returns the rows, and the classes of the folder that the model
+    format, reading: as of a site of a federation file; anyway, warn: as of `predict_scans`. Returns the rows, and the classes of the folder that the model
     does not know: they are not scored.
     """
-    trained = Trained(path, model, device)
+    trained = Trained(path, model, device, warn)
     federation, space, aliases = trained.federation, trained.space, dict(aliases or {})
     for theirs, ours in aliases.items():
         if ours not in space.names:
             raise not_known(f"--alias {theirs}={ours}: the class", ours, space.names)
-    name = data.resolve().name
     if format not in IMAGE_FORMATS:
         raise not_known("--format: the layout", format, IMAGE_FORMATS)
     config = SiteConfig(  # type: ignore[call-arg]
-        name="".join(letter if letter.isalnum() else "-" for letter in name) or "folder",
+        name=site_name(data),
         path=str(data.resolve()),
         format=format,  # type: ignore[arg-type]
         reading=dict(reading or {}),
@@ -121,6 +129,7 @@ def evaluate_images(
         )
     source = ImageData(index, space, federation.images, cache=cache_folder(federation, path.parent))
     source.prepare()
+    require_kind(trained, source, anyway, warn)
     members = [member.to_payload() for member in trained.members]
     evaluator: Any = task_of(federation).evaluator(federation, space)
     reply = evaluator.evaluate(

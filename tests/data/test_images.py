@@ -192,7 +192,9 @@ def test_csv_listed_twice(site: Path) -> None:
         file.write("a/../a/0.png,p0,1,0,0\n")
     listing = read_csv("north", site, FORM, NONE)
     assert len(listing.cases) == 4
-    assert "listed twice, as case 'a/0' and as case" in texts(listing.problems, fatal=True)
+    assert "labels.csv, line 6: 'a/../a/0.png' is listed in line 2, too" in texts(
+        listing.problems, fatal=True
+    )
 
 
 def test_csv_same_name_with_two_suffixes(site: Path) -> None:

@@ -16,7 +16,8 @@ from fedatlas.check import check_federation_file
 from fedatlas.compare import Comparison, collect, load_comparison, run_comparison
 from fedatlas.compare.costs import formula_gigabytes
 from fedatlas.evaluation.statistics import read_rows, select
-from fedatlas.experiment import Federation, hash_of, load_federation, make_method, read_yaml
+from fedatlas.experiment import Federation, hash_of, load_federation, make_method
+from fedatlas.federation_yaml import read_yaml
 from fedatlas.report.comparison import markdown
 from fedatlas.tensors import n_bytes, tensors_of
 

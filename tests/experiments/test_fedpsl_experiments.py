@@ -15,7 +15,8 @@ from fedatlas.check import check_federation_file
 from fedatlas.compare import Comparison, collect, load_comparison, run_comparison
 from fedatlas.data.datasets.chestxray14 import BATCHES, LISTS
 from fedatlas.evaluation.statistics import read_rows, select
-from fedatlas.experiment import Federation, load_federation, read_yaml
+from fedatlas.experiment import Federation, load_federation
+from fedatlas.federation_yaml import read_yaml
 from fedatlas.report.comparison import markdown
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "fedpsl"

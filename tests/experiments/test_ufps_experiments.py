@@ -18,7 +18,8 @@ from fedatlas.compare import Comparison, collect, load_comparison, run_compariso
 from fedatlas.data.datasets.listing import Case
 from fedatlas.data.index import _divided
 from fedatlas.evaluation.statistics import read_rows, select, site_index
-from fedatlas.experiment import Federation, hash_of, load_federation, make_method, read_yaml
+from fedatlas.experiment import Federation, hash_of, load_federation, make_method
+from fedatlas.federation_yaml import read_yaml
 from fedatlas.report.comparison import markdown
 from fedatlas.training import in_steps, lr_factor
 

@@ -7,7 +7,8 @@ from typing import Any
 from fedatlas.compare.plan import Comparison
 from fedatlas.engine.run import read_json
 from fedatlas.evaluation.statistics import mean_of_defined
-from fedatlas.experiment import make_method, read_yaml
+from fedatlas.experiment import make_method
+from fedatlas.federation_yaml import read_yaml
 from fedatlas.method import declared
 
 MEGABYTE, GIGABYTE = 2**20, 2**30

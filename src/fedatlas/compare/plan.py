@@ -16,15 +16,14 @@ import yaml
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.findings import METRICS as OF_FINDINGS
 from fedatlas.experiment import (
-    CHOICES,
     METRICS_OF,
     Federation,
     load_federation,
     make_method,
     parse_federation,
-    read_yaml,
     selects,
 )
+from fedatlas.federation_yaml import CHOICES, read_yaml
 from fedatlas.labels import BACKGROUND
 from fedatlas.method import declared
 from fedatlas.options import from_dict, not_known, option, options

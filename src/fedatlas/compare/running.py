@@ -18,7 +18,8 @@ from fedatlas.evaluation.statistics import (
     select,
     site_index,
 )
-from fedatlas.experiment import flat_difference, hash_of, load_federation, read_yaml, resolved
+from fedatlas.experiment import flat_difference, hash_of, load_federation, resolved
+from fedatlas.federation_yaml import read_yaml
 from fedatlas.options import not_known
 from fedatlas.session import run_federation
 

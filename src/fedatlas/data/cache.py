@@ -22,8 +22,8 @@ import numpy as np
 
 from fedatlas.errors import DataError
 
-VERSION = 3
-"""Raised whenever the code writes other numbers for the same input."""
+VERSION = 4
+"""Raised whenever the code writes other numbers for the same input, or more about it."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What can be wrong with a site, and with several together. Nothing is trained, nothing is changed."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from fedatlas.data.flat import Note
 from fedatlas.data.index import Naming, SiteIndex, naming_of
 from fedatlas.data.leaks import Leak, leak_of
 from fedatlas.data.reading import Raw, digest, gathered, read_case
+from fedatlas.data.transforms import SKEW, skew_of
 from fedatlas.errors import FederationError
 from fedatlas.labels import BACKGROUND, LabelSpace
 
@@ -38,8 +40,8 @@ def layout_problems(index: SiteIndex) -> list[Problem]:
         if case.name in seen and seen[case.name] == case.split:
             what = f"case {case.name!r} is in the {case.split} cases twice"
             found.append(Problem(index.name, where, what, "take one out, or rename it"))
-        elif str(case.images[0].resolve()) in files:
-            other = files[str(case.images[0].resolve())]
+        elif os.path.realpath(case.images[0]) in files:
+            other = files[os.path.realpath(case.images[0])]
             what = f"the same file is case {other!r} and case {case.name!r}"
             found.append(Problem(index.name, where, what, "take one out"))
         elif case.patient in splits and splits[case.patient][0] != case.split:
@@ -47,7 +49,7 @@ def layout_problems(index: SiteIndex) -> list[Problem]:
             what = f"patient {case.patient!r} is in the {split} cases ({other}) and in the {case.split} cases"
             found.append(Problem(index.name, where, what, "keep every patient in one split"))
         seen.setdefault(case.name, case.split)
-        files.setdefault(str(case.images[0].resolve()), case.name)
+        files.setdefault(os.path.realpath(case.images[0]), case.name)
         splits.setdefault(case.patient, (case.split, case.name))
     return found
 
@@ -195,6 +197,11 @@ def check_site(
         leak = leak_in(raw, space)
         if leak is not None and leak.told:
             leaks[case.name] = leak
+        skew = skew_of(raw.affine)
+        if raw.image is not None and skew > SKEW:
+            what = f"its axes are {skew:.1f}° off a right angle, and are taken as if they met at one: distances are off"
+            remedy = "resample it on axes at right angles, with its label"
+            found.append(Problem(index.name, file, what, remedy, False))
         if raw.label is None:
             continue
         found += _outside(index, case, raw, space)

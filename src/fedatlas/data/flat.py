@@ -44,12 +44,14 @@ class Note:
 @dataclass(frozen=True)
 class Flat:
     """A picture. image: [I, W, H, 1] float32, 0 black to 1 white; affine: [4, 4], mm; towards: where rows and columns of
-    its file lead (DICOM's Patient Orientation), None where the file does not say it."""
+    its file lead (DICOM's Patient Orientation), None where the file does not say it; modality, colour: see `Picture`."""
 
     image: np.ndarray
     affine: np.ndarray
     towards: tuple[str, str] | None
     notes: tuple[Note, ...]
+    modality: str = ""
+    colour: bool = False
 
 
 def is_picture(path: Path) -> bool:
@@ -97,7 +99,8 @@ def read_flat(
             pixel = told or pixel
     rows, columns = pixel or (1.0, 1.0)
     notes = tuple(Note(path, note, "see that this is meant") for note in picture.notes)
-    return Flat(standing(picture.pixels), np.diag([columns, rows, 1.0, 1.0]), towards, notes)
+    affine = np.diag([columns, rows, 1.0, 1.0])
+    return Flat(standing(picture.pixels), affine, towards, notes, picture.modality, picture.colour)
 
 
 def _read_raw(path: Path, side: int) -> Picture:
@@ -134,6 +137,13 @@ def _header(path: Path) -> tuple[tuple[str, str] | None, tuple[float, float] | N
     return pair, (mm[1], mm[0]) if swapped else (mm[0], mm[1])
 
 
+def label_paths(out: Path, case: str, space: LabelSpace) -> dict[str, Path]:
+    """class -> the file of `write_labels` that holds it."""
+    if space.exclusive:
+        return {space.names[c]: out / "labels" / f"{case}.png" for c in space.foreground}
+    return {name: out / "masks" / quote(name, safe=" ") / f"{case}.png" for name in space.names}
+
+
 def write_labels(out: Path, case: str, labels: np.ndarray, space: LabelSpace) -> dict[str, Path]:
     """Writes the labels of a picture as PNG of its size, as it stands upright: class -> the file that holds it.
 
@@ -141,12 +151,10 @@ def write_labels(out: Path, case: str, labels: np.ndarray, space: LabelSpace) ->
     masks/<class>/<case>.png with 0 and 255, as the layout `masks` has them; what cannot stand in a file name is
     percent-encoded. Raises DataError where the folder cannot be written.
     """
+    files = label_paths(out, case, space)
     if space.exclusive:
-        files = {space.names[c]: out / "labels" / f"{case}.png" for c in space.foreground}
         planes = {out / "labels" / f"{case}.png": lying(labels)}
     else:
-        folders = {name: out / "masks" / quote(name, safe=" ") for name in space.names}
-        files = {name: folder / f"{case}.png" for name, folder in folders.items()}
         planes = {files[name]: lying(labels[c]) * np.uint8(255) for c, name in enumerate(space.names)}
     for path, plane in planes.items():
         kind = np.uint8 if plane.max(initial=0) < 256 else np.uint16

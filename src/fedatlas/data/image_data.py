@@ -3,6 +3,7 @@
 Shapes: B batch, C classes, I input channels, H, W rows and columns.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedatlas.data.checks import Scan, twin_problems
 from fedatlas.data.datasets.images import ImageCase
 from fedatlas.data.datasets.listing import Problem, Split
 from fedatlas.data.image_index import ImageIndex, Images, findings
+from fedatlas.data.inputs import Look, look_of, ranges_of
 from fedatlas.data.picture import PictureError, read_picture
 from fedatlas.data.prefetch import prefetch
 from fedatlas.data.reading import digest, refuse
@@ -201,9 +203,29 @@ class ImageData:
     def keep_leaks(self, folder: Path) -> None:
         """Nothing: findings have no outline that an image could give away."""
 
+    def fingerprint(self) -> dict[str, str]:
+        """ "split/image" -> a digest of all that training and evaluation read of it: pixels, and its findings."""
+        if not self._ready:
+            self.prepare()
+        return {
+            f"{split}/{item.title}": hashlib.sha256(
+                repr(
+                    (self._entry(item).meta["digest"], *map(sorted, (item.known, item.scored, item.present)))
+                ).encode()
+            ).hexdigest()
+            for split, items in self.items.items()
+            for item in items
+        }
+
+    def looks(self) -> dict[str, Look]:
+        """Every file as it is shown -> its look."""
+        everything = [item for items in self.items.values() for item in items]
+        return {item.index.file(item.case.image): self._entry(item).meta["look"] for item in everything}
+
     def summary(self) -> dict[str, Any]:
         """Plain values for the run's record: annotated classes; images and patients per split; training images in
-        which each class is annotated, present, absent; the least and largest size of the files."""
+        which each class is annotated, present, absent; the least and largest size of the files; the ranges of what
+        training and validation images look like."""
         if not self._ready:
             self.prepare()
         names = self.space.names
@@ -222,6 +244,11 @@ class ImageData:
                 for split, items in self.items.items()
             },
             "size": [np.min(sizes, axis=0).tolist(), np.max(sizes, axis=0).tolist()] if sizes else [],
+            "inputs": ranges_of(
+                self._entry(item).meta["look"]
+                for split in ("train", "validation")
+                for item in self.items[split]
+            ),
         } | {
             what: {name: int(value) for name, value in zip(names, values, strict=True)}
             for what, values in counts.items()
@@ -229,7 +256,7 @@ class ImageData:
 
 
 def prepared(path: Path, site: str, images: Images) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """An image file as the net takes it, "image" [I, H, W], and about it: digest of its pixels, size, notes.
+    """An image file as the net takes it, "image" [I, H, W], and about it: digest of its pixels, look, size, notes.
 
     Resized by the mean of what each new pixel covers (linear weights); half precision where no bit that matters is
     lost. Raises DataError for a file that is no image, and for one whose pixels are all equal.
@@ -250,8 +277,10 @@ def prepared(path: Path, site: str, images: Images) -> tuple[dict[str, np.ndarra
                 site, path, "all of its pixels are equal", "export the image again, or take its row out"
             )
         resized = (resized - resized.mean(dtype=np.float64)) / deviation
+    look = look_of(pixels, picture=True, modality=picture.modality, colour=picture.colour)
     meta = {
         "digest": digest(pixels[..., None]),
+        "look": look,
         "size": list(pixels.shape[1:]),
         "notes": list(picture.notes),
     }

@@ -90,7 +90,11 @@ class SiteConfig:
     """One hospital of the federation."""
 
     name: str = option(
-        ..., "Names the site everywhere.", min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+        ...,
+        "Names the site everywhere.",
+        min_length=1,
+        max_length=100,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
     path: str | None = option(
         None,

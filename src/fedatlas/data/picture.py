@@ -11,7 +11,7 @@ Shapes: H rows, from top to bottom; W columns, from left to right; I channels, 1
 """
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,10 +46,13 @@ class PictureError(FileError):
 @dataclass(frozen=True)
 class Picture:
     """pixels: float32 [I, H, W] from 0 (black) to 1 (white), upright. notes: what was changed or assumed, a sentence
-    each; they are worth a line in a report and no reason to stop."""
+    each; they are worth a line in a report and no reason to stop. modality: as a DICOM header names it; colour: do the
+    file's channels differ."""
 
     pixels: np.ndarray
     notes: tuple[str, ...] = ()
+    modality: str = ""
+    colour: bool = False
 
 
 def read_picture(
@@ -93,14 +96,18 @@ def read_picture(
 def with_channels(picture: Picture, channels: Literal[1, 3] | None) -> Picture:
     """The picture with so many channels. Colour whose channels are equal becomes exactly that grey."""
     pixels, notes = picture.pixels, picture.notes
+    colour = len(pixels) == 3 and not (
+        np.array_equal(pixels[0], pixels[1]) and np.array_equal(pixels[0], pixels[2])
+    )
+    picture = replace(picture, colour=colour)
     if channels is None or len(pixels) == channels:
         return picture
     if channels == 3:
-        return Picture(np.repeat(pixels, 3, axis=0), notes)
-    if np.array_equal(pixels[0], pixels[1]) and np.array_equal(pixels[0], pixels[2]):
-        return Picture(pixels[:1].copy(), notes)
+        return replace(picture, pixels=np.repeat(pixels, 3, axis=0))
+    if not colour:
+        return replace(picture, pixels=pixels[:1].copy())
     grey = np.tensordot(np.asarray(LUMA, np.float32), pixels, axes=1)[None]
-    return Picture(np.clip(grey, 0, 1), (*notes, "colour was turned into grey"))
+    return replace(picture, pixels=np.clip(grey, 0, 1), notes=(*notes, "colour was turned into grey"))
 
 
 # ------------------------------------------------------------------------------------------- PNG and JPEG
@@ -335,6 +342,7 @@ def _read_dicom(path: Path) -> Picture:
         if "PixelData" not in data:
             raise FileError(path, "DICOM without pixel data", "export the image, not a report or a series")
         photometric = str(data.get("PhotometricInterpretation") or "")
+        modality = str(data.get("Modality") or "").upper()[:16]
         values = pixel_array(data)
         stored, notes = (None, []) if values.ndim == 3 else _stored(data)
     except DataError:
@@ -343,11 +351,11 @@ def _read_dicom(path: Path) -> Picture:
         remedy = f"{_AGAIN}; for a compressed file also install pylibjpeg with its decoders, or decompress it"
         raise FileError(path, f"not readable as DICOM ({_first_line(error)})", remedy) from None
     if stored is not None and photometric in ("MONOCHROME1", "MONOCHROME2") and values.ndim == 2:
-        return Picture(grey_of(values, stored)[None], tuple(notes))
+        return Picture(grey_of(values, stored)[None], tuple(notes), modality)
     if photometric == "RGB" or photometric.startswith("YBR"):
         whole = np.float32(2 ** int(data.BitsStored) - 1)
         pixels = np.ascontiguousarray(values.transpose(2, 0, 1).astype(np.float32) / whole)
-        return Picture(np.clip(pixels, 0, 1), tuple(notes))
+        return Picture(np.clip(pixels, 0, 1), tuple(notes), modality)
     raise FileError(path, f"photometric interpretation {photometric or 'not given'!r}", _CONVERT)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Label:
 @dataclass
 class Raw:
     """A case as it was read. What could not be read is None, and `problems` says why; notes: what was assumed or
-    changed, and is no reason to stop."""
+    changed, and is no reason to stop; about: what `inputs.look_of` is told of it."""
 
     image: np.ndarray | None = None
     affine: np.ndarray = field(default_factory=lambda: np.eye(4))
@@ -45,6 +46,7 @@ class Raw:
     reference: Label | None = None
     problems: list[Problem] = field(default_factory=list)
     notes: list[flat.Note] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
 
 
 def read_case(
@@ -69,6 +71,7 @@ def read_case(
             )
             image, affine, towards = found.image, found.affine, found.towards
             raw.notes += found.notes
+            raw.about = {"picture": True, "modality": found.modality, "colour": found.colour}
         else:
             image, affine = read_channels(case.images)
         if len(image) != index.channels:

@@ -4,6 +4,7 @@ Shapes: B batch, C classes, I input channels, X, Y, Z the axes of a scan's file,
 """
 
 import copy
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -39,6 +40,7 @@ from fedatlas.data.index import (
     read_site,
     split_validation,
 )
+from fedatlas.data.inputs import Look, look_of, ranges_of
 from fedatlas.data.leaks import LEAKS, Leak, slice_of
 from fedatlas.data.prefetch import prefetch
 from fedatlas.data.reading import Label, digest, read_case, refuse
@@ -50,6 +52,7 @@ from fedatlas.data.transforms import (
     geometry_of,
     image_to_grid,
     labels_to_grid,
+    require_grid,
     require_picture,
     restore,
 )
@@ -192,10 +195,21 @@ class SiteData:
             self._entry(item, (lambda text=text: progress(text)) if progress else None)
             if item.split != "train" and item.case.fuller:
                 self._reference(item)
+        self._require_neighbours(everything)
         scans = self._scans()
         for index in self.indexes:
             refuse(twin_problems(index.name, [scan[1:] for scan in scans if scan.site == index.name]))
         self._ready = True
+
+    def _require_neighbours(self, items: Sequence[Item]) -> None:
+        """Raises DataError where a patch takes more neighbouring slices than any scan has."""
+        context = self.preprocessing.context
+        most = max((self._entry(item).arrays["image"].shape[-1] for item in items), default=0)
+        if len(self.preprocessing.patch) == 2 and items and context > most:
+            raise DataError(
+                f"site {self.name}: `preprocessing.context` gives {context} slices on each side of a slice, and its "
+                f"longest scan has {most} in all on the federation's grid; lower it"
+            )
 
     def scans(self) -> list[Scan]:
         """Every scan with the digest of its voxels, for `shared_scans`. Prepares if need be."""
@@ -256,8 +270,9 @@ class SiteData:
         assert raw.image is not None
         require_picture(item.case.images[0], self.preprocessing, f"site {item.index.name}: ")
         geometry = geometry_of(raw.image.shape[1:], raw.affine, self.preprocessing)
-        image = image_to_grid(raw.image, geometry, self.preprocessing)
         where = f"site {item.index.name}: {item.index.file(item.case.images[0])}"
+        require_grid(where, geometry, self.preprocessing, len(raw.image) + 1)
+        image = image_to_grid(raw.image, geometry, self.preprocessing)
         if not np.isfinite(image).all():
             raise DataError(f"{where}: its intensities overflow; give a window")
         if image.size > len(image) and not np.ptp(image, axis=(1, 2, 3)).any():
@@ -280,6 +295,8 @@ class SiteData:
         return arrays, {
             "digest": digest(raw.image),
             "leak": leak_in(raw, self.space),
+            "label": _label_digest(label.voxels),
+            "look": look_of(raw.image, spacing=None if raw.about else geometry.turned_spacing, **raw.about),
             "affine": raw.affine.tolist(),
             "shape": list(geometry.shape),
             "spacing": list(geometry.spacing),
@@ -303,7 +320,8 @@ class SiteData:
 
             def make() -> tuple[Mapping[str, np.ndarray], Mapping[str, Any]]:
                 truth, geometry = self._raw_truth(item)
-                return {"target": np.asfortranarray(labels_to_grid(truth, geometry, self.space))}, {}
+                target = np.asfortranarray(labels_to_grid(truth, geometry, self.space))
+                return {"target": target}, {"label": _label_digest(truth)}
 
             key = self._key(item, files, content)
             self._entries[place] = store.fetch(item.folder / f"{_safe(item.case.name)}-{key}", make)
@@ -506,10 +524,32 @@ class SiteData:
 
     # ---------------------------------------------------------------------------------------- account
 
+    def fingerprint(self) -> dict[str, str]:
+        """ "split/case" -> a digest of all that training and evaluation read of it: voxels of image and labels, and what
+        is annotated. Prepares if need be."""
+        if not self._ready:
+            self.prepare()
+        found = {}
+        for split, items in self.items.items():
+            for item in items:
+                meta = self._entry(item).meta
+                truth = self._reference(item).meta["label"] if split != "train" and item.case.fuller else ""
+                told = sorted(item.known), sorted(item.scored), sorted(item.case.findings)
+                parts = (meta["digest"], meta["label"], meta["affine"], truth, told)
+                found[f"{split}/{item.title}"] = hashlib.sha256(repr(parts).encode()).hexdigest()
+        return found
+
+    def looks(self) -> dict[str, Look]:
+        """The first file of every case as it is shown -> its look. Prepares if need be."""
+        if not self._ready:
+            self.prepare()
+        everything = [item for items in self.items.values() for item in items]
+        return {item.index.file(item.case.images[0]): self._entry(item).meta["look"] for item in everything}
+
     def summary(self) -> dict[str, Any]:
         """Plain values for the run's record: annotated classes, cases per split, training cases and voxels per
-        annotated class, the spacings (mm), orientations and shapes of the files, and how many images give
-        labels away. Prepares if need be."""
+        annotated class, the spacings (mm), orientations and shapes of the files, how many images give labels away, and
+        the ranges of what training and validation cases look like. Prepares if need be."""
         if not self._ready:
             self.prepare()
         voxels = {self.space.names[c]: 0 for c in sorted(self.labels.annotated)}
@@ -528,6 +568,11 @@ class SiteData:
             "orientation": _unique(meta["axes"] for meta in metas),
             "shape": _unique(meta["shape"] for meta in metas),
             "leaks": len(self.leaks()),
+            "inputs": ranges_of(
+                self._entry(item).meta["look"]
+                for split in ("train", "validation")
+                for item in self.items[split]
+            ),
         }
 
     def _finding_counts(self) -> dict[str, dict[str, int]]:
@@ -545,6 +590,11 @@ class SiteData:
 def _unique(values: Any) -> list[Any]:
     found = list(values)
     return sorted(value for number, value in enumerate(found) if value not in found[:number])
+
+
+def _label_digest(voxels: np.ndarray) -> str:
+    """A hash of labels, class index [X, Y, Z] or masks [C, X, Y, Z]."""
+    return digest(voxels[None] if voxels.ndim == 3 else voxels)
 
 
 def _safe(name: str) -> str:

@@ -7,6 +7,8 @@ permuted and flipped, and each axis is resampled on its own; oblique scans stay 
 Shapes: C classes, I input channels, X, Y, Z the axes of a scan, *S those of the federation's grid.
 """
 
+import gzip
+import math
 import os
 import tempfile
 import zlib
@@ -23,8 +25,10 @@ from nibabel import orientations
 from nibabel.filebasedimages import ImageFileError
 from torch import Tensor
 
+from fedatlas.data.inputs import Look, look_of
 from fedatlas.errors import DataError, FederationError
 from fedatlas.labels import LabelSpace
+from fedatlas.memory import require_memory
 from fedatlas.options import option, options
 
 AXES = ("LR", "PA", "IS")
@@ -126,14 +130,23 @@ def read_image(path: Path) -> tuple[np.ndarray, np.ndarray, nib.Nifti1Header]:
     """The voxels of a NIfTI file [X, Y, Z], or [X, Y, Z, channels], in their own type after the header's
     scaling; its affine [4, 4] in mm; its header.
 
-    Raises FileError, a DataError, for a file that is missing, truncated, of another format, not 3D, or
-    without a usable affine.
+    A compressed file is read to its end, and its checksum compared. Raises FileError, a DataError, for a file that is
+    missing, truncated, damaged, of another format, not 3D, or without a usable affine.
     """
     try:
+        path.stat()
         image: Any = nib.load(path)
         if not isinstance(image, nib.Nifti1Image):
             raise FileError(path, f"a {type(image).__name__}", "only NIfTI is read: .nii or .nii.gz")
-        voxels = np.asanyarray(image.dataobj)
+        if path.name.lower().endswith(".gz"):
+            # the checksum stands at the stream's end, which reading the voxels alone does not reach
+            with gzip.open(path) as stream:
+                image = type(image).from_stream(stream)
+                voxels = np.asanyarray(image.dataobj)
+                while stream.read(1 << 20):
+                    pass
+        else:
+            voxels = np.asanyarray(image.dataobj)
     except FileNotFoundError:
         raise FileError(path, "no such file", "add it, or take the case out") from None
     except ImageFileError:
@@ -251,6 +264,36 @@ def require_picture(path: Path, preprocessing: Preprocessing, where: str = "") -
             f"{where}{path}: a scan, and `preprocessing.size` is for pictures, {list(preprocessing.size)} rows and "
             "columns; set `preprocessing.spacing` in its place"
         )
+
+
+SKEW = 0.5
+"""Degrees off a right angle beyond which a scan's axes are told to be skew."""
+
+
+def skew_of(affine: np.ndarray) -> float:
+    """By how many degrees the axes of a scan are off right angles, as a tilted gantry makes them."""
+    axes = affine[:3, :3] / np.sqrt((affine[:3, :3] ** 2).sum(0))
+    between = [abs(float(axes[:, a] @ axes[:, b])) for a, b in ((0, 1), (0, 2), (1, 2))]
+    return math.degrees(math.asin(min(1.0, max(between))))
+
+
+def require_grid(where: str, geometry: Geometry, preprocessing: Preprocessing, volumes: int) -> None:
+    """Raises DataError, beginning with `where`, for a scan that is shorter than a voxel of the federation's grid, and for
+    a grid of which the machine cannot hold so many volumes in float32."""
+    places = zip(
+        geometry.turned_shape, geometry.turned_spacing, geometry.grid_spacing, geometry.canonical, strict=True
+    )
+    for n, old, new, letter in places:
+        if n > 1 and n * old < new:
+            raise DataError(
+                f"{where}: is {n * old:g} mm long towards {letter}, and `preprocessing.spacing` makes voxels of {new:g} mm "
+                f"there: a single one; lower it, or take the case out"
+            )
+    grid, size = math.prod(geometry.grid_shape), "×".join(map(str, geometry.grid_shape))
+    spacing = "×".join(f"{mm:g}" for mm in geometry.grid_spacing)
+    what = f"{where}: on a grid of {size} voxels of {spacing} mm it"
+    remedy = "raise `preprocessing.spacing`, or correct the spacing that the file says"
+    require_memory(4 * volumes * grid, what, remedy, DataError)
 
 
 def geometry_of(shape: Sequence[int], affine: np.ndarray, preprocessing: Preprocessing) -> Geometry:
@@ -566,6 +609,8 @@ class Scan:
     scored: Tensor
     geometry: Geometry
     exclusive: bool
+    look: dict[str, Any]
+    """See `inputs.look_of`."""
 
     def truth(self, grid: str) -> np.ndarray:
         """Raises DataError: there is none."""
@@ -632,12 +677,16 @@ def load_scan(
     space: LabelSpace,
     *,
     read: Callable[[Sequence[Path]], tuple[np.ndarray, np.ndarray]] = read_channels,
+    require: Callable[[Look], None] = lambda look: None,
 ) -> Scan:
-    """A lone scan, one file per channel, ready for prediction. read: as `read_channels`, for other files than NIfTI.
-    Raises DataError naming the file."""
+    """A lone scan, one file per channel, ready for prediction. read: as `read_channels`, for other files than NIfTI;
+    require: is shown the image's look before anything is computed, and may raise. Raises DataError naming the file."""
     require_picture(paths[0], preprocessing)
     image, affine = read(paths)
     geometry = geometry_of(image.shape[1:], affine, preprocessing)
+    look = look_of(image, spacing=geometry.turned_spacing)
+    require(look)
+    require_grid(str(paths[0]), geometry, preprocessing, len(image) + len(space))
     return Scan(
         case=paths[0].name.removesuffix(".gz").removesuffix(".nii"),
         image=torch.from_numpy(image_to_grid(image, geometry, preprocessing)),
@@ -647,4 +696,5 @@ def load_scan(
         scored=torch.zeros(len(space), dtype=torch.bool),
         geometry=geometry,
         exclusive=space.exclusive,
+        look=look,
     )

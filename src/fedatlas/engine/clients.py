@@ -483,6 +483,7 @@ _CODES = {
     "FloatingPointError": "its training met a number that is not finite",
     "MemoryError": "it ran out of memory",
     "OSError": "its disk or a file failed it (full?)",
+    "DataChanged": "its data are not those with which this run began; put them back, or go on with --data-changed",
     "DataError": "a case or label of its data is not usable",
     "RunFolderError": "its kept memory is not usable",
     "WireError": "what it received was damaged",

@@ -1,11 +1,16 @@
 """The one round loop, and the run folder that makes every complete round a point to resume from."""
 
+import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import shutil
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -133,6 +138,40 @@ class RunFolder:
     def rounds(self) -> Path:
         return self.path / "rounds"
 
+    @contextlib.contextmanager
+    def held(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Locks the folder for this process, and makes it if need be. The lock is the kernel's: it ends with the
+        context, and with the process however that ends. tell: is told where the file system has no locks.
+
+        Raises RunFolderError, naming the process and its machine, where another process holds the folder.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            opened = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path}: cannot be made or written ({error.strerror or error}); choose another place with --runs"
+            ) from None
+        with opened as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                raise RunFolderError(
+                    f"{self.path}: {lock.read().strip() or 'another process'} works on this run; wait until it has "
+                    "ended, or begin another run with --id"
+                ) from None
+            except OSError as error:
+                tell(
+                    f"{self.path}: cannot be locked ({error.strerror or error}); see that no other process works on "
+                    "this run"
+                )
+            lock.truncate(0)
+            began = datetime.now(UTC).isoformat(timespec="seconds")
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {began},")
+            lock.flush()
+            yield
+
     def site(self, name: str) -> Path:
         """The private folder of a site that is served on this machine."""
         return self.path / "sites" / name
@@ -150,7 +189,7 @@ class RunFolder:
         try:
             part.mkdir()
             write_atomic(part / "state.fa", wire.encode(to_tree(record.state)))
-            write_atomic(part / "log.json", to_json(record.log))
+            write_atomic(part / "log.json", to_json(sealed(record.log)))
             write_atomic(part / "rows.json", to_json(record.rows))
             for site, reply in models or ():
                 kept = {"model": reply["model"], "classes": reply.get("classes")}
@@ -202,13 +241,20 @@ class RunFolder:
             return from_tree(declared(method, "state"), wire.decode(read_whole(path), copy=False))
         except FileNotFoundError:
             raise RunFolderError(f"{path}: missing; the run has no complete round yet") from None
-        except (WireError, TypeError, OSError) as error:
-            raise RunFolderError(f"{path}: cannot be read ({error})") from error
+        except (WireError, TypeError, KeyError, ValueError, AttributeError, OSError) as error:
+            told = str(error) if isinstance(error, WireError | TypeError | OSError) else type(error).__name__
+            raise RunFolderError(f"{path}: cannot be read ({told})") from error
+
+    def log(self, number: int) -> dict[str, Any]:
+        """The log of a complete round. Raises RunFolderError where it is not what was written."""
+        path = self.rounds / f"{number:04d}" / "log.json"
+        log = read_json(path)
+        require_seal(path, log)
+        return log
 
     def records(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
         """(log, rows) of every complete round, in order."""
-        folders = [self.rounds / f"{number:04d}" for number in self.complete()]
-        return [(read_json(f / "log.json"), read_json(f / "rows.json")) for f in folders]
+        return [(self.log(n), read_json(self.rounds / f"{n:04d}" / "rows.json")) for n in self.complete()]
 
     def keep_model(self, name: str, number: int) -> None:
         """Copies the state of round `number`, which must be one of the last two, to models/<name>.fa."""
@@ -232,6 +278,56 @@ def to_json(value: Any) -> bytes:
     return (json.dumps(_finite(value), indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
+SEAL = "seal"
+
+
+def sealed(plain: Mapping[str, Any], keys: Iterable[str] | None = None) -> dict[str, Any]:
+    """Plain values with a digest of those of `keys` (None: of all), by which a later change is found."""
+    chosen = {key: plain[key] for key in (sorted(plain) if keys is None else keys)}
+    return {**plain, SEAL: {"of": sorted(chosen), "sha256": _digest(chosen)}}
+
+
+def require_seal(path: Path, plain: Mapping[str, Any]) -> None:
+    """Raises RunFolderError where values of a file are not those that `sealed` saw. A file without a seal, of an
+    older version, is not checked."""
+    seal = plain.get(SEAL)
+    if seal is None:
+        return
+    try:
+        same = _digest({key: plain[key] for key in seal["of"]}) == seal["sha256"]
+    except (KeyError, TypeError):
+        same = False
+    if not same:
+        raise RunFolderError(
+            f"{path}: was changed after the run wrote it, in {', '.join(map(str, _of(seal)))}; restore the file"
+        )
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The record of a run, run.json of its folder. Raises RunFolderError where it is missing, damaged, lacks what every
+    run writes, or was changed since."""
+    file = path / "run.json"
+    info = read_json(file)
+    missing = [
+        key
+        for key in ("labels", "channels", "hash", "sites")
+        if not isinstance(info, dict) or key not in info
+    ]
+    if missing:
+        raise RunFolderError(f"{file}: lacks {', '.join(missing)}; a run's record has them, restore the file")
+    require_seal(file, info)
+    return info
+
+
+def _of(seal: Any) -> list[Any]:
+    of = seal.get("of") if isinstance(seal, Mapping) else None
+    return of if isinstance(of, list) else ["what it holds"]
+
+
+def _digest(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(to_json(plain)).hexdigest()
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if abs(value) != float("inf") and value == value else None
@@ -244,5 +340,7 @@ def read_json(path: Path) -> Any:
     """Raises RunFolderError if the file is missing or not JSON."""
     try:
         return json.loads(path.read_text())
+    except RecursionError:
+        raise RunFolderError(f"{path}: cannot be read (nested too deeply)") from None
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path}: cannot be read ({error})") from error

@@ -1,11 +1,13 @@
 """Files that are whole or absent, and the private memory of a site, versioned by round and call."""
 
+import json
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fedatlas.engine import wire
 from fedatlas.engine.wire import Data
-from fedatlas.errors import RunFolderError, WireError
+from fedatlas.errors import DataChanged, RunFolderError, WireError
 from fedatlas.tensors import Tree
 
 
@@ -44,6 +46,48 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+DATA = "data.json"
+"""The file, in a site's folder of a run, of the digests of its data."""
+
+
+def guard_data(
+    file: Path, data: Mapping[str, str], site: str, *, begins: bool = False, accept: bool = False
+) -> bool:
+    """Compares a site's data with those with which its run began. They are remembered, as digests, in `file`, which
+    stays with the site's private memory.
+
+    data: case -> its digest. begins: the run has no complete round, and takes them as they are. accept: go on with
+    changed data, which are remembered from then on. Returns whether they changed. Raises DataChanged, naming the cases;
+    RunFolderError where the file cannot be read.
+    """
+    if begins or not file.exists():
+        write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode())
+        return False
+    try:
+        before = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise RunFolderError(f"{file}: cannot be read ({type(error).__name__}); restore it") from None
+    changes = {
+        "changed": sorted(case for case in data if case in before and data[case] != before[case]),
+        "gone": sorted(set(before) - set(data)),
+        "new": sorted(set(data) - set(before)),
+    }
+    if not any(changes.values()):
+        return False
+    if accept:
+        write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode())
+        return True
+    told = "; ".join(f"{how}: {_listed(cases)}" for how, cases in changes.items() if cases)
+    raise DataChanged(
+        f"site {site}: its data are not those with which this run began ({told}); put them back, begin another run with "
+        "--id, or go on with the changed data with --data-changed"
+    )
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class MemoryStore:

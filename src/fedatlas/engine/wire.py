@@ -34,6 +34,9 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Data = bytes | bytearray | memoryview
 
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
+"""What reading bytes may raise that are no tree of ours, nesting too deep (RecursionError) among them."""
+
 
 @dataclass(frozen=True)
 class TensorForm:
@@ -94,15 +97,20 @@ def decode(data: Data, *, copy: bool = True) -> Tree:
                 flat = torch.empty(0, dtype=dtype)
             tensors[number] = flat.reshape(form["shape"])
         return _unpack(structure, tensors)
-    except (ValueError, KeyError, TypeError, RuntimeError, IndexError) as error:
+    except _MALFORMED as error:
         raise WireError(f"message: its tensors cannot be read ({type(error).__name__})") from error
 
 
 def plain(data: Data) -> Tree:
     """The tree with a `TensorForm` in the place of every tensor: no tensor is loaded, the digest not checked."""
     structure, header = _header(memoryview(data)[_HEAD:])
-    forms = {n: TensorForm(e["dtype"], tuple(e["shape"])) for n, e in header.items() if n != "__metadata__"}
-    return _unpack(structure, forms)
+    try:
+        forms = {
+            n: TensorForm(e["dtype"], tuple(e["shape"])) for n, e in header.items() if n != "__metadata__"
+        }
+        return _unpack(structure, forms)
+    except _MALFORMED as error:
+        raise WireError(f"message: its tensors cannot be read ({type(error).__name__})") from error
 
 
 def _checked(data: Data) -> memoryview:
@@ -122,7 +130,7 @@ def _header(body: memoryview) -> tuple[Any, dict[str, Any]]:
         length = int.from_bytes(body[:8], "little")
         header = json.loads(bytes(body[8 : 8 + length]))
         return json.loads(header["__metadata__"]["tree"]), header
-    except (ValueError, KeyError, TypeError) as error:
+    except _MALFORMED as error:
         raise WireError(f"message: its header cannot be read ({type(error).__name__})") from error
 
 
@@ -155,6 +163,8 @@ def _unpack(packed: Any, tensors: Any) -> Any:
     kind, value = packed
     if kind == "t":
         return tensors[value]
-    if kind == "l":
+    if kind == "l" and isinstance(value, list):
         return [_unpack(item, tensors) for item in value]
-    return {key: _unpack(item, tensors) for key, item in value.items()}
+    if kind == "d":
+        return {key: _unpack(item, tensors) for key, item in value.items()}
+    raise ValueError(kind)

@@ -161,12 +161,19 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """What `write_rows` wrote. Raises RunFolderError if the file is missing or not of this form."""
     try:
         with path.open(newline="") as file:
-            rows: list[dict[str, Any]] = list(csv.DictReader(file))
-        for row in rows:
+            text = file.read()
+        rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(text, newline="")))
+        if text and not text.endswith("\n"):
+            raise ValueError(f"it ends within line {len(rows) + 1}")
+        for number, row in enumerate(rows, start=2):
+            if None in row or None in row.values():
+                raise ValueError(f"line {number} has not as many columns as its header")
             row["value"] = float(row["value"]) if row["value"] else None
             row["known"], row["round"] = bool(int(row["known"])), int(row["round"])
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise RunFolderError(f"{path}: not a table of results ({type(error).__name__}: {error})") from error
+        raise RunFolderError(
+            f"{path}: no whole table of results ({error}); restore it, or run again"
+        ) from error
     return rows
 
 

@@ -195,6 +195,34 @@ def check_output(
         net.train(mode)
 
 
+def count_outputs(net: nn.Module, shape: Sequence[int]) -> tuple[int, int]:
+    """The numbers that all modules of a net give for one sample [I, *S] in training, and those of the largest output.
+    Runs the net on shapes only: nothing is computed. Raises FederationError for a sample that no memory holds."""
+    found: list[int] = []
+
+    def count(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            found.append(output.numel())
+
+    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+    shapes = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
+    hooks = [m.register_forward_hook(count) for m in net.modules() if not any(True for _ in m.children())]
+    mode = net.training
+    try:
+        with torch.no_grad():
+            # two: batch norm may be left with one value each
+            functional_call(net.train(), shapes, (torch.empty(2, *shape, device="meta"),))
+    except RuntimeError as error:
+        raise FederationError(
+            f"net {type(net).__name__}: fails for an input of shape {list(shape)}: {str(error).splitlines()[0]}"
+        ) from None
+    finally:
+        net.train(mode)
+        for hook in hooks:
+            hook.remove()
+    return sum(found) // 2, max(found, default=0) // 2
+
+
 __all__ = [
     "REGISTRY",
     "Classifier",
@@ -205,5 +233,6 @@ __all__ = [
     "check_level",
     "check_output",
     "check_patch",
+    "count_outputs",
     "get",
 ]

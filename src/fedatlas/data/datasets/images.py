@@ -455,9 +455,10 @@ def read_csv(site: str, root: Path, form: CsvForm, splitting: Splitting) -> Imag
     folder = root / form.images
     there, _ = find_images(folder)
     known = {os.path.normpath(file) for file in there}
-    listed: set[str] = set()
+    listed: dict[str, int] = {}
     cases: list[ImageCase] = []
     bad: list[Problem] = []
+    twice: list[Problem] = []
     gone: list[Problem] = []
     open_cells = sum(row.values[name] in ("-1", "-1.0") for row in rows for name in classes)
     if open_cells:
@@ -468,7 +469,11 @@ def read_csv(site: str, root: Path, form: CsvForm, splitting: Splitting) -> Imag
         problems.append(Problem(site, form.table, what, "change `uncertain` if that is not meant", False))
     for row in rows:
         file = folder / row.values[form.file]
-        listed.add(os.path.normpath(file))
+        first = listed.setdefault(os.path.normpath(file), row.line)
+        if first != row.line:
+            what = f"{row.values[form.file]!r} is listed in line {first}, too"
+            twice.append(Problem(site, f"{form.table}, line {row.line}", what, "take one row out"))
+            continue
         case, faults = _csv_case(site, form, classes, row, file, header)
         bad += [replace(fault, file=f"{form.table}, line {row.line}") for fault in faults]
         if case is None:
@@ -488,6 +493,7 @@ def read_csv(site: str, root: Path, form: CsvForm, splitting: Splitting) -> Imag
     ]
     problems = some([replace(p, file=form.table) for p in problems], "rows of another length")
     problems += some(bad, "values that cannot be read") + some(gone, "missing files")
+    problems += some(twice, "listed twice")
     problems += some(unused, "images without a row")
     return listing(
         site, root, classes, split_patients(cases, site, splitting), form.source or f"site {site}", problems

@@ -1,0 +1,679 @@
+"""What a user may get wrong: every input here is refused by a sentence, before anything is computed, written or lost."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from test_check import checked, copied, texts
+
+from fedatlas import memory
+from fedatlas.build import Experiment
+from fedatlas.cli import main
+from fedatlas.data.datasets.images import CsvForm, Splitting, read_csv
+from fedatlas.data.inputs import FAT, look_of, other_kind, ranges_of, trained_on
+from fedatlas.data.phantom import phantom_sites
+from fedatlas.deploy import join, write_shared
+from fedatlas.engine import wire
+from fedatlas.engine.local import InProcess
+from fedatlas.engine.run import Round, RunFolder
+from fedatlas.engine.store import guard_data
+from fedatlas.errors import DataChanged, DataError, FederationError, RunFolderError, SiteLost
+from fedatlas.evaluation.statistics import read_rows, write_rows
+from fedatlas.experiment import load_federation, parse_federation
+from fedatlas.federation_yaml import KNOWN, require_known
+from fedatlas.method import State
+from fedatlas.session import gather_local, run_federation
+from fedatlas.site import SiteDesk
+
+GIB = 2**30
+
+
+@pytest.fixture
+def machine(monkeypatch) -> None:
+    """A machine of 8 GiB."""
+    monkeypatch.setattr(memory, "machine_memory", lambda: 8 * GIB)
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"local": {"batch": 1_000_000, "steps": 1}},
+            "training a site on batches of 1000000 samples of 3×16×16 takes",
+        ),
+        (
+            {"net": {"name": "unet", "filters": [4096, 8192, 16384]}},
+            "of memory or more, and this machine has 8.0 GiB",
+        ),
+        ({"preprocessing": {"patch": [100_000, 100_000]}}, "samples of 3×100000×100000 takes"),
+    ],
+)
+def test_what_the_machine_cannot_hold_is_refused_at_once(changes, text, small, machine) -> None:
+    for key, value in changes.items():
+        small[key] = {**small[key], **value} if key != "net" else value
+    federation = parse_federation(small, base=Path())
+    experiment = Experiment(federation, Path(small["engine"]["cache"]))
+    with pytest.raises(FederationError) as told:
+        experiment.check_net()
+    assert text in str(told.value)
+
+
+def test_workers_train_at_the_same_time(small, machine, monkeypatch) -> None:
+    federation = parse_federation(small, base=Path())
+    experiment = Experiment(federation, Path(small["engine"]["cache"]))
+    least = experiment.step_memory().least
+    experiment.require_memory()
+    monkeypatch.setattr(memory, "machine_memory", lambda: 2 * least)
+    experiment.require_memory()
+    small["engine"]["workers"] = 3
+    several = Experiment(parse_federation(small, base=Path()), Path(small["engine"]["cache"]))
+    with pytest.raises(FederationError, match="training 3 sites at a time .* or `engine.workers`"):
+        several.require_memory()
+
+
+@pytest.mark.parametrize(
+    ("preprocessing", "text"),
+    [
+        ({"spacing": [0.01, 0.01, 0.01]}, "voxels of 0.01×0.01×0.01 mm it takes"),
+        (
+            {"spacing": [5000, 4, 4]},
+            "mm long towards R, and `preprocessing.spacing` makes voxels of 5000 mm there",
+        ),
+        ({"context": 100}, "gives 100 slices on each side of a slice, and its longest scan has"),
+    ],
+)
+def test_check_refuses_a_grid_that_makes_no_sense(preprocessing, text, small, tmp_path, machine) -> None:
+    small["preprocessing"] |= preprocessing
+    small["engine"]["cache"] = str(tmp_path / "cache")
+    (told,) = texts(checked(small, tmp_path), fatal=True)
+    assert told.startswith("site s0") and text in told
+
+
+def test_more_rounds_than_a_run_can_count(small) -> None:
+    with pytest.raises(FederationError, match="rounds: got 1000000000; .*less than or equal to 999998"):
+        parse_federation(small | {"rounds": 1_000_000_000}, base=Path())
+
+
+def test_memory_is_of_the_container(monkeypatch, tmp_path) -> None:
+    (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
+    (tmp_path / "none").write_text("max\n")
+    monkeypatch.setattr(memory, "_LIMITS", (str(tmp_path / "none"), str(tmp_path / "memory.max")))
+    assert memory.machine_memory() == min(3 * GIB, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+# ---------------------------------------------------------------------------------------------------- run folder
+
+
+def hold(path: Path) -> int:
+    """Another process that holds a run folder; its number."""
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with RunFolder(path).held(print):
+            os.write(tells, b".")
+            time.sleep(60)
+        os._exit(0)
+    assert os.read(told, 1) == b"."
+    return child
+
+
+def test_a_run_folder_is_for_one_process_and_free_after_a_kill(small, tmp_path) -> None:
+    path = tmp_path / "one"
+    other = hold(path)
+    try:
+        federation = parse_federation(small, base=tmp_path)
+        with pytest.raises(
+            RunFolderError, match=rf"process {other} on \S+, since .* works on this run; wait"
+        ):
+            run_federation(federation, path, tell=lambda text: None)
+        assert sorted(file.name for file in path.iterdir()) == ["lock"]
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    with RunFolder(path).held(print):
+        pass
+
+
+def test_a_log_that_was_changed_is_not_gone_on_with(tmp_path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.save(Round(1, State({}), {"round": 1, "memory": {"a": "000001-000"}, "sites": {}}, []))
+    assert folder.log(1)["memory"] == {"a": "000001-000"}
+    file = tmp_path / "rounds" / "0001" / "log.json"
+    log = json.loads(file.read_text())
+    log["memory"]["a"] = "000000-000"
+    file.write_text(json.dumps(log))
+    with pytest.raises(
+        RunFolderError, match="log.json: was changed after the run wrote it, in memory, round, sites"
+    ):
+        folder.log(1)
+    del log["seal"]  # as older versions wrote it
+    file.write_text(json.dumps(log))
+    assert folder.log(1)["round"] == 1
+
+
+# ------------------------------------------------------------------------------------------------- changed data
+
+
+def kill(record: Any, best: Any) -> None:
+    if record.number == 1:
+        raise KeyboardInterrupt
+
+
+def go(values: dict[str, Any], folder: Path, **how: Any) -> list[str]:
+    told: list[str] = []
+    run_federation(parse_federation(values, base=folder), folder / "run", tell=told.append, **how)
+    return told
+
+
+def change(image: Path) -> None:
+    """One voxel, with the file's time as it was."""
+    stat = image.stat()
+    scan: Any = nib.load(image)  # type: ignore[attr-defined]
+    voxels = np.asarray(scan.dataobj).copy()
+    voxels[3, 3, 3] += 1
+    nib.save(nib.Nifti1Image(voxels, scan.affine), image)  # type: ignore[attr-defined]
+    os.utime(image, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+
+
+def first_image(values: dict[str, Any], site: int = 0) -> Path:
+    return sorted((Path(values["sites"][site]["path"]) / "imagesTr").iterdir())[0]
+
+
+def test_a_run_does_not_go_on_with_changed_data_unless_told_to(small, tmp_path) -> None:
+    values = copied(small, tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        go(values, tmp_path, after_round=kill)
+    image = first_image(values)
+    case, site = image.name.removesuffix("_0000.nii.gz"), values["sites"][0]["name"]
+    change(image)
+    with pytest.raises(
+        DataChanged, match=rf"site {site}: .*\(changed: \w+/{case}\); put them back.*--data-changed"
+    ):
+        go(values, tmp_path, resume=True)
+    told = go(values, tmp_path, resume=True, gather=partial(gather_local, data_changed=True))
+    assert f"goes on with data that changed since the run began, at {site}" in told
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["data_changed"] == [{"after_round": 1, "sites": [site]}] and info["finished"]
+
+
+def test_a_case_that_is_gone_is_found(small, tmp_path) -> None:
+    values = copied(small, tmp_path)
+    federation, folder = parse_federation(values, base=tmp_path), RunFolder(tmp_path / "run")
+    gather_local(federation, folder, print)
+    (folder.rounds / "0001").mkdir(parents=True)  # a complete round
+    gather_local(federation, folder, print)
+    image = first_image(values, 1)
+    case = image.name.removesuffix("_0000.nii.gz")
+    image.unlink()
+    (image.parents[1] / "labelsTr" / f"{case}.nii.gz").unlink()
+    with pytest.raises(DataChanged, match=rf"\(.*gone: \w+/{case}"):
+        gather_local(federation, folder, print)
+
+
+def test_a_run_without_a_complete_round_takes_the_data_as_they_are(tmp_path) -> None:
+    file = tmp_path / "data.json"
+    guard_data(file, {"train/a": "1"}, "s")
+    guard_data(file, {"train/a": "2"}, "s", begins=True)
+    assert not guard_data(file, {"train/a": "2"}, "s")
+    file.write_text("[1")
+    with pytest.raises(RunFolderError, match=r"data\.json: cannot be read"):
+        guard_data(file, {}, "s")
+
+
+class Desks(InProcess):
+    """Sites that keep their data and folders to themselves, as deployed ones do, in this process."""
+
+    def __init__(self, values: dict[str, Any], folder: Path) -> None:
+        federation = parse_federation(values, base=folder)
+        write_shared(federation, folder / "shared.yaml")
+        cache = Path(values["engine"]["cache"])
+        self.desks = {
+            s.name: SiteDesk(
+                s.name, folder / "shared.yaml", {s.name: str(s.path)}, folder / "at" / s.name, cache
+            )
+            for s in federation.sites
+        }
+        self.sites = sorted(self.desks)
+        super().__init__(lambda question: self.desks[question.site].answer(question))
+
+
+def test_of_changed_data_a_deployed_site_tells_no_case(small, tmp_path) -> None:
+    values = copied(small, tmp_path)
+    federation, folder = parse_federation(values, base=tmp_path), RunFolder(tmp_path / "run")
+    joined: Any = partial(join, federation, folder, print)
+    assert not joined(Desks(values, tmp_path)).changed
+    (folder.rounds / "0001").mkdir(parents=True)  # a complete round
+    image, name = first_image(values), values["sites"][0]["name"]
+    case = image.name.removesuffix("_0000.nii.gz")
+    change(image)
+    with pytest.raises(SiteLost) as told:
+        joined(Desks(values, tmp_path))
+    assert f"{name}: DataChanged: its data are not those with which this run began" in str(told.value)
+    assert case not in str(told.value)
+    errors = (tmp_path / "at" / name / "errors.log").read_text()
+    assert f"changed: train/{case}" in errors or f"changed: validation/{case}" in errors
+    assert joined(Desks(values, tmp_path), data_changed=True).changed == [name]
+    assert not joined(Desks(values, tmp_path)).changed
+
+
+# ---------------------------------------------------------------------------------------------- damaged files
+
+
+def test_a_damaged_stream_is_found_at_its_end(small, tmp_path) -> None:
+    values = copied(small, tmp_path)
+    image = first_image(values)
+    damaged = bytearray(image.read_bytes())
+    damaged[-6] ^= 1  # in the checksum, which stands after all voxels
+    image.write_bytes(damaged)
+    (told,) = texts(checked(values, tmp_path), fatal=True)
+    assert f"imagesTr/{image.name}: truncated or damaged (CRC check failed" in told
+    with pytest.raises(DataError, match="CRC check failed"):
+        go(values, tmp_path)
+
+
+def test_a_loop_of_links_is_no_image(small, tmp_path) -> None:
+    values = copied(small, tmp_path)
+    image = first_image(values)
+    image.unlink()
+    image.symlink_to(image.name)
+    told = texts(checked(values, tmp_path), fatal=True)
+    assert any(f"imagesTr/{image.name}: " in text and "symbolic links" in text for text in told), told
+
+
+# --------------------------------------------------------------------------------------- another kind of input
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, phantom, phantom_cache) -> Path:
+    """A run of one round, whose training images are taken for CT in Hounsfield units."""
+    folder = tmp_path_factory.mktemp("inputs")
+    values = {
+        "name": "one",
+        "sites": phantom_sites(phantom),
+        "preprocessing": {"spacing": [4, 4, 4], "window": [-100, 200], "patch": [16, 16], "context": 1},
+        "net": {"name": "unet", "filters": [4, 8, 8]},
+        "local": {"batch": 2, "steps": 1},
+        "rounds": 1,
+        "evaluation": {"validation": 0.25, "metrics": ["dice"], "overlays": False, "models": ["best"]},
+        "engine": {"cache": str(phantom_cache)},
+    }
+    run_federation(parse_federation(values, base=folder), folder / "run", tell=lambda text: None)
+    return folder / "run"
+
+
+def site_of(phantom: Path) -> Path:
+    return Path(phantom_sites(phantom)[0]["path"])
+
+
+@pytest.fixture
+def scan(phantom) -> Path:
+    return sorted((site_of(phantom) / "imagesTs").iterdir())[0]
+
+
+def saved(voxels: np.ndarray, like: Path, path: Path) -> Path:
+    affine = nib.load(like).affine  # type: ignore[attr-defined]
+    nib.save(nib.Nifti1Image(voxels, affine), path)  # type: ignore[attr-defined]
+    return path
+
+
+def voxels_of(path: Path) -> np.ndarray:
+    return np.asarray(nib.load(path).dataobj)  # type: ignore[attr-defined]
+
+
+def asked(capsys, *arguments: Any) -> tuple[int, str]:
+    status = main([str(argument) for argument in arguments])
+    return status, capsys.readouterr().err
+
+
+def test_ranges_of_all_sites_are_kept_without_names(trained, phantom) -> None:
+    info = json.loads((trained / "run.json").read_text())
+    known = trained_on(info)
+    assert (
+        known and known["kinds"] == ["scan"] and known["axes"] == [3] and known["percentiles"][0][0][1] < FAT
+    )
+    case = sorted((site_of(phantom) / "imagesTr").iterdir())[0].name.removesuffix("_0000.nii.gz")
+    assert case and case not in json.dumps(info["sites"])
+    assert trained_on({"sites": {"a": {"role": "train"}}}) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda v: (v - v.min()).astype(np.float32), "none below 0, and every training image held such of"),
+        (lambda v: v[:, :, :1], "is a single slice, and the model was trained on volumes"),
+    ],
+)
+def test_a_scan_of_another_kind_is_refused(change, text, trained, scan, tmp_path, capsys) -> None:
+    other = saved(change(voxels_of(scan)), scan, tmp_path / "other.nii.gz")
+    status, error = asked(capsys, "predict", trained, other, "-o", tmp_path / "out")
+    assert status == 1 and text in error and "--anyway" in error and not (tmp_path / "out").exists()
+    status, error = asked(capsys, "predict", trained, other, "-o", tmp_path / "out", "--anyway")
+    assert status == 0 and f"note: {other}: " in error and text in error
+
+
+def test_a_label_map_is_no_image(trained, phantom, tmp_path, capsys) -> None:
+    label = sorted((site_of(phantom) / "labelsTr").iterdir())[0]
+    status, error = asked(capsys, "predict", trained, label, "-o", tmp_path / "out")
+    assert status == 1 and "it looks like a label map" in error
+
+
+def test_a_picture_is_no_scan(trained, tmp_path, capsys) -> None:
+    picture = tmp_path / "chest.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64)).astype(np.uint8)).save(picture)
+    status, error = asked(capsys, "predict", trained, picture, "-o", tmp_path / "out")
+    assert status == 1 and "is a picture, and the model was trained on scans (NIfTI)" in error
+
+
+def test_a_scan_outside_of_the_training_ranges_is_told(trained, scan, tmp_path, capsys) -> None:
+    affine = np.diag([9.0, 9.0, 9.0, 1.0])
+    far = nib.Nifti1Image(voxels_of(scan).astype(np.float32) * 10, affine)  # type: ignore[attr-defined]
+    nib.save(far, tmp_path / "far.nii.gz")  # type: ignore[attr-defined]
+    status, error = asked(capsys, "predict", trained, tmp_path / "far.nii.gz", "-o", tmp_path / "out")
+    assert status == 0 and "voxels of 9×9×9 mm; the training images had" in error
+    assert "(1st, 99th and 50th percentile)" in error
+    status, error = asked(capsys, "predict", trained, scan, "-o", tmp_path / "other")
+    assert status == 0 and error == ""
+
+
+def test_evaluate_refuses_a_folder_of_another_kind(trained, phantom, tmp_path, capsys) -> None:
+    shutil.copytree(site_of(phantom), tmp_path / "mr")
+    for image in sorted((tmp_path / "mr").glob("images*/*")):
+        voxels = voxels_of(image)
+        saved((voxels - voxels.min()).astype(np.float32), image, image)
+    status, error = asked(capsys, "evaluate", trained, "--data", tmp_path / "mr")
+    assert status == 1 and "imagesT" in error and "none below 0" in error
+
+
+def test_a_run_of_an_older_version_predicts_with_a_note(trained, scan, tmp_path, capsys) -> None:
+    old = shutil.copytree(trained, tmp_path / "old")
+    info = json.loads((old / "run.json").read_text())
+    del info["seal"]
+    for site in info["sites"].values():
+        del site["inputs"]
+    info["versions"]["torch"] = "1.0.0"
+    (old / "run.json").write_text(json.dumps(info))
+    status, error = asked(capsys, "predict", old, scan, "-o", tmp_path / "out")
+    assert status == 0 and "does not say what its model was trained on" in error
+    assert "was made by other versions (torch 1.0.0 then, " in error
+
+
+def test_colour_modality_and_label_maps_of_pictures() -> None:
+    rng = np.random.default_rng(0)
+    grey = rng.integers(0, 256, (1, 40, 40)) / np.float32(255)
+    known = ranges_of(
+        [look_of(grey, picture=True, modality="DX"), look_of(grey, picture=True, modality="CR")]
+    )
+    assert known and other_kind(known, look_of(grey, picture=True, modality="DX")) == ""
+    assert "in colour" in other_kind(known, look_of(grey, picture=True, colour=True))
+    assert "of the modality CT" in other_kind(known, look_of(grey, picture=True, modality="CT"))
+    labels = rng.integers(0, 4, (1, 40, 40)) / np.float32(255)
+    assert "label map" in other_kind(known, look_of(labels, picture=True))
+
+
+# ------------------------------------------------------------------------------------------- what is in the way
+
+
+def test_predict_replaces_nothing_and_writes_not_among_its_inputs(trained, scan, tmp_path, capsys) -> None:
+    shutil.copy(scan, tmp_path / "a,b.nii.gz")
+    own, out = tmp_path / "a,b.nii.gz", tmp_path / "out"
+    status, error = asked(capsys, "predict", trained, own, "-o", tmp_path)
+    assert status == 1 and f"-o {tmp_path}: is the folder of a,b.nii.gz" in error
+    assert asked(capsys, "predict", trained, own, "-o", out) == (0, "")
+    status, error = asked(capsys, "predict", trained, own, "-o", out)
+    assert status == 1 and "a,b_labels.nii.gz: exists already" in error
+    assert asked(capsys, "predict", trained, own, "-o", out, "--overwrite") == (0, "")
+    status, error = asked(capsys, "predict", trained, tmp_path, "-o", out)
+    assert status == 1 and f"{tmp_path}: a folder" in error
+
+
+def test_a_format_that_does_not_exist(trained, phantom, capsys) -> None:
+    status, error = asked(capsys, "evaluate", trained, "--data", site_of(phantom), "--format", "nnunett")
+    assert status == 1 and "--format: the layout 'nnunett' does not exist; did you mean 'nnunet'?" in error
+
+
+def nested(depth: int = 100_000) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+def malformed(tree: Any) -> bytes:
+    """A message whose structure is not of our making, with a digest that is right."""
+    text = json.dumps(
+        {"__metadata__": {"tree": tree if isinstance(tree, str) else json.dumps(tree)}}
+    ).encode()
+    body = len(text).to_bytes(8, "little") + text
+    return wire.MAGIC + hashlib.sha256(body).digest() + body
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "text"),
+    [
+        ("run.json", lambda old: nested(), "run.json: cannot be read (nested too deeply)"),
+        ("run.json", lambda old: "[]", "run.json: lacks labels, channels, hash, sites"),
+        ("run.json", lambda old: old.replace('"labels"', '"lables"'), "run.json: lacks labels"),
+        (
+            "run.json",
+            lambda old: old.replace('"liver"', '"lever"'),
+            "run.json: was changed after the run wrote it",
+        ),
+        (
+            "run.json",
+            lambda old: old.replace('"channels": 1', '"channels": 2'),
+            "was changed after the run wrote it",
+        ),
+        (
+            "federation.yaml",
+            lambda old: old.replace("seed: 0", "seed: 1"),
+            "federation.yaml: was changed after the run",
+        ),
+        ("federation.yaml", lambda old: nested(), "federation.yaml: cannot be read (nested too deeply)"),
+        ("models/best.fa", lambda old: malformed(nested()), "best.fa: cannot be read (message: its header"),
+        (
+            "models/best.fa",
+            lambda old: malformed(["d", "text"]),
+            "best.fa: cannot be read (message: its tensors",
+        ),
+        (
+            "models/best.fa",
+            lambda old: malformed(["d", {"round": ["l", 5]}]),
+            "cannot be read (message: its tensors",
+        ),
+        (
+            "models/best.fa",
+            lambda old: wire.encode({"model": {}, "round": 1, "rounds": 1}),
+            "tensors do not fit",
+        ),
+        (
+            "models/best.fa",
+            lambda old: wire.encode({"model": ["x"], "round": 1, "rounds": 1}),
+            "holds something else than tensors",
+        ),
+    ],
+)
+def test_run_folders_that_were_made_to_harm(file, change, text, trained, scan, tmp_path, capsys) -> None:
+    run = shutil.copytree(
+        trained, tmp_path / "run", ignore=shutil.ignore_patterns("rounds", "sites", "scratch")
+    )
+    path = run / file
+    made = change(path.read_bytes() if path.suffix == ".fa" else path.read_text())
+    path.write_bytes(made.encode() if isinstance(made, str) else made)
+    status, error = asked(capsys, "predict", run, scan, "-o", tmp_path / "out")
+    assert status == 1 and text in error, error
+
+
+def test_a_model_that_is_not_finite_says_nothing(trained, scan, tmp_path, capsys) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    path = run / "models" / "best.fa"
+    tree: Any = wire.decode(path.read_bytes())
+    next(iter(tree["model"].values())).fill_(float("nan"))
+    path.write_bytes(wire.encode(tree))
+    status, error = asked(capsys, "predict", run, scan, "-o", tmp_path / "out")
+    assert status == 1 and "model best: holds numbers that are not finite" in error
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"net": {"name": "unet", "filters": [1_000_000] * 3}}, "parameters on a sample of"),
+        (
+            {"preprocessing": {"spacing": [4, 4, 4], "window": [-100, 200], "patch": [100_000] * 2}},
+            "100000×100000 takes",
+        ),
+    ],
+)
+def test_a_federation_that_does_not_fit_in_memory(
+    change, text, trained, scan, tmp_path, capsys, machine
+) -> None:
+    run = shutil.copytree(
+        trained, tmp_path / "run", ignore=shutil.ignore_patterns("rounds", "sites", "scratch")
+    )
+    values = yaml.safe_load((run / "federation.yaml").read_text()) | change
+    (run / "federation.yaml").write_text(yaml.safe_dump(values))
+    info = json.loads((run / "run.json").read_text())
+    del info["seal"], info["federation"]
+    (run / "run.json").write_text(json.dumps(info))
+    status, error = asked(capsys, "predict", run, scan, "-o", tmp_path / "out")
+    assert status == 1 and text in error and "this machine has 8.0 GiB" in error
+
+
+# ------------------------------------------------------------------------------------------- unclear ones
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"sites": []}, "sites: has 0 entries; 1 or more are needed"),
+        (
+            {"sites": {"a": {"path": "x"}}},
+            "sites: is a mapping; expected a list, whose entries begin with a dash",
+        ),
+        (
+            {"sites": [{"name": "a", "path": "."}, {"name": "A", "path": "."}]},
+            "'a' and 'A' differ in capitals alone",
+        ),
+        ({"sites": [{"name": "a" * 300, "path": "."}]}, "at most 100 characters"),
+        ({"name": "a" * 300}, "at most 100 characters"),
+    ],
+)
+def test_sites_and_names(small, change, text) -> None:
+    with pytest.raises(FederationError) as told:
+        parse_federation(small | change, base=Path())
+    assert text in str(told.value)
+
+
+@pytest.mark.parametrize("verb", ["check", "run"])
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (
+            "local.leraning=1",
+            "-o local.leraning=1: the key 'local.leraning' does not exist; known: optimizer, lr,",
+        ),
+        ("net.filtres=3", "-o net.filtres=3: the key 'filtres' does not exist; did you mean 'filters'?"),
+        ("sites.s1.paht=x", "federation.yaml: the key 'sites.1.paht' does not exist; did you mean 'path'?"),
+        ("local.lr=high", "-o local.lr=high: local.lr: got 'high'"),
+    ],
+)
+def test_who_gave_a_key_is_blamed(verb, given, text, small, tmp_path, capsys) -> None:
+    file = tmp_path / "federation.yaml"
+    file.write_text(yaml.safe_dump(small))
+    status, error = asked(capsys, verb, file, "-o", given, "--runs", tmp_path / "runs")
+    assert status == 1 and text in error
+    assert "lr_min'?" not in error
+
+
+@pytest.fixture
+def current() -> None:
+    """Code that was not changed since known.json was made of it, which a test of the documentation sees to."""
+    os.utime(KNOWN)
+
+
+def test_the_first_look_at_keys_says_what_the_whole_reading_says(small, tmp_path, current) -> None:
+    file = tmp_path / "federation.yaml"
+    for key in (
+        "local.leraning",
+        "rouns",
+        "net.filtres",
+        "method.foo",
+        "labels.nams",
+        "evaluation.inference.blnd",
+    ):
+        file.write_text(yaml.safe_dump(small))
+        with pytest.raises(FederationError) as first:
+            require_known(file, [f"{key}=1"])
+        with pytest.raises(FederationError) as whole:
+            load_federation(file, [f"{key}=1"])
+        assert str(first.value).partition("known:")[0] in str(whole.value)
+    require_known(file)
+
+
+def test_lists_and_misspelt_keys_need_neither_torch_nor_numpy(small, tmp_path, current) -> None:
+    file = tmp_path / "federation.yaml"
+    file.write_text(yaml.safe_dump(small))
+    code = (
+        "import sys\nfrom fedatlas.cli import main\n"
+        f"assert main(['check', {str(file)!r}, '-o', 'rouns=2']) == 1\n"
+        "assert main(['list', 'methods']) == 0\n"
+        "heavy = {'torch', 'monai', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "condistfl" in done.stdout and "'rouns' does not exist; did you mean 'rounds'?" in done.stderr
+
+
+def test_a_place_for_runs_that_cannot_be_written(small, tmp_path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(
+        RunFolderError, match="cannot be made or written .*; choose another place with --runs"
+    ):
+        run_federation(parse_federation(small, base=tmp_path), tmp_path / "runs" / "one")
+
+
+@pytest.mark.parametrize(
+    ("cut", "text"), [(-5, "it ends within line 3"), (None, "line 3 has not as many columns as its header")]
+)
+def test_a_table_of_results_that_was_cut_off(cut, text, tmp_path) -> None:
+    row = {"split": "test", "grid": "original", "model": "best", "round": 1, "site": "a", "case": "x"}
+    row |= {"class": "liver", "metric": "dice", "value": 0.5, "known": True, "reason": "because"}
+    file = tmp_path / "rows.csv"
+    write_rows(file, [row, row])
+    assert len(read_rows(file)) == 2
+    whole = file.read_text()
+    file.write_text(whole[:cut] if cut else whole.rpartition(",")[0] + "\n")
+    with pytest.raises(RunFolderError, match=text):
+        read_rows(file)
+
+
+def test_a_row_that_is_there_twice_is_named_by_its_lines(tmp_path) -> None:
+    Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "labels.csv").write_text("file,mass\na.png,1\na.png,0\n")
+    form = CsvForm(table="labels.csv", file="file")  # type: ignore[call-arg]
+    found = read_csv("s", tmp_path, form, Splitting(test=0, validation=0))  # type: ignore[call-arg]
+    (problem,) = [p for p in found.problems if p.fatal]
+    assert str(problem) == "site s: labels.csv, line 3: 'a.png' is listed in line 2, too; take one row out"
+
+
+def test_skew_axes_are_told(small, tmp_path) -> None:
+    values = copied(small, tmp_path)
+    image = first_image(values)
+    affine = nib.load(image).affine.copy()  # type: ignore[attr-defined]
+    affine[1, 2] = 0.3 * affine[2, 2]
+    for file in (image, *image.parents[1].glob(f"labelsTr*/{image.name.replace('_0000', '')}")):
+        nib.save(nib.Nifti1Image(voxels_of(file).copy(), affine), file)  # type: ignore[attr-defined]
+    (told,) = [text for text in texts(checked(values, tmp_path), fatal=False) if "right angle" in text]
+    assert "its axes are 16.7° off a right angle" in told
