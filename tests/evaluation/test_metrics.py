@@ -127,6 +127,16 @@ def test_against_the_public_fedmenu_code(monkeypatch) -> None:
     assert values["dice"][0] == both / sizes
     assert float(kept["dsc"]) == pytest.approx((both + 1) / (sizes + 1), abs=1e-6)
     assert values["hd"][0] == pytest.approx(float(kept["hd"]), abs=1e-6)
+    # of an empty mask its Dice is that with 1 added above and below, its distances are 0; `zero` adds nothing, so that an
+    # organ that is missed altogether counts 0. `gauss_weight`, of its windows along the depth, has no counterpart: our
+    # windows lie along all axes, and MONAI's weights are those of all
+    none = np.zeros_like(g)
+    assert float(kept["dsc_empty_empty"]) == 1 and float(kept["dsc_empty_pred"]) == pytest.approx(
+        1 / (np.count_nonzero(g) + 1)
+    )
+    for prediction, truth, dice in ((none, none, 1.0), (none, g, 0.0)):
+        of_empty = score_pair(prediction, truth, spacing, ("dice", "asd", "hd"), empty="zero")
+        assert [value for value, _ in of_empty.values()] == [dice, 0.0, 0.0]
     monkeypatch.setattr(metrics, "_surface", lambda m: m & ~binary_erosion(m, np.ones((3, 3, 3))))
     thick = score_pair(p, g, spacing, ALL)
     assert thick["asd"][0] == pytest.approx(float(kept["asd"]), abs=1e-6) and values["asd"] > thick["asd"]

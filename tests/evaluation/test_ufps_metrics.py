@@ -41,6 +41,11 @@ def test_the_printed_forms_are_those_of_the_official_code(kept, pair) -> None:
         for ours, theirs in zip(PRINTED, names, strict=True)
     }
     assert row_distances(*pair) == pytest.approx(kept["hd_per_slice"].ravel(), abs=1e-6)
+    each = [
+        score_pair(*(mask[:, :, [z]] for mask in pair), (1, 1, 5), ("jaccard",))["jaccard"][0]
+        for z in range(6)
+    ]
+    assert [value or 0.0 for value in each] == pytest.approx(kept["jc_per_slice"].ravel(), abs=1e-6)
 
 
 def test_of_the_whole_volume(kept, pair) -> None:

@@ -99,6 +99,8 @@ def test_fedmenu_marginal_loss(flags: str) -> None:
     v = vectors("fedmenu_marginal_loss")
     known = v[f"{flags}_class_flag"].bool().expand(2, -1)
     target = v[f"{flags}_target"][:, 0]
+    full = v["target_full"][:, 0]
+    assert torch.equal(target, torch.where(known[0][full], full, 0))
     z = v["logits"].requires_grad_()
     batch = merge(z, target, known)
     assert batch.classes == [c for c in range(6) if c == 0 or known[0, c]]
@@ -142,6 +144,25 @@ def test_fedmenu_binary_losses() -> None:
     batch = merge(v["bin_prob"].log(), y, known)
     assert float(marginal_ce(batch, clamp=1e-4)) == pytest.approx(float(v["loc_ce"]), abs=1e-6)
     assert float(marginal_dice(batch, **fedmenu)) == pytest.approx(float(v["loc_dice"]), abs=1e-6)
+
+
+def test_fedmenu_losses_of_several_organs_are_the_mean_of_each() -> None:
+    """`dice_and_ce_loss`, with which the official code validates: of every annotated organ, that organ against all else."""
+    v = vectors("fedmenu_binary_losses")
+    fedmenu = {"power": 2, "smooth_numerator": 1.0, "smooth_denominator": 1.0}
+    target = v["target"][:, 0].to(torch.uint8)
+    organs = [int(c) + 1 for c in v["dac_num"].nonzero()]
+    ce, dice = [], []
+    for c in organs:
+        known = torch.zeros(2, 6, dtype=torch.bool)
+        known[:, [0, c]] = True
+        batch = merge(v["prob"].log(), target, known)
+        ce.append(float(marginal_ce(batch, clamp=1e-4)))
+        dice.append(float(marginal_dice(batch, **fedmenu)))
+        assert 1 - dice[-1] == pytest.approx(float(v["dac_per_class"][c - 1]), abs=1e-6)
+    assert organs == [1, 3] and v["dac_num"].sum() == 2
+    assert sum(ce) / 2 == pytest.approx(float(v["dac_ce"]), abs=1e-6)
+    assert sum(dice) / 2 == pytest.approx(float(v["dac_dice"]), abs=1e-6)
 
 
 @pytest.mark.parametrize("pooled", [True, False])

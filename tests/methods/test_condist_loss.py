@@ -108,6 +108,26 @@ def test_equals_the_official_code(site: str, tau: float) -> None:
     assert torch.equal(mask.float(), V[f"{site}_mask"])
 
 
+@pytest.mark.parametrize("tau", [0.5, 2.0])
+@pytest.mark.parametrize("site", SITES)
+def test_the_official_defaults_are_the_mean_over_samples(site: str, tau: float) -> None:
+    """The class's own defaults pool no batch, which is the loss of each sample by itself; that they smooth the numerator,
+    too, adds 1e-5 to sums of many voxels."""
+    z_k, z_g, gt = V["local_logits"].detach().requires_grad_(), V["global_logits"], V[f"{site}_gt"][:, 0]
+    method, known = ConDistFL(tau=tau, **OFFICIAL), known_of(1, SITES[site])
+    each = [method.L_ConDist(z_k[[s]], z_g[[s]], gt[[s]], known, SPACE) for s in range(2)]
+    loss = torch.stack(each).mean()
+    assert loss.item() == pytest.approx(float(V[f"{site}_T{tau}_loss_default"]), abs=1e-6)
+    (grad,) = torch.autograd.grad(loss, z_k)
+    torch.testing.assert_close(grad, V[f"{site}_T{tau}_grad_default"], atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_partial_labels_are_the_full_ones_of_a_site(site: str) -> None:
+    own = torch.isin(V["gt_full"], torch.tensor(SITES[site]))
+    assert torch.equal(V[f"{site}_gt"], torch.where(own, V["gt_full"], 0))
+
+
 def test_official_limits() -> None:
     z_k, z_g = V["local_logits"].detach(), V["nounlab_global"]
     none = torch.zeros(2, 4, 5, 6, dtype=torch.uint8)

@@ -27,6 +27,8 @@ def test_the_published_numbers() -> None:
     X = transmitting_matrix(v["t_in"], v["t_out"])
     torch.testing.assert_close(X, v["tm_t"], atol=1e-5, rtol=0)
     torch.testing.assert_close(X @ X.transpose(1, 2), v["TM_t"], atol=1e-5, rtol=0)
+    X_s = transmitting_matrix(v["s_in"], v["s_out"])
+    torch.testing.assert_close(X_s @ X_s.transpose(1, 2), v["TM_s"], atol=1e-5, rtol=0)
     K_t, K_s = K(v["t_in"], v["t_out"]), K(v["s_in"], v["s_out"])
     torch.testing.assert_close(K_t, v["eig_t"], atol=1e-5, rtol=0)
     torch.testing.assert_close(K_s, v["eig_s"], atol=1e-5, rtol=0)

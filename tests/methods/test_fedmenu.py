@@ -30,7 +30,7 @@ from fedatlas.methods.strategies import StrategyChoice, expert_weights
 from fedatlas.nets.menunet import MENUNet
 from fedatlas.seeds import generator
 from fedatlas.tensors import Tensors, forms_of, from_tree, load, parts, tensors_of, to_tree
-from fedatlas.training import Local, make_optimizer
+from fedatlas.training import Local, lr_factor, make_optimizer
 
 SPACE = LabelSpace(("background", "liver", "tumour", "spleen", "kidney"), groups=((1, 2),))
 """Organs: 0 liver and tumour, 1 spleen, 2 kidney."""
@@ -150,6 +150,9 @@ def test_the_official_local_step() -> None:
         optimizer="sgd", lr=0.01, momentum=0.99, nesterov=True, weight_decay=3e-5, batch=1, steps=1,
         schedule="constant",
     )  # fmt: skip
+    # the federation's schedule, poly over 400 rounds, gives the rate after the first
+    poly = dataclasses.replace(local, schedule="poly")
+    assert poly.lr * lr_factor(poly, 1, 400) == pytest.approx(float(v["lr_after"]), abs=1e-9)
     end = FedMENU(local=local).local_update(site, model=before, round=0, rounds=400)["model"]
     assert site.logged["loss"] == pytest.approx(float(v["train_loss"]), abs=1e-5)
     for name, value in after.items():

@@ -91,6 +91,10 @@ def test_the_published_step(key: str, phi_in_outer: Any, order: Any) -> None:
     for name, value in made.phi_new.items():
         torch.testing.assert_close(value, v[f"phi_new/{name}"], atol=1e-6, rtol=0)
     assert float(made.validation) == pytest.approx(float(v[f"{key}/loss_val"]), abs=1e-6)
+    if f"{key}/theta_prime/0.weight" in v:  # at which the outer loss is taken, with the phi of the variant
+        inner = {name: v[f"{key}/theta_prime/{name}"] for name in theta}
+        outer = {name: v[f"phi_new/{name}"] if phi_in_outer == "updated" else phi[name] for name in phi}
+        assert float(L_val(inner, outer)) == pytest.approx(float(made.validation), abs=1e-6)
     if f"{key}/loss_train" in v:
         assert float(made.train) == pytest.approx(float(v[f"{key}/loss_train"]), abs=1e-6)
 

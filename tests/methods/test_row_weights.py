@@ -59,6 +59,7 @@ def random_models(count: int, seed: int = 0) -> list[Tensors]:
 def test_eq_9_on_the_vector() -> None:
     with np.load(VECTORS / "fedpsl_tdma.npz") as file:
         v = {key: torch.from_numpy(file[key]) for key in file.files}
+    assert torch.equal(v["n_c_k"] > 0, v["label_matrix"] > 0)
     models = [{"theta": v["theta"][k], "phi": v["phi"][k]} for k in range(4)]
     old = {"theta": torch.zeros(7).double(), "phi": torch.zeros(6, 3).double()}
     got = average_rows(models, v["n"].tolist(), v["n_c_k"].tolist(), head={"phi": 0}, old=old)

@@ -39,6 +39,8 @@ def test_the_official_dynamic_head() -> None:
     v = vectors("dodnet_dynamic_head")
     assert sum(head_sizes(2)) == v["params"].shape[1] == 162
     torch.testing.assert_close(dynamic_head(v["features"], v["params"]), v["logits"], atol=1e-5, rtol=0)
+    # the controller's input of a task, as `forward` makes it: a row of the identity
+    assert torch.equal(v["task_onehot"], torch.eye(7)[[2, 5]].to(v["task_onehot"]))
     found = F.conv3d(v["ws_x"], standardise(v["ws_weight"]), padding=1)
     torch.testing.assert_close(found, v["ws_out"], atol=1e-5, rtol=0)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedatlas import nets
 from fedatlas.errors import FederationError
 from fedatlas.losses.heads import head_weights
+from fedatlas.nets.convnext import GRN
 from fedatlas.nets.kim_unet import KimUNet
 from fedatlas.nets.mednext import MedNeXt, MedNeXtModule, mednext
 from fedatlas.nets.unet import UNet
@@ -198,15 +199,34 @@ def test_mednext_sizes_are_the_published_ones(size: Any, kernel: Any, supervisio
         ("block", MedNeXtBlock(4, 4, 2, 3, True)),
         ("down", MedNeXtDownBlock(4, 8, 2, 3, True)),
         ("up", MedNeXtUpBlock(4, 2, 2, 3, True)),
+        ("block_grn", MedNeXtBlock(4, 4, 3, 5, True, global_resp_norm=True)),
     ],
 )
 def test_mednext_blocks_compute_what_the_official_ones_do(name: str, block: nn.Module) -> None:
     with np.load(VECTORS / "mednext_blocks.npz") as file:
         v: dict[str, Tensor] = {key: torch.from_numpy(file[key]) for key in file.files}
     prefix = f"{name}/sd/"
-    block.load_state_dict({key.removeprefix(prefix): x for key, x in v.items() if key.startswith(prefix)})
+    values = {key.removeprefix(prefix): x for key, x in v.items() if key.startswith(prefix)}
+    block.load_state_dict({key.replace("grn_", "global_resp_"): x for key, x in values.items()})
     with torch.no_grad():
         torch.testing.assert_close(block(v["x"]), v[f"{name}/out"], atol=1e-5, rtol=0)
+
+
+def test_global_response_normalisation_is_the_official_one() -> None:
+    """Of ConvNeXt V2, whose layer MedNeXt's block has in three dimensions: the block, with our layer in 2D in its place."""
+    with np.load(VECTORS / "mednext_blocks.npz") as file:
+        v: dict[str, Tensor] = {key: torch.from_numpy(file[key]) for key in file.files}
+    p = {key.removeprefix("block_grn/sd/"): x for key, x in v.items() if key.startswith("block_grn/sd/")}
+    width = len(p["conv2.bias"])
+    layer = GRN(width)
+    layer.load_state_dict({"gamma": p["grn_gamma"].reshape(width), "beta": p["grn_beta"].reshape(width)})
+    x = torch.nn.functional.conv3d(v["x"], p["conv1.weight"], p["conv1.bias"], padding=2, groups=4)
+    x = torch.nn.functional.group_norm(x, 4, p["norm.weight"], p["norm.bias"])
+    x = torch.nn.functional.gelu(torch.nn.functional.conv3d(x, p["conv2.weight"], p["conv2.bias"]))
+    with torch.no_grad():  # as an image of 36 × 6 pixels: the layer's norms are over all of them
+        x = layer(x.flatten(2, 3).permute(0, 2, 3, 1)).permute(0, 3, 1, 2).reshape(x.shape)
+    x = v["x"] + torch.nn.functional.conv3d(x, p["conv3.weight"], p["conv3.bias"])
+    torch.testing.assert_close(x, v["block_grn/out"], atol=1e-5, rtol=0)
 
 
 def test_mednext_computes_what_the_official_net_does() -> None:
