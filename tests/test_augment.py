@@ -20,6 +20,7 @@ STILL: dict[str, Any] = {
         "noise",
         "blur",
         "brightness",
+        "offset",
         "contrast",
         "gamma",
     )
@@ -179,3 +180,38 @@ def test_it_is_fast_enough_for_one_core() -> None:
         augment(image, target, Augmentation(), rng(seed % 5))
         seconds.append(time.perf_counter() - began)
     assert sorted(seconds)[10] < 0.03
+
+
+def test_turns_in_the_slice_leave_slices_where_they_are() -> None:
+    """UFPS turns in the slice; an image that is one number per slice is moved by no such turn, and by others."""
+    levels = torch.arange(8.0).reshape(1, 1, 1, 1, 8).expand(4, 1, 8, 8, 8)
+    target = levels[:, 0].to(torch.uint8)
+    turned = {"rotation": 40.0, "p_rotation": 1.0}
+    for turns, same in (("slice", True), ("all", False)):
+        how = Augmentation(**STILL | turned | {"turns": turns})
+        image, moved = augment(levels, target, how, torch.Generator().manual_seed(3))
+        assert torch.allclose(image, levels, atol=1e-4) == same and torch.equal(moved, target) == same
+    flat = levels.transpose(2, 4)
+    how = Augmentation(**STILL | turned | {"turns": "slice"})
+    assert not torch.allclose(
+        augment(flat, target, how, torch.Generator().manual_seed(3))[0], flat, atol=1e-2
+    )
+
+
+def test_an_offset_is_one_number_for_a_patch() -> None:
+    image, target = torch.randn(6, 2, 5, 5, generator=torch.Generator().manual_seed(1)), torch.zeros(6, 5, 5)
+    how = Augmentation(**STILL | {"offset": 0.25, "p_offset": 1.0})
+    found, _ = augment(image, target, how, torch.Generator().manual_seed(2), images=2)
+    added = (found - image).flatten(2)
+    assert torch.allclose(added, added[:, :, :1].expand_as(added), atol=1e-6)
+    assert len(added[:, :, 0].flatten().unique()) == 12 and 0.1 < float(added.abs().max()) <= 0.25
+    assert (added.min() < 0) and (added.max() > 0)
+
+
+def test_without_an_offset_no_random_number_is_drawn_for_it() -> None:
+    """What was trained before there were offsets repeats."""
+    image, target = torch.randn(3, 1, 6, 6), torch.zeros(3, 6, 6)
+    one, other = torch.Generator().manual_seed(2), torch.Generator().manual_seed(2)
+    a, _ = augment(image, target, Augmentation(), one)
+    b, _ = augment(image, target, Augmentation(p_offset=1.0), other)
+    assert torch.equal(a, b) and torch.equal(one.get_state(), other.get_state())

@@ -5,6 +5,7 @@ Shapes: B batch, I input channels, C classes, *S spatial, two or three axes.
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,9 @@ class Augmentation:
     """How training patches are varied. Every chance is drawn per patch."""
 
     rotation: float = option(15.0, "Largest turn about every axis, degrees.", ge=0, le=180)
+    turns: Literal["all", "slice"] = option(
+        "all", "Of patches with three axes: turns about all of them, or in the slice alone, about the last."
+    )
     p_rotation: float = option(0.3, "Chance of a turn.", ge=0, le=1)
     scaling: tuple[float, float] = option((0.85, 1.15), "Smallest and largest magnification.")
     p_scaling: float = option(0.3, "Chance of a magnification.", ge=0, le=1)
@@ -40,6 +44,12 @@ class Augmentation:
     p_blur: float = option(0.1, "Chance of a blur.", ge=0, le=1)
     brightness: tuple[float, float] = option((0.75, 1.25), "Smallest and largest factor of the intensities.")
     p_brightness: float = option(0.15, "Chance of a factor.", ge=0, le=1)
+    offset: float = option(
+        0.0,
+        "Largest number that is added to all intensities of a patch, or taken off, after `preprocessing`.",
+        ge=0,
+    )
+    p_offset: float = option(0.15, "Chance of an offset.", ge=0, le=1)
     contrast: tuple[float, float] = option(
         (0.75, 1.25), "Smallest and largest factor of the distance from the mean; the range is kept."
     )
@@ -178,7 +188,8 @@ def _placements(
     [B, axes] in parts of the patch, and which samples move at all [B]."""
     matrix = torch.eye(axes).repeat(count, 1, 1)
     turned = _chance(count, how.p_rotation, rng)
-    for first, second in [(0, 1)] if axes == 2 else [(0, 1), (0, 2), (1, 2)]:
+    in_slice = axes == 2 or how.turns == "slice"
+    for first, second in [(0, 1)] if in_slice else [(0, 1), (0, 2), (1, 2)]:
         angle = _between(count, -1, 1, rng) * math.radians(how.rotation) * turned
         turn = torch.eye(axes).repeat(count, 1, 1)
         turn[:, first, first] = turn[:, second, second] = angle.cos()
@@ -199,7 +210,7 @@ def _placements(
 
 
 def vary_intensity(image: Tensor, how: Augmentation, rng: torch.Generator, *, images: int = 1) -> Tensor:
-    """Noise, blur, brightness, contrast and gamma, in this order; [B, I, *S] -> a new tensor of the same shape."""
+    """Noise, blur, brightness, offset, contrast and gamma, in this order; [B, I, *S] -> a new tensor of the same shape."""
     shape = image.shape
     image = image.reshape(shape[0] * images, shape[1] // images, *shape[2:]).clone()
     count, ones = len(image), [1] * (image.dim() - 1)
@@ -220,6 +231,10 @@ def vary_intensity(image: Tensor, how: Augmentation, rng: torch.Generator, *, im
     if len(chosen := rows(how.p_brightness)):
         factor = _log_between(len(chosen), how.brightness, rng).reshape(-1, *ones).to(image.device)
         image[chosen.to(image.device)] *= factor
+    # without an offset no number is drawn, so that what was trained before there was one repeats
+    if how.offset and len(chosen := rows(how.p_offset)):
+        added = _between(len(chosen), -how.offset, how.offset, rng).reshape(-1, *ones).to(image.device)
+        image[chosen.to(image.device)] += added
     if len(chosen := rows(how.p_contrast)):
         factor = _log_between(len(chosen), how.contrast, rng).reshape(-1, *ones).to(image.device)
         part = image[chosen.to(image.device)]

@@ -58,6 +58,13 @@ def test_no_gradient_through_a_pseudo_label(tmp_path: Path) -> None:
     assert not torch.equal(end.model["head.weight"][0], start.model["head.weight"][0])
 
 
+def test_the_pass_for_pseudo_labels_moves_no_statistics(tmp_path: Path) -> None:
+    """Of batch normalisation: one pass of each step counts, that of the mixed images."""
+    end = run(MixUpPME(local=LOCAL), tmp_path, 1, {"norm": "batch"})
+    counts = {int(value) for name, value in end.model.items() if name.endswith("num_batches_tracked")}
+    assert counts == {LOCAL.steps}
+
+
 def test_hidden_labels_are_not_read(tmp_path: Path) -> None:
     federations = [Federation(MixUpPME(local=LOCAL), tmp_path / name) for name in "ab"]
     source = federations[1].hosts["pooled"].source

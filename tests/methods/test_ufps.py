@@ -193,6 +193,12 @@ def test_uncertainty_of_the_published_code() -> None:
     turned = Merged(logits.movedim(2, -1), onehot.movedim(2, -1), merged.taught)
     official = uncertainty(turned, Uncertainty(softmax="depth", average="present"))
     assert official.numpy() == pytest.approx(v["U_official"], abs=1e-6)
+    # `get_classwise_confidence`, which no equation of the paper uses, is of a class's own part of the entropy alone: as if
+    # the teachers knew no other
+    for c in range(5):
+        one = Merged(turned.logits, turned.masks, torch.arange(5) == c)
+        found = uncertainty(one, Uncertainty(softmax="depth"))
+        assert found.numpy() == pytest.approx(v["U_classwise_official"][:, c], abs=1e-6)
 
 
 def test_uncertainty_of_uniform_and_of_confident_teachers() -> None:
@@ -253,6 +259,14 @@ def test_weights_in_the_limits() -> None:
     for schedule in ("tail_shift", "base_decrement", "round_trip"):
         w = weigher(few, WeightScheduler(schedule=schedule), 3, 9)  # type: ignore[arg-type]
         assert torch.equal(w(torch.tensor([0.1, 9.0])), w(few)) and (w(few) >= 2 - math.e).all()
+        # the published code goes on beyond them
+        official = WeightScheduler(schedule=schedule, beyond="extrapolate")  # type: ignore[arg-type]
+        far = float(BANK_VALUES.max()) + 1
+        found = weigher(BANK_VALUES, official, 3, 10)(torch.tensor([far, 0.5]))
+        assert found.tolist() == pytest.approx(
+            [literal_weight(u, official, 3, 10) for u in (far, 0.5)], abs=1e-5
+        )
+        assert found[0] < weigher(BANK_VALUES, WeightScheduler(schedule=schedule), 3, 10)(torch.tensor([far]))  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------------ the teacher, Eq. (5)

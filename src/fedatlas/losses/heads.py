@@ -1,5 +1,9 @@
 """One loss over the heads of a deeply supervised net.
 
+Differences from MONAI's DeepSupervisionLoss, which the published code of ConDistFL calls: of a head with half the resolution,
+voxel i has the target of voxel 2i, on which its strided convolution is centred, where MONAI's `nearest-exact` takes 2i + 1;
+and for any number of heads the weights sum to 1, where the code's four are cut off.
+
 Shapes: B batch, C classes, *S spatial.
 """
 

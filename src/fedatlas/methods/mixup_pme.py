@@ -6,8 +6,9 @@ Med. Imaging 2023, Section VII-B).
 
 RECONSTRUCTION. We had neither code nor the paper's equations; FedPSL says no more than "data augmentation and pseudo
 labeling", with "the default hyperparameters". Ours: two images of a batch are mixed as in MixUp (Zhang et al., ICLR 2018). Of a class that both
-annotate the labels are mixed; of one that only one annotates, the net's own probability stands for the missing label;
-of one that neither annotates nothing is learnt. alpha is MixUp's own for CIFAR-10.
+annotate the labels are mixed; of one that only one annotates, the net's own probability stands for the missing label,
+told in evaluation mode, so that this pass moves no statistics of normalisation; of one that neither annotates nothing is
+learnt. alpha is MixUp's own for CIFAR-10.
 
 Shapes: B batch, C classes, *S spatial.
 """
@@ -26,6 +27,7 @@ from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
 from fedatlas.method import Clients, Site, State, at_site
 from fedatlas.options import option, options
+from fedatlas.outputs import evaluating
 from fedatlas.tensors import Tensors, tensors_of
 from fedatlas.training import Local, train
 
@@ -59,7 +61,7 @@ class MixUpPME:
         supervised = losses.for_site(self.loss, site)
 
         def L(net: nn.Module, batch: Batch) -> Tensor:
-            with torch.no_grad():
+            with torch.no_grad(), evaluating(net):
                 p = full_precision(net(batch.image)).sigmoid()
             lambda_, j = self.pairs(len(batch.image), site.rng)
             x, y, known = mixed(batch, p, lambda_, j)

@@ -30,7 +30,7 @@ Differences from the paper and from the official code, whose own choices are swi
     makes it a loss (code: linear in the logits): `rce.form`. Pseudo labels exclude each other: `teachers.exclusive`. The
     masks' own switches are in `sharpness.Sparsity`. While samples are weighed the Dice is that of each sample, as in the
     code, and not pooled over the batch; the code has a softmax there: `ws.activation`. An uncertainty beyond all before it
-    counts as the largest of them, so that no weight of TS or BD is below 2 - e. GMT's share v is of voxels, not of their
+    counts as the largest of them, so that no weight of TS or BD is below 2 - e (code: goes on): `ws.beyond`. GMT's share v is of voxels, not of their
     integer part. The gradient is clipped by `local.clip` (12 in the code), before the ascent too. Uncertainty is gathered
     from round 1 on; samples are weighed by that of all rounds before, and sites by that of all rounds.
 
@@ -132,6 +132,11 @@ class WeightScheduler:
     centre: Literal["least", "mean"] = option(
         "least",
         "RG: where the Gaussian starts: at the least uncertainty (published code) or at the mean (paper).",
+    )
+    beyond: Literal["nearest", "extrapolate"] = option(
+        "nearest",
+        "An uncertainty outside of those so far counts as the nearest of them, or as what it is (published code), with which "
+        "a weight may be below 0.",
     )
     activation: Literal["sigmoid", "softmax"] | None = option(
         None,
@@ -599,8 +604,8 @@ def uncertainty(merged: Merged, how: Uncertainty) -> Tensor:
 
 
 def weigher(bank: Tensor, ws: WeightScheduler, r: int, period: int) -> Callable[[Tensor], Tensor]:
-    """w(U), Eq. (8), in round r of a schedule of `period` rounds; bank: the uncertainties before this round. A U outside
-    of the bank counts as the nearest in it; where all are equal every weight is 1."""
+    """w(U), Eq. (8), in round r of a schedule of `period` rounds; bank: the uncertainties before this round. Where all are
+    equal every weight is 1."""
     values = bank.double()
     mean, least, most = (float(value) for value in (values.mean(), values.min(), values.max()))
     span = most - least
@@ -629,6 +634,8 @@ def weigher(bank: Tensor, ws: WeightScheduler, r: int, period: int) -> Callable[
     schedule = {"tail_shift": tail_shift, "base_decrement": base_decrement, "round_trip": round_trip}[
         ws.schedule
     ]
+    if ws.beyond == "extrapolate":
+        return lambda U: schedule(norm(U.double())).float()
     return lambda U: schedule(norm(U.double().clamp(least, most))).float()
 
 
