@@ -287,15 +287,18 @@ def _to_tree(value: Any, path: str) -> "Tree":
 def from_tree(cls: type[T], tree: "Tree") -> T:
     """The dataclass that `to_tree` made `tree` from: fields annotated as tuples become tuples again.
 
-    Raises TypeError if the fields differ.
+    A field that has a default may be missing: the tree is of a version that did not have it. Raises TypeError if the fields
+    differ otherwise.
     """
     if not isinstance(tree, Mapping):
         raise TypeError(f"{cls.__name__}: expected a dict of its fields, got {type(tree).__name__}")
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    if sorted(names) != sorted(tree):
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names, none = {field.name for field in fields}, dataclasses.MISSING
+    needed = {field.name for field in fields if field.default is none and field.default_factory is none}
+    if not needed <= set(tree) <= names:
         raise TypeError(f"{cls.__name__}: has the fields {sorted(names)}, got {sorted(tree)}")
     hints = get_type_hints(cls)
-    return cls(**{name: _from_tree(hints[name], tree[name]) for name in names})
+    return cls(**{name: _from_tree(hints[name], value) for name, value in tree.items()})
 
 
 def _from_tree(hint: Any, value: Any) -> Any:

@@ -296,7 +296,8 @@ DEFAULTS = {
         "weights": "cases",
         "pooled": False,
     },
-    "fed_dodnet": {"own": [], "evaluate": "before", "weights": "cases"},
+    "fed_dodnet": {"own": [], "evaluate": "before", "speaks": "owners", "weights": "cases"},
+    "fedbn": {"norms": "all", "keep": [], "speaks": "owners", "weights": "cases"},
     "fedprox": {"mu": 0.01},
     "local_parts": {"keep": ["head"], "evaluate": "before", "weights": "cases"},
     "fedcrld": {
@@ -304,6 +305,7 @@ DEFAULTS = {
         "lambda_mse": 1.0,
         "lambda_kl": 1.0,
         "evaluate": "before",
+        "speaks": "owners",
         "weights": "cases",
     },
     "fedasam": {"asam_start": 0, "weights": "cases"},

@@ -87,7 +87,8 @@ def same(a: Tensors, b: Tensors) -> bool:
 
 
 def offered(method: Any, state: Any, site: str) -> Tensors:
-    [member] = eval_members(method, state, site)
+    """The site's own model."""
+    [member] = eval_members(dataclasses.replace(method, speaks="site"), state, site)
     return member.model
 
 

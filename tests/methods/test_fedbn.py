@@ -68,6 +68,9 @@ def same(a: Tensors, b: Tensors) -> bool:
 
 
 def offered(method: Any, state: Any, site: str) -> Tensors:
+    """The site's own model."""
+    if isinstance(method, FedBN):
+        method = dataclasses.replace(method, speaks="site")
     [member] = eval_members(method, state, site)
     return member.model
 

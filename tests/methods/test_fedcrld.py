@@ -41,7 +41,8 @@ def play(method: Any, server: Server, rounds: int = 2) -> Any:
 
 
 def offered(method: Any, state: Any, site: str) -> Tensors:
-    [member] = eval_members(method, state, site)
+    """The site's own model."""
+    [member] = eval_members(dataclasses.replace(method, speaks="site"), state, site)
     return member.model
 
 

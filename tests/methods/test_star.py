@@ -27,7 +27,7 @@ INNER: dict[str, dict[str, Any]] = {
     "fedalign": LOSS,
     "fedasam": LOSS | {"swa": {"start": 0.5}},
     "cps": LOSS,
-    "fed_dodnet": {"own": ["decoder", "controller"]},
+    "fed_dodnet": {"own": ["decoder", "controller"], "speaks": "site"},
 }
 OFF = {
     "fedprox": {"mu": 0.0},

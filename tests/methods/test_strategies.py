@@ -145,7 +145,7 @@ def test_fedprox_is_a_pull_in_both_steps() -> None:
 
 def test_a_site_keeps_the_normalisation_that_it_trains() -> None:
     """fedbn: its own of the decoder and of its organ; of another organ the mean."""
-    method, server = fedmenu("fedbn"), federation(affine)
+    method, server = fedmenu("fedbn", speaks="site"), federation(affine)
     state = play(method, server, net=affine())
     names = parts(affine())
     at_a, at_b = (method.eval_members(state, site)[0].model for site in "ab")
@@ -156,6 +156,10 @@ def test_a_site_keeps_the_normalisation_that_it_trains() -> None:
     assert set(server.members["a"].memory["fedbn.own"]) == {
         n for part in ("decoder", "encoder:0", "agd") for n in names[part] if "norms" in n
     }
+    members = fedmenu("fedbn").eval_members(state, "unseen")
+    told = {site: tuple(sorted(own)) for site, own in sorted(ANNOTATED.items()) if own}
+    assert [member.classes for member in members] == list(told.values()), "by default of the owners"
+    assert same(members[0].model, at_a)
 
 
 def test_a_group_without_an_expert_takes_the_mean_of_all() -> None:

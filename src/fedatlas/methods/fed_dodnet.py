@@ -8,14 +8,19 @@ A task is an organ with its lesions. A site trains the tasks of which a sample o
 loss is Dice and binary cross-entropy of the heads' sigmoids over what is annotated. All parts of the net are averaged
 over all sites, whatever they annotate: the controller makes the heads of all organs.
 
-With `own: [decoder, controller]` it is DOD*, a baseline of UFPS, without the latter's pseudo-labels: these parts stay
-with the site, and it is evaluated as it was trained, before averaging. For training a site takes them from its own
-memory. It sends them all the same, because the server asks for evaluations; they reach no other site by themselves. A
-site that trains nothing is given the mean of everything.
+With `own: [decoder, controller]` it is DOD*, a baseline of UFPS (Jiang, Ma, Zeng, Ying, Patterns 2024, Table 2 and its
+supplement, S6.6), without the latter's pseudo-labels: these parts stay with the site, and a site's model is evaluated as it
+was trained, before averaging. It is combined with the multi-decoder setting: every organ is asked of the decoder and the
+controller of the site that annotates it (`owners`), at a site that trains nothing, too. `speaks: site` asks the site's own
+model for all organs, which for organs that the site does not annotate was never trained. For training a site takes its
+parts from its own memory. It sends them all the same, because the server asks for evaluations; other sites are given them
+for evaluation alone.
 
 Differences from the papers: a sample may annotate several organs, which are learnt from one pass of encoder and
 decoder, or an organ without its lesions. The tasks are those of the net (`net.groups`). The deep supervision that UFPS
-mentions is not here.
+mentions is not here. The loss is the mean over all pairs of a sample and a class that it annotates; the official code takes
+the mean over the samples of each channel first, and that over channels then, which differs where a batch annotates its
+classes unequally often.
 
 Shapes: B batch, C classes with the background, H channels of all heads (C - 1), *S spatial.
 """
@@ -36,6 +41,8 @@ from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Member, Site, State, at_site
 from fedatlas.methods.fedbn import chosen, names_of_parts
 from fedatlas.methods.kim import head_known, head_space, head_target
+from fedatlas.methods.owners import SENDS as SENDS_OWNED
+from fedatlas.methods.owners import WHO_SPEAKS, Speaks, speakers
 from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
 from fedatlas.options import option, options
 from fedatlas.organs import Groups
@@ -57,10 +64,11 @@ class DynamicHead(Protocol):
 @dataclass(frozen=True)
 class DoDState(State):
     """model: the mean of everything. kept: the tensors that sites keep, by name. models: site -> the tensors that take
-    the place of the mean's when it is evaluated."""
+    the place of the mean's when it is evaluated. classes: site -> the classes that it annotates."""
 
     kept: tuple[str, ...] = ()
     models: dict[str, Tensors] = field(default_factory=dict)
+    classes: dict[str, list[int]] = field(default_factory=dict)
 
 
 @options
@@ -69,7 +77,6 @@ class FedDoDNet:
 
     state: ClassVar[type[State]] = DoDState
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
-    sends: ClassVar[dict[str, str]] = SENDS
 
     own: list[str] = option(
         [], "Parts of the net that a site keeps; none (Fed-DoDNet), or decoder and controller (DOD* of UFPS)."
@@ -79,6 +86,7 @@ class FedDoDNet:
         "Where sites keep parts: whether a site is evaluated before averaging, as it was trained, or after, with the "
         "mean of all other parts.",
     )
+    speaks: Speaks = option("owners", WHO_SPEAKS)
     weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
     loss: LossChoice = option(
         LossChoice(name="masked_dice_bce", options={"smooth_denominator": 1.0, "pooled": False}),
@@ -94,6 +102,10 @@ class FedDoDNet:
                 "with the lesions in them, which are read out as exclusive classes"
             )
         losses.make(self.loss, head_space(space))
+
+    @property
+    def sends(self) -> dict[str, str]:
+        return SENDS_OWNED if self.own else SENDS
 
     @property
     def summed(self) -> Weighting | None:
@@ -120,15 +132,16 @@ class FedDoDNet:
             round=state.round,
             rounds=state.rounds,
         )
-        model, models = mean(replies, state, self.weights), dict(state.models)
+        model, models, classes = mean(replies, state, self.weights), dict(state.models), dict(state.classes)
         if state.kept:
             for site, values in zip(replies.sites, replies.each("model"), strict=True):
                 models[site] = values if self.evaluate == "before" else chosen(values, state.kept)
-        return dataclasses.replace(state, model=model, models=models, round=state.round + 1)
+            classes |= zip(replies.sites, replies.plain("classes"), strict=True)
+        return dataclasses.replace(state, model=model, models=models, classes=classes, round=state.round + 1)
 
     def eval_members(self, state: DoDState, site: str) -> list[Member]:
-        """The site's own model where it keeps parts, as `evaluate` says; the mean where it has trained nothing."""
-        return [Member(state.model | state.models.get(site, {}))]
+        """Where sites keep parts, their models as `evaluate` and `speaks` say; else the mean."""
+        return speakers(state.model, state.models, state.classes, site, self.speaks)
 
     @at_site
     def local_update(
@@ -139,9 +152,10 @@ class FedDoDNet:
         loss = self.L(tasks_of(net), site.labels.space)
         train(site, net, loss, self.local, round=round, rounds=rounds)
         reply = answer(site, net, per_class=False)
-        if kept:
-            site.memory[MEMORY] = dict(chosen(reply["model"], kept))
-        return reply
+        if not kept:
+            return reply
+        site.memory[MEMORY] = dict(chosen(reply["model"], kept))
+        return reply | {"classes": sorted(site.labels.annotated)}
 
     def L(self, organs: Groups, space: LabelSpace) -> Loss:
         """The local objective: the loss of the heads of the tasks that a batch annotates. organs: the classes of each

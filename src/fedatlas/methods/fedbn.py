@@ -5,11 +5,16 @@ Li, Jiang, Zhang, Kamp, Dou. FedBN: federated learning on non-IID features via l
 FedAvg in which every site keeps its own normalisation layers, weights and running statistics: scanners and protocols
 shift the statistics of features, and a mean of layers that undo different shifts undoes none.
 
+The paper's sites annotate all classes, and a site's own model says all of them: `speaks: site`. Where sites annotate
+different classes, a site's layers are fit for its own, and every class is asked of the models of the sites that annotate
+it (`owners`), at a site that trains nothing, too: Jiang, Ma, Zeng, Ying. UFPS, Patterns 2024, Figure 2C and its
+supplement, S6.4. A site that annotates all classes is asked for them alone, so that both are one where all do.
+
 Differences from the paper: all normalisation layers are kept, not only batch normalisation; `norms: batch` is the
 paper's. `keep` adds whole parts of the net. For training a site takes its layers from its own memory. It sends them
 all the same, with the rest of its model, because the server asks for evaluations and must have the site's model for
-that; they reach no other site by themselves. A site that trains nothing is given their mean, of which the paper does
-not speak.
+that; other sites are given them for evaluation alone. With `speaks: site`, a site that trains nothing is given their mean,
+of which the paper does not speak.
 
 A net without normalisation layers makes it FedAvg; with all parts kept it is training alone.
 """
@@ -27,7 +32,8 @@ from fedatlas.errors import FederationError
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Member, Site, State, at_site
-from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
+from fedatlas.methods.owners import SENDS, WHO_SPEAKS, Speaks, speakers
+from fedatlas.methods.weighting import Weighting, answer, mean
 from fedatlas.options import not_known, option, options
 from fedatlas.tensors import Tensors, forms_of, parts, tensors_of
 from fedatlas.training import Local, train
@@ -42,10 +48,12 @@ MEMORY = "fedbn.own"
 
 @dataclass(frozen=True)
 class OwnState(State):
-    """model: the mean of everything. kept: the tensors that sites keep, by name. own: site -> its values of them."""
+    """model: the mean of everything. kept: the tensors that sites keep, by name. own: site -> its values of them. classes:
+    site -> the classes that it annotates."""
 
     kept: tuple[str, ...] = ()
     own: dict[str, Tensors] = field(default_factory=dict)
+    classes: dict[str, list[int]] = field(default_factory=dict)
 
 
 @options
@@ -61,6 +69,7 @@ class FedBN:
     keep: list[str] = option(
         [], "Further parts of the net that a site keeps, by name; the rest of a net is `rest`."
     )
+    speaks: Speaks = option("owners", WHO_SPEAKS)
     weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
     loss: LossChoice = option(LossChoice(), "The supervised loss.")
     local: Local = option(Local(), "Training at a site between two exchanges.")
@@ -91,15 +100,16 @@ class FedBN:
             round=state.round,
             rounds=state.rounds,
         )
-        model = mean(replies, state, self.weights)
-        own = dict(state.own)
-        for site, values in zip(replies.sites, replies.each("model"), strict=True):
-            own[site] = chosen(values, state.kept)
-        return dataclasses.replace(state, model=model, own=own, round=state.round + 1)
+        model, own = mean(replies, state, self.weights), dict(state.own)
+        if state.kept:
+            for site, values in zip(replies.sites, replies.each("model"), strict=True):
+                own[site] = chosen(values, state.kept)
+        classes = state.classes | dict(zip(replies.sites, replies.plain("classes"), strict=True))
+        return dataclasses.replace(state, model=model, own=own, classes=classes, round=state.round + 1)
 
     def eval_members(self, state: OwnState, site: str) -> list[Member]:
-        """The mean with what the site keeps; the mean alone where a site has trained nothing."""
-        return [Member(state.model | state.own.get(site, {}))]
+        """The mean with what sites keep, as `speaks` says."""
+        return speakers(state.model, state.own, state.classes, site, self.speaks)
 
     @at_site
     def local_update(
@@ -111,7 +121,7 @@ class FedBN:
         train(site, net, loss, self.local, round=round, rounds=rounds)
         reply = answer(site, net, per_class=False)
         site.memory[MEMORY] = dict(chosen(reply["model"], kept))
-        return reply
+        return reply | {"classes": sorted(site.labels.annotated)}
 
 
 def nothing_kept(name: str, net: nn.Module) -> str:

@@ -1,7 +1,7 @@
 """FedCRLD: contrastive re-localization and history distillation.
 
 Qi, Yang, He, Liu, Islam, Li. Contrastive re-localization and history distillation in federated CMR segmentation. MICCAI
-2022. A baseline of UFPS (Jiang et al., Patterns, 2024).
+2022. A baseline of UFPS (Jiang, Ma, Zeng, Ying, Patterns 2024).
 
 A site has a private encoder beside the shared one, and attention joins the two (`nets.crld_unet`). It remembers a
 momentum model, the moving mean of what it has trained so far, from which it distils:
@@ -9,12 +9,17 @@ momentum model, the moving mean of what it has trained so far, from which it dis
     L_sup  +  .2 CE(p, p_mo)  +  MSE(g, g_mo) + MSE(l, l_mo)  +  (KL(g || l) + KL(l || g)) / 2
 
 for the predictions p and the lowest maps g and l of the shared and the private encoder; _mo marks those of the momentum
-model, which get no gradient. The private encoder and the momentum model stay with the site; a site is evaluated as it
-was trained, before averaging.
+model, which get no gradient. The private encoder and the momentum model stay with the site; a site's model is evaluated
+as it was trained, before averaging.
 
-It sends the private encoder all the same, with the rest of its model, because the server asks for evaluations and must
-have the site's model for that; for training a site takes it from its own memory. A site that trains nothing is given the
-mean of everything. The momentum model is never sent.
+Where sites annotate different classes, as in UFPS, every class is asked of the models of the sites that annotate it
+(`owners`), at a site that trains nothing, too: the numbers that UFPS prints for organs that a site does not annotate
+(Table S2) demand it. `speaks: site` is the protocol of FedCRLD's own paper, whose sites annotate all classes: a site's own
+model says all of them.
+
+A site sends the private encoder all the same, with the rest of its model, because the server asks for evaluations and must
+have the site's model for that; other sites are given it for evaluation alone. For training a site takes it from its own
+memory. The momentum model is never sent.
 
 Difference from UFPS, which speaks of the distance of predictions where the official code has .2 CE: as the code.
 
@@ -46,7 +51,8 @@ from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Member, Site, State, at_site
 from fedatlas.methods.fedbn import chosen, names_of_parts
-from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
+from fedatlas.methods.owners import SENDS, WHO_SPEAKS, Speaks, speakers
+from fedatlas.methods.weighting import Weighting, answer, mean
 from fedatlas.options import option, options
 from fedatlas.outputs import voxel_logits
 from fedatlas.tensors import Tensors, parts, tensors_of
@@ -62,10 +68,11 @@ OWN, MOMENTUM = "fedcrld.own", "fedcrld.momentum"
 @dataclass(frozen=True)
 class CRLDState(State):
     """model: the mean of everything. private: the tensors that sites keep, by name. models: site -> the tensors that
-    take the place of the mean's when it is evaluated."""
+    take the place of the mean's when it is evaluated. classes: site -> the classes that it annotates."""
 
     private: tuple[str, ...] = ()
     models: dict[str, Tensors] = field(default_factory=dict)
+    classes: dict[str, list[int]] = field(default_factory=dict)
 
 
 @options
@@ -87,6 +94,7 @@ class FedCRLD:
         "Whether a site is evaluated before averaging, as it was trained, or after, with the mean of all but its private "
         "encoder.",
     )
+    speaks: Speaks = option("owners", WHO_SPEAKS)
     weights: Weighting = option(
         "cases", "n_k/n: a site counts by its training cases, or all count equally, as in the official code."
     )
@@ -116,11 +124,12 @@ class FedCRLD:
         model, models = mean(replies, state, self.weights), dict(state.models)
         for site, values in zip(replies.sites, replies.each("model"), strict=True):
             models[site] = values if self.evaluate == "before" else chosen(values, state.private)
-        return dataclasses.replace(state, model=model, models=models, round=state.round + 1)
+        classes = state.classes | dict(zip(replies.sites, replies.plain("classes"), strict=True))
+        return dataclasses.replace(state, model=model, models=models, classes=classes, round=state.round + 1)
 
     def eval_members(self, state: CRLDState, site: str) -> list[Member]:
-        """The site's own model, as `evaluate` says; the mean of all where it has trained nothing."""
-        return [Member(state.model | state.models.get(site, {}))]
+        """The sites' models, as `evaluate` and `speaks` say."""
+        return speakers(state.model, state.models, state.classes, site, self.speaks)
 
     @at_site
     def local_update(
@@ -135,7 +144,7 @@ class FedCRLD:
         reply = answer(site, net, per_class=False)
         site.memory[OWN] = dict(chosen(reply["model"], private))
         site.memory[MOMENTUM] = dict(moved(history, reply["model"], self.momentum))
-        return reply
+        return reply | {"classes": sorted(site.labels.annotated)}
 
     def L(self, site: Site, teacher: nn.Module | None) -> Loss:
         """The local objective. teacher: the momentum model, in evaluation mode; None: without its terms."""

@@ -8,17 +8,12 @@ annotated federated segmentation in heterogeneous data distribution. Patterns, 2
 
 The study trains with the complete partial labels, the annotated classes and all else as background (the loss
 `dice_bce` with `channels: known`), and evaluates before averaging. So a site's model as it was trained is offered for
-evaluation, for the classes that the site annotates; a voxel is said by the models of all sites together, as for
+evaluation, for the classes that the site annotates (`owners`); a voxel is said by the models of all sites together, as for
 `standalone`. With nothing kept it is FedAvg, bit for bit, evaluated after averaging; with every part kept it is
 `standalone`.
 
 For training a site takes its parts from its own memory. It sends them all the same, with the rest of its model, because
 the server asks for evaluations; other sites are given them for evaluation alone.
-
-Difference from the paper: it takes the foreground logit of every class from the model of its site, and the mean of the
-models' background logits. The rule here (`method.Member`) is of probabilities: at a voxel where some model's most
-probable class is one that it may speak for, the most certain of these models decides; at any other the mean of all does,
-so that it is background. They differ where a model is for a class of its own and others are surer of the background.
 """
 
 import dataclasses
@@ -33,7 +28,8 @@ from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Member, Site, State, at_site
 from fedatlas.methods.fedbn import chosen, names_of_parts
-from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
+from fedatlas.methods.owners import SENDS, by_owner
+from fedatlas.methods.weighting import Weighting, answer, mean
 from fedatlas.options import option, options
 from fedatlas.tensors import Tensors, tensors_of
 from fedatlas.training import Local, train
@@ -57,7 +53,7 @@ class LocalParts:
     """FedAvg in which named parts of the net stay with the site: multi-head, multi-encoder, multi-decoder (UFPS)."""
 
     state: ClassVar[type[State]] = LocalPartsState
-    sends: ClassVar[dict[str, str]] = SENDS | {"classes": "classes"}
+    sends: ClassVar[dict[str, str]] = SENDS
 
     keep: list[str] = option(
         ["head"], "The parts of the net that a site keeps, by name; the rest of a net is `rest`."
@@ -103,11 +99,7 @@ class LocalParts:
 
     def eval_members(self, state: LocalPartsState, site: str) -> list[Member]:
         """All sites' models, each for the classes that its site annotates; the mean where nothing is kept."""
-        members = [
-            Member(state.model | own, tuple(state.classes[name]))
-            for name, own in sorted(state.models.items())
-        ]
-        return members or [Member(state.model)]
+        return by_owner(state.model, state.models, state.classes)
 
     @at_site
     def local_update(

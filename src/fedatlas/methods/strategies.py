@@ -6,7 +6,8 @@ The paper names its strategies (Table VI) and says no more. Here the rule of eve
     fedprox            mu (w - w^t) is added to the gradients of S1 and of S2
     fedavgm, feddyn    the server steps along the mean of that rule, every part with its own weights
     scaffold           the same; control variates see the gradients of both steps
-    fedbn              a site keeps the normalisation of what it trains, and takes that of other sub-encoders as it comes
+    fedbn              a site keeps the normalisation of what it trains, and takes that of other sub-encoders as it comes;
+                       an organ is asked of the models of its experts, or of the site's own (`speaks`)
     fednorm            the mean of that rule within a group; of a sub-encoder without an expert in the group, over all
     fedsm              the global model by that rule; a site trains its personalised model in the same two steps, and all
                        parts of it are pulled alike
@@ -43,6 +44,7 @@ from fedatlas.methods.fedsm import (
     soft_pull,
     train_selector,
 )
+from fedatlas.methods.owners import speakers
 from fedatlas.methods.scaffold import MEMORY as CONTROL_MEMORY
 from fedatlas.methods.scaffold import Control, CorrectedStep, Scaffold, moved, renewed
 from fedatlas.methods.server_step import Rule, StepState, started, stepped
@@ -290,7 +292,7 @@ class OwnNormalisation(Strategy):
         return self.method.examine(net, sites)
 
     def start(self, net: nn.Module, clients: Clients) -> dict[str, Any]:
-        return {"names": list(self.method.kept(net)), "own": {}}
+        return {"names": list(self.method.kept(net)), "own": {}, "classes": {}}
 
     def told(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         return {"names": kept["names"]}
@@ -308,13 +310,15 @@ class OwnNormalisation(Strategy):
         self, kept: Mapping[str, Any], model: Tensors, replies: Replies, mean: Averaging, clients: Clients
     ) -> tuple[Tensors, dict[str, Any]]:
         own = dict(kept["own"])
-        for site, values in zip(replies.sites, replies.each("model"), strict=True):
-            trained = mean.trained([site])
-            own[site] = chosen(values, [name for name in kept["names"] if name in trained])
-        return mean(replies.each("model")), {**kept, "own": own}
+        if kept["names"]:
+            for site, values in zip(replies.sites, replies.each("model"), strict=True):
+                trained = mean.trained([site])
+                own[site] = chosen(values, [name for name in kept["names"] if name in trained])
+        classes = kept.get("classes", {}) | dict(zip(replies.sites, replies.plain("annotated"), strict=True))
+        return mean(replies.each("model")), {**kept, "own": own, "classes": classes}
 
     def members(self, kept: Mapping[str, Any], model: Tensors, site: str) -> list[Member]:
-        return [Member(model | kept["own"].get(site, {}))]
+        return speakers(model, kept["own"], kept.get("classes", {}), site, self.method.speaks)
 
 
 class GroupNormalisation(Strategy):

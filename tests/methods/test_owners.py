@@ -1,0 +1,123 @@
+"""Whose model says a class: its owners', of methods whose sites keep a part of the net for themselves."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from image_sites import Server
+from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, dodnet, same
+from torch import nn
+
+from fedatlas import nets
+from fedatlas.inference import Inference, predict_together
+from fedatlas.labels import LabelSpace
+from fedatlas.method import Member, declared, eval_members
+from fedatlas.methods.fed_dodnet import FedDoDNet
+from fedatlas.methods.fedbn import FedBN
+from fedatlas.methods.fedcrld import FedCRLD
+from fedatlas.methods.owners import by_owner, speakers
+from fedatlas.tensors import from_tree, load, to_tree
+
+
+def net(name: str, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: nets.build(name, options, in_channels=1, classes=len(SPACE), spatial_dims=2, seed=3)
+
+
+METHODS: dict[str, tuple[Any, Callable[[], nn.Module]]] = {
+    "dod": (FedDoDNet(own=["decoder", "controller"], local=LOCAL), dodnet),
+    "fedcrld": (FedCRLD(local=LOCAL), net("crld_unet", width=2, levels=3)),
+    "fedbn": (FedBN(local=LOCAL), net("unet", filters=[4, 8, 8], norm="batch")),
+}
+
+
+def play(name: str, annotated: dict[str, set[int]] = ANNOTATED, **changed: Any) -> tuple[Any, Any]:
+    """The method and its state after a round. changed: its options."""
+    method, make = METHODS[name]
+    method = dataclasses.replace(method, **changed)
+    server = Server(*(Site(site, own, 3, make) for site, own in annotated.items()))
+    state = dataclasses.replace(method.start(make(), server), rounds=1)
+    return method, method.round(state, server)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_class_is_asked_of_the_sites_that_annotate_it(name: str) -> None:
+    method, state = play(name)
+    alone = dataclasses.replace(method, speaks="site")
+    own = {site: eval_members(alone, state, site)[0].model for site in ANNOTATED}
+    assert not same(own["a"], own["b"]) and not same(own["a"], state.model)
+    # class 2 is annotated at a and at c: each of them asks its own model, and a site without training both
+    for site, told in {
+        "a": {"a": (1, 2), "b": (3,), "c": (4,)},
+        "b": {"a": (1, 2), "b": (3,), "c": (2, 4)},
+        "c": {"a": (1,), "b": (3,), "c": (2, 4)},
+        "tested": {"a": (1, 2), "b": (3,), "c": (2, 4)},
+    }.items():
+        members = eval_members(method, state, site)
+        assert [member.classes for member in members] == list(told.values()), site
+        assert all(same(member.model, own[name]) for member, name in zip(members, told, strict=True))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_sites_own_model_is_a_switch(name: str) -> None:
+    method, state = play(name, speaks="site")
+    for site in (*ANNOTATED, "tested"):
+        [member] = eval_members(method, state, site)
+        assert member.classes is None
+    assert same(eval_members(method, state, "tested")[0].model, state.model)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_site_that_annotates_everything_is_asked_alone(name: str) -> None:
+    every = set(SPACE.foreground)
+    method, state = play(name, {"a": every, "b": every})
+    alone = eval_members(dataclasses.replace(method, speaks="site"), state, "a")[0].model
+    [member] = eval_members(method, state, "a")
+    assert set(member.classes or ()) == every and same(member.model, alone)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_state_of_an_earlier_version_tells_no_owners(name: str) -> None:
+    method, state = play(name)
+    kept: Any = to_tree(state)
+    del kept["classes"]
+    old = from_tree(declared(method, "state"), kept)
+    [member] = eval_members(method, old, "a")
+    assert same(member.model, eval_members(dataclasses.replace(method, speaks="site"), state, "a")[0].model)
+
+
+def test_what_a_site_does_not_annotate_is_found_by_the_model_that_learnt_it() -> None:
+    """Two sites, one organ each, and models that know their own alone: DOD* as it was scored found nothing of the other."""
+    space, make = LabelSpace(("background", "liver", "spleen")), Fixed
+    models = {"a": {"says": torch.tensor([0.0, 4.0, -9.0])}, "b": {"says": torch.tensor([0.0, -9.0, 4.0])}}
+    mean, classes = {"says": torch.zeros(3)}, {"a": [1], "b": [2]}
+    image = torch.ones(1, 4, 4, 4)
+    image[:, 2:] = -1  # the liver is where it is bright, the spleen where it is dark
+
+    def found(members: list[Member]) -> set[int]:
+        nets = [make() for _ in members]
+        for one, member in zip(nets, members, strict=True):
+            load(one, member.model)
+        how = Inference()  # type: ignore[call-arg]
+        told = predict_together(members, nets.__getitem__, image, (4, 4, 4), 0, how, space)
+        return set(told.voxels.argmax(0).unique().tolist())
+
+    for site in ("a", "b", "tested"):
+        assert found(speakers(mean, models, classes, site, "owners")) == {1, 2}
+    assert found(speakers(mean, models, classes, "a", "site")) == {0, 1}
+    assert by_owner(mean, {}, {}) == [Member(mean)]
+
+
+class Fixed(nn.Module):
+    """Gives a class where the image has its sign, as much as `says` [C]."""
+
+    says: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("says", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sign = torch.cat([torch.zeros_like(x), (x > 0).float(), (x < 0).float()], 1)
+        return sign * self.says.reshape(1, 3, 1, 1, 1)
