@@ -18,7 +18,8 @@ from fedatlas.data.index import label_space_of
 from fedatlas.engine.egress import EgressLog
 from fedatlas.engine.host import Host
 from fedatlas.errors import FederationError
-from fedatlas.experiment import Federation, hash_of, make_method, make_terms
+from fedatlas.evaluation.evaluate import own_score
+from fedatlas.experiment import Federation, hash_of, make_method, make_terms, selects
 from fedatlas.labels import LabelSpace
 from fedatlas.memory import require_memory
 from fedatlas.method import declared, functions_of, sends_of
@@ -292,6 +293,7 @@ class Experiment(Design):
             device=self.federation.engine.device,
             log=log,
             terms=make_terms(self.federation),
+            own_score=own_score(self.evaluator, selects(self.federation)),
             **options,
         )
 

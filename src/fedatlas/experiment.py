@@ -180,6 +180,13 @@ def selects(federation: Federation) -> str:
     return METRICS_OF[federation.task][2]
 
 
+def local_models(federation: Federation) -> Literal["last", "best"]:
+    """Which local models of sites are kept and evaluated, as `evaluation.local`; "best" where the method's sites choose their
+    rounds themselves."""
+    by_site = declared(make_method(federation), "chosen_by_site")
+    return "best" if by_site else federation.evaluation.local
+
+
 def _of_task(federation: Federation) -> Federation:
     """The federation with what follows from its task. Raises FederationError for keys of the other task."""
     task = federation.task

@@ -121,6 +121,12 @@ class Site(Protocol):
         DataError where they cannot be written."""
         ...
 
+    def score(self, net: nn.Module) -> float | None:
+        """How good a net is on the site's own validation cases, by the metric that chooses rounds (Dice, of whole images
+        AUROC): the mean over the classes that the site annotates of the mean over cases. None where it has no such case.
+        The net is left as it was, and no random number is drawn."""
+        ...
+
     def log(self, **numbers: float) -> None:
         """Numbers for people: they appear in the run's log beside the site's name, and steer nothing."""
         ...
@@ -211,6 +217,10 @@ class Defaults:
     are the training cases) or "equal". None: it needs each model by itself."""
     tasks: ClassVar[tuple[str, ...]] = ("segmentation", "classification")
     """The tasks of a federation that it is for."""
+    chosen_by_site: ClassVar[bool] = False
+    """True: every site chooses the round of its own model, by its own validation cases, where otherwise one round is chosen
+    for all. The method has `assembled(state, models)`: the state with these models, site -> tensors, in place of those of
+    the round; it is what `best` names."""
     pooled: ClassVar[bool] = False
     """True: the federation's sites are merged into one that holds the union of their cases."""
 

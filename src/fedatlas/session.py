@@ -36,13 +36,14 @@ from fedatlas.experiment import (
     flat_difference,
     hash_of,
     load_federation,
+    local_models,
     make_terms,
     resolved,
     selects,
 )
 from fedatlas.federation_yaml import read_yaml
-from fedatlas.method import Member, Method, State, eval_members
-from fedatlas.tensors import Tensors, n_bytes, tensors_of
+from fedatlas.method import Member, Method, State, declared, eval_members
+from fedatlas.tensors import Tensors, n_bytes, tensors_of, to_tree
 from fedatlas.usable import differing_versions
 
 Watch = Callable[[str, str, dict[str, float], dict[str, float]], None]
@@ -287,9 +288,13 @@ def _payload(members: Iterable[Member]) -> list[dict[str, Any]]:
 
 def _same_members(one: Sequence[Member], other: Sequence[Member]) -> bool:
     return len(one) == len(other) and all(
-        a.model is b.model and replace(a, model={}) == replace(b, model={})
+        _same_tensors(a.model, b.model) and replace(a, model={}) == replace(b, model={})
         for a, b in zip(one, other, strict=True)
     )
+
+
+def _same_tensors(one: Tensors, other: Tensors) -> bool:
+    return list(one) == list(other) and all(one[name] is other[name] for name in one)
 
 
 def _same_candidates(one: Sequence[Candidate], other: Sequence[Candidate]) -> bool:
@@ -420,14 +425,16 @@ def _run(
         if parties.changed:
             _note_change(folder, parties.changed)
             tell(f"goes on with data that changed since the run began, at {', '.join(parties.changed)}")
+        chosen, own, scores = local_models(federation), BestLocals(folder), dict[str, float]()
         best = Best(folder, evaluation.select_weights, selects(federation))
-        own, scores = BestLocals(folder), dict[str, float]()
+        if declared(design.method, "chosen_by_site"):
+            best = BestOfSites(folder, selects(federation), design.method, own)
         state = folder.latest(design.method)
         if state is not None:
             running.clients.least = _fewest_private(folder)
             running.clients.remembered = _memories(folder, parties, state.round)
-            best.recover(state.round)
             own.recover()
+            best.recover(state.round)
             tell(f"goes on after round {state.round} of {federation.rounds}")
 
         def validate(state: State) -> list[dict[str, Any]]:
@@ -435,7 +442,7 @@ def _run(
                 return []
             if running.evaluators is not running.clients:
                 running.evaluators.begin(state.round)
-            if evaluation.local == "best":
+            if chosen == "best":
                 scores.update(running.own_scores(state.round, evaluation.round_metrics, selects(federation)))
             model = _state_model("global", state, design.method)
             what = {"split": "validation", "grid": "federation", "metrics": evaluation.round_metrics}
@@ -443,11 +450,11 @@ def _run(
 
         def keep(record: Round) -> None:
             last = record.number == federation.rounds
-            if evaluation.local == "best":
+            if chosen == "best":
                 record.log["local"] = dict(scores)
             folder.save(record, running.clients.models if last or scores else None)
-            best.see(record.number, record.rows)
             own.see(record.number, scores)
+            best.see(record.number, record.rows)
             scores.clear()
             if after_round:
                 after_round(record, best)
@@ -500,6 +507,51 @@ class Best:
             write_atomic(path, to_json({"round": self.round, "score": self.score}))
 
 
+class BestOfSites(Best):
+    """The same of a method whose sites choose for themselves (`Defaults.chosen_by_site`): models/best.fa is the state with
+    every site's model of its own best round; best.json tells each of them, the last of these rounds and the mean of the
+    scores. own: has seen a round before this does."""
+
+    def __init__(self, folder: RunFolder, metric: str, method: Any, own: "BestLocals") -> None:
+        super().__init__(folder, "classes", metric)
+        self.method, self.own = method, own
+
+    def see(self, number: int, rows: list[dict[str, Any]]) -> None:
+        """Puts the models together that are the best so far; a site without a score takes part as it is in this round."""
+        self.last_score = selection_score(rows, self.weights, self.metric) if rows else None
+        if rows:
+            self._assemble(number)
+
+    def recover(self, latest: int) -> None:
+        """After a resume: what was seen so far, with the state of the last round that was validated."""
+        validated = [log["round"] for log, rows in self.folder.records() if rows]
+        if validated and validated[-1] == latest:
+            self._assemble(latest)
+        elif self.own.best:
+            self._summarise()
+
+    def _assemble(self, number: int) -> None:
+        if not self.own.best:
+            return
+        self._summarise()
+        models = {}
+        for site in self.own.best:
+            kept: Any = wire.decode(
+                read_whole(self.folder.path / "models" / "local" / f"{site}.fa"), copy=False
+            )
+            models[site] = kept["model"]
+        state = self.folder.state(self.folder.rounds / f"{number:04d}" / "state.fa", self.method)
+        state = replace(self.method.assembled(state, models), round=self.round)
+        write_atomic(self.folder.path / "models" / "best.fa", wire.encode(to_tree(state)))
+        told = {"round": self.round, "score": self.score, "sites": self.own.best}
+        write_atomic(self.folder.path / "best.json", to_json(told))
+
+    def _summarise(self) -> None:
+        """`round` and `score` from those of the sites."""
+        self.round = max(kept["round"] for kept in self.own.best.values())
+        self.score = float(np.mean([kept["score"] for kept in self.own.best.values()]))
+
+
 class BestLocals:
     """Every site's local model of its best complete round by its own validation cases, kept as
     models/local/<site>.fa with models/local.json beside them. Of equal rounds the first."""
@@ -547,19 +599,14 @@ def _finish(running: Running, federation: Federation) -> None:
     wanted = federation.evaluation.models
     paths = {name: folder.path / "models" / f"{name}.fa" for name in ("best", "last") if name in wanted}
     loaded = {name: folder.state(path, method) for name, path in paths.items() if path.exists()}
-    if len(loaded) == 2 and loaded["best"].round == loaded["last"].round:
+    if len(loaded) == 2 and folder.best_is_last(federation.rounds):
         loaded.pop("last")
     there = [
         split
         for split in ("validation", "test")
         if any(summary["cases"][split] for summary in running.parties.summaries.values())
     ]
-    local = {site: (file, federation.rounds) for site, file in folder.local_models().items()}
-    chosen = folder.path / "models" / "local.json"
-    if federation.evaluation.local == "best" and chosen.exists():
-        for site, kept in read_json(chosen).items():
-            local[site] = (folder.path / "models" / "local" / f"{site}.fa", kept["round"])
-    local = dict(sorted(local.items())) if "local" in wanted else {}
+    local = folder.local_models() if "local" in wanted else {}
     first = next(iter(loaded), None)
     overlays = federation.evaluation.overlays
     models = [

@@ -94,11 +94,12 @@ class Trained:
             site = self.model.removeprefix("local/")
             if site not in local:
                 raise not_known(f"{self.folder.path}: the local model", site, local)
+            file, _ = local[site]
             try:
-                kept: Any = wire.decode(read_whole(local[site]), copy=False)
+                kept: Any = wire.decode(read_whole(file), copy=False)
                 return [Member.from_payload({"model": dict(kept["model"]), "classes": kept["classes"]})]
             except (WireError, KeyError, TypeError, ValueError) as error:
-                raise RunFolderError(f"{local[site]}: cannot be read ({error})") from None
+                raise RunFolderError(f"{file}: cannot be read ({error})") from None
         if self.model not in ("best", "last"):
             raise RunFolderError(f"model {self.model!r}: not known; allowed: best, last, local/<site>")
         file = self.folder.path / "models" / f"{self.model}.fa"

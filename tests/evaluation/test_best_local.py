@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 
+from fedatlas.engine import wire
+from fedatlas.engine.run import RunFolder
 from fedatlas.evaluation.statistics import read_rows
 from fedatlas.experiment import Federation, parse_federation
-from fedatlas.session import run_federation
+from fedatlas.report.page import write
+from fedatlas.session import gather_local, run_federation
+from fedatlas.tensors import tensors_of
+from fedatlas.trained import Trained
 
 
 class Stop(Exception):
@@ -62,6 +67,101 @@ def test_the_best_round_of_each_site_is_evaluated_whatever_was_interrupted(
     run_federation(asked, tmp_path / "halves", resume=True, tell=lambda text: None)
     for name in ("rows.csv", "models/local.json", *(f"models/local/{site.name}.fa" for site in asked.sites)):
         assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+def models_of(path: Path) -> tuple[int, dict[str, Any]]:
+    """The round and the models of a kept state of `standalone`, as bytes."""
+    tree: Any = wire.decode(path.read_bytes())
+    return tree["round"], {site: wire.encode(model) for site, model in tree["models"].items()}
+
+
+def test_the_best_of_standalone_is_every_sites_own_best_round(small: dict[str, Any], tmp_path: Path) -> None:
+    asked = federation(
+        small | {"method": {"name": "standalone"}}, tmp_path, local="last", models=["best", "last", "local"]
+    )
+    run_federation(asked, tmp_path / "whole", tell=lambda text: None)
+    scores, sites = logs(tmp_path / "whole"), [site.name for site in asked.sites]
+    rounds = {site: max(range(1, 5), key=lambda n: (scores[n][site], -n)) for site in sites}
+    assert len(set(rounds.values())) > 1, "else this test says nothing"
+    told = json.loads((tmp_path / "whole" / "best.json").read_text())
+    assert {site: kept["round"] for site, kept in told["sites"].items()} == rounds
+    assert told["round"] == max(rounds.values())
+    assert told["score"] == pytest.approx(sum(scores[n][site] for site, n in rounds.items()) / len(sites))
+    at, found = models_of(tmp_path / "whole" / "models" / "best.fa")
+    assert at == told["round"]
+    for site in sites:
+        kept: Any = wire.decode((tmp_path / "whole" / "models" / "local" / f"{site}.fa").read_bytes())
+        assert found[site] == wire.encode(kept["model"])
+        chosen = Trained(tmp_path / "whole", f"local/{site}").members[0]
+        assert wire.encode(chosen.model) == found[site]
+    _, last = models_of(tmp_path / "whole" / "models" / "last.fa")
+    assert {site for site in sites if found[site] == last[site]} == {s for s in sites if rounds[s] == 4}
+    members = Trained(tmp_path / "whole").members
+    assert [wire.encode(member.model) for member in members] == [found[site] for site in sorted(sites)]
+    rows = read_rows(tmp_path / "whole" / "rows.csv")
+    assert {row["model"] for row in rows} == {"best", "last", *(f"local/{site}" for site in sites)}
+    for site in sites:
+        assert {row["round"] for row in rows if row["model"] == f"local/{site}"} == {rounds[site]}
+    assert all(f"{site} {n}" in page(tmp_path / "whole") for site, n in rounds.items())
+
+    def stop(record: Any, best: Any) -> None:
+        if record.number == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        run_federation(asked, tmp_path / "halves", tell=lambda text: None, after_round=stop)
+    # as if it had been killed between the round and what is made of it
+    (tmp_path / "halves" / "models" / "best.fa").unlink()
+    run_federation(asked, tmp_path / "halves", resume=True, tell=lambda text: None)
+    for name in ("rows.csv", "best.json", "models/best.fa", "models/local.json"):
+        assert (tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+def page(path: Path) -> str:
+    """The report of a run."""
+    return write(path).read_text(encoding="utf-8")
+
+
+def test_one_round_for_all_is_a_switch(small: dict[str, Any], tmp_path: Path) -> None:
+    method = {"name": "standalone", "choose": "common"}
+    asked = federation(small | {"method": method}, tmp_path, local="last", models=["best"])
+    run_federation(asked, tmp_path / "run", tell=lambda text: None)
+    told = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert set(told) == {"round", "score"} and not (tmp_path / "run" / "models" / "local.json").exists()
+    at, found = models_of(tmp_path / "run" / "models" / "best.fa")
+    state = tmp_path / "run" / "rounds" / f"{told['round']:04d}" / "state.fa"
+    assert at == told["round"] and (not state.exists() or models_of(state)[1] == found)
+
+
+def test_a_teacher_is_of_the_round_that_its_site_chooses(small: dict[str, Any], tmp_path: Path) -> None:
+    """UFPS, S6.6: the teachers are the models that training alone ends with, as they are chosen."""
+    small["local"] |= {"lr": 0.05}
+
+    def teachers(name: str, **options: Any) -> dict[str, tuple[Any, dict[str, float]]]:
+        told = {"rounds": 4, **options}
+        asked = parse_federation(small | {"method": {"name": "ms_kd", "teachers": told}}, base=tmp_path)
+        folder = RunFolder(tmp_path / name)
+        experiment, found = gather_local(asked, folder, lambda text: None).design, {}
+        model = tensors_of(experiment.make_net())
+        for site in asked.sites:
+            host = experiment.host(site.name, folder.site(site.name))  # type: ignore[attr-defined]
+            question = wire.encode({"model": model, "rounds": 9})
+            reply: Any = wire.decode(host.handle("teacher_update", 1, 0, question))
+            assert set(reply["value"]) == {"teacher", "classes"}, "what travels is the same"
+            found[site.name] = wire.encode(reply["value"]["teacher"]), reply["log"]
+        return found
+
+    # a schedule that does not fall, so that training for fewer rounds is the beginning of training for more
+    small["local"] |= {"schedule": "constant"}
+    chosen, last = teachers("best", every=1), teachers("last", choose="last")
+    for site, (model, log) in chosen.items():
+        n = int(log["teacher_round"])
+        assert model == teachers(f"{n}", choose="last", rounds=n)[site][0] and log["teacher_score"] > 0
+        assert "teacher_round" not in last[site][1] and (model == last[site][0]) == (n == 4)
+    assert {int(log["teacher_round"]) for _, log in chosen.values()} != {4}, "else this test says nothing"
+    assert {site: model for site, (model, _) in teachers("rare", every=4).items()} == {
+        site: model for site, (model, _) in last.items()
+    }
 
 
 def test_sites_without_validation_cases_keep_the_last(small: dict[str, Any], tmp_path: Path) -> None:

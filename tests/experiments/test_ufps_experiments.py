@@ -172,11 +172,14 @@ def test_the_settings_are_the_papers() -> None:
     assert grid is not None and grid.spacing == (None, None, None) and grid.patch == (192, 192, 80)
     assert (grid.window, grid.normalise, grid.mean, grid.std) == ((-500, 500), "meanstd", 0, 500)
     assert scored.inference.overlap == 0.5 and scored.inference.blend == "constant"
+    assert federation.augmentation.turns == "slice" and federation.augmentation.offset > 0
+    assert scored.every == 5
     assert scored.postprocess is not None and scored.postprocess.share == 0.2
     method: Any = make_method(federation)
     starts = {module: getattr(method, module).start * 500 for module in MODULES}
     assert starts == pytest.approx({"rce": 200, "ws": 10, "ua": 300, "gmt": 300, "sam": 300})
     assert method.ws.end * 500 == pytest.approx(200) and method.teachers.rounds is None
+    assert (method.teachers.choose, method.teachers.every) == ("best", scored.every)
     assert (method.ua.parts, method.ua.tau_mean, method.ua.tau_variance) == (["decoder", "head"], 0.05, 0.001)
     assert (method.gmt.v, method.rce.coefficient, method.sam.every) == (0.8, 0.01, 5)
     sharp, sparse = method.sam.sharpness, method.sam.sparsity
@@ -263,8 +266,21 @@ def test_the_nine_strategies(tmp_path: Path) -> None:
         "susam": ("cmidg", "original", "sparse", 0.6),
     }
     assert [arm for arm, s in sams.items() if s.sharpness.direction == "random"] == ["random"]
-    assert [arm for arm, s in sams.items() if s.sharpness.share == 0.8] == ["usam-mixed"]
+    # Note S8: 0.8 of the gradient at the weights and 0.2 of the perturbed one, of which `share` is the part
+    assert {arm: s.sharpness.share for arm, s in sams.items() if s.sharpness.share != 1} == {
+        "usam-mixed": 0.2
+    }
     assert sams["usam-local"].sparsity.top == 0.5
+
+
+def test_an_organ_is_asked_of_the_site_that_annotates_it(tmp_path: Path) -> None:
+    """Figure 2C and Table 2; Figure 2B and C take the nets' own background."""
+    arms = full("arms", tmp_path).federations | full("figure-2", tmp_path).federations
+    for arm in ("dod", "fedcrld", "fedbn"):
+        assert make_method(arms[arm][0]).speaks == "owners", arm  # type: ignore[attr-defined]
+    assert make_method(arms["solo"][0]).chosen_by_site  # type: ignore[attr-defined]
+    zero = {arm for arm, of in arms.items() if of[0].evaluation.inference.background == "zero"}
+    assert zero == {"opt2", "fedasam"}
 
 
 def test_the_centralized_arm_has_all_labels(tmp_path: Path) -> None:

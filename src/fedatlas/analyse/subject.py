@@ -115,10 +115,9 @@ class Subject:
         return [Model(f"{name}/{place}", each, state.round) for place, each in enumerate(members, 1)]
 
     @cached_property
-    def locals(self) -> dict[str, Path]:
-        """site -> the file of its local model: of the last round, else of its best."""
-        folder = self.folder.path / "models" / "local"
-        return {file.stem: file for file in sorted(folder.glob("*.fa"))} | self.folder.local_models()
+    def locals(self) -> dict[str, tuple[Path, int]]:
+        """site -> the file of its local model, and its round: see `RunFolder.local_models`."""
+        return self.folder.local_models()
 
     def _local(self, site: str) -> Model:
         if site not in self.locals:
@@ -127,13 +126,10 @@ class Subject:
                 f"{self.folder.path}: holds no local model of site {site}, but {there}; a run keeps them with its last "
                 "round, where the server knows them"
             )
-        kept: Any = wire.decode(read_whole(self.locals[site]), copy=False)
-        last = (self.folder.complete() or [0])[-1]
-        best = self.folder.path / "models" / "local.json"
-        if self.locals[site].parent.parent.name == "models" and best.exists():
-            last = read_json(best)[site]["round"]
+        file, round = self.locals[site]
+        kept: Any = wire.decode(read_whole(file), copy=False)
         return Model(
-            f"local/{site}", Member.from_payload({"model": kept["model"], "classes": kept["classes"]}), last
+            f"local/{site}", Member.from_payload({"model": kept["model"], "classes": kept["classes"]}), round
         )
 
     def network(self, member: Member) -> nn.Module:

@@ -25,7 +25,7 @@ from fedatlas.evaluation.statistics import (
     mean_of_defined,
     mean_ranks,
 )
-from fedatlas.experiment import Federation, make_method
+from fedatlas.experiment import Federation, local_models, make_method
 from fedatlas.labels import LabelSpace
 from fedatlas.method import declared
 from fedatlas.report.comparison import LOWER
@@ -82,7 +82,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     found["costs"] = costs(comparison, done.seeds)
     found["forgetting"] = forgetting(comparison, done.seeds)
     found["curves"] = curves(comparison, done.seeds)
-    found["local"] = comparison.first.evaluation.local
+    found["local"] = local_models(comparison.first)
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedatlas.compare.plan import Comparison, of_findings
-from fedatlas.engine.run import read_json
+from fedatlas.engine.run import RunFolder, read_json
 from fedatlas.errors import FedAtlasError, RunFolderError
 from fedatlas.evaluation.statistics import (
     POST,
@@ -211,5 +211,4 @@ def kept_model(path: Path, model: str) -> str:
     """The name under which a run keeps a model: "best" for "last" where they are the same round."""
     if model != "last" or not (path / "best.json").exists():
         return model
-    same = read_json(path / "best.json")["round"] == read_json(path / "run.json")["rounds"]
-    return "best" if same else model
+    return "best" if RunFolder(path).best_is_last(read_json(path / "run.json")["rounds"]) else model

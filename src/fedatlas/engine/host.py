@@ -72,6 +72,7 @@ class HostedSite:
     seed_parts: tuple[str | int, ...]
     logged: dict[str, float] = field(default_factory=dict)
     along: Any = None
+    own_score: Callable[["HostedSite", nn.Module], float | None] | None = None
     _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -130,6 +131,9 @@ class HostedSite:
     def volumes(self, split: str) -> "Any":
         return self.source.volumes(split)
 
+    def score(self, net: nn.Module) -> float | None:
+        return None if self.own_score is None else self.own_score(self, net)
+
     def log(self, **numbers: float) -> None:
         for name, value in numbers.items():  # several trainings of one call add up
             self.logged[name] = float(value) + (self.logged.get(name, 0.0) if name in ADDED else 0.0)
@@ -149,6 +153,7 @@ class Host:
     terms: what happens to models on their way.
     instance: tells this installation of the site from any other that uses its name; part of every reply.
     remembers: False where calls are no part of a run, and must leave its memory alone.
+    own_score: what `method.Site.score` gives, of the site and a net; None: no net has a score.
     case_name: how the site calls a case in the rows of an evaluation; None: by its own name.
     """
 
@@ -170,11 +175,12 @@ class Host:
         terms: Terms | None = None,
         instance: str = "",
         remembers: bool = True,
+        own_score: Callable[[HostedSite, nn.Module], float | None] | None = None,
     ) -> None:
         self.name, self.source, self.functions, self.make_net = name, source, dict(functions), make_net
         self.folder, self.seed, self.threads, self.device = folder, seed, threads, torch.device(device)
         self.sends, self.log, self.texts, self.case_name = dict(sends), log, texts, case_name
-        self.instance = instance
+        self.instance, self.own_score = instance, own_score
         self.memory, self.remembers = MemoryStore(folder / "memory"), remembers
         self.exchange = SiteExchange(terms or Terms(), name, folder)
         self._forms: dict[str, Forms] = {}
@@ -291,6 +297,7 @@ class Host:
             device=self.device,
             folder=self.folder,
             seed_parts=parts,
+            own_score=self.own_score,
         )
         with keeping_freed_blocks(), isolated(*parts, "libraries"):
             value: Any = to_tree(self.functions[function](site, **payload))

@@ -266,11 +266,27 @@ class RunFolder:
         data = (self.rounds / f"{number:04d}" / "local" / f"{site}.fa").read_bytes()
         write_atomic(self.path / "models" / "local" / f"{site}.fa", data)
 
-    def local_models(self) -> dict[str, Path]:
-        """site -> the file of its local model of the last round."""
+    @property
+    def choices(self) -> dict[str, dict[str, Any]]:
+        """site -> {"round", "score"} of its local model that was best on its own validation cases, which is
+        models/local/<site>.fa; empty where sites did not choose."""
+        file = self.path / "models" / "local.json"
+        return read_json(file) if file.exists() else {}
+
+    def local_models(self) -> dict[str, tuple[Path, int]]:
+        """site -> the file of its local model, and its round: that which the site chose, else of the last round."""
         numbers = self.complete()
-        folder = self.rounds / f"{numbers[-1]:04d}" / "local" if numbers else self.rounds
-        return {path.stem: path for path in sorted(folder.glob("*.fa"))}
+        last = numbers[-1] if numbers else 0
+        files = sorted((self.rounds / f"{last:04d}" / "local").glob("*.fa"))
+        found = {file.stem: (file, last) for file in files}
+        for site, kept in self.choices.items():
+            found[site] = (self.path / "models" / "local" / f"{site}.fa", kept["round"])
+        return dict(sorted(found.items()))
+
+    def best_is_last(self, rounds: int) -> bool:
+        """Is the best model of a finished run that of its last round? rounds: so many it has."""
+        best = read_json(self.path / "best.json")
+        return all(kept["round"] == rounds for kept in (best, *best.get("sites", {}).values()))
 
 
 def to_json(value: Any) -> bytes:

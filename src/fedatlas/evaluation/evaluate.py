@@ -4,7 +4,7 @@ Shapes: C classes, *S spatial.
 """
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -26,7 +26,7 @@ from fedatlas.inference import Inference, Nets
 from fedatlas.labels import LabelSpace
 from fedatlas.method import Member, at_site
 from fedatlas.options import not_known, option, options
-from fedatlas.tensors import Tensors
+from fedatlas.tensors import Tensors, tensors_of
 
 
 @options
@@ -97,7 +97,7 @@ class Evaluation:
     local: Literal["last", "best"] = option(
         "last",
         "Which local model of a site: of the last round, or of the round in which it was best on the site's own "
-        "validation cases; best sends every site its model once more in validated rounds.",
+        "validation cases, as for standalone; best sends every site its model once more in validated rounds.",
     )
     overlays: bool = option(True, "Whether sites keep overlays of their worst, median and best cases.")
     inference: Inference = option(Inference(), "How a volume is predicted.")
@@ -400,6 +400,18 @@ def _picture(volume: Volume, truth: np.ndarray, prediction: np.ndarray) -> dict[
     return {name: plane.T[::-1, ::-1] for name, plane in turned.items()} | {
         "spacing": np.asarray(volume.spacing[:2][::-1], dtype=np.float64)
     }
+
+
+def own_score(evaluator: Any, metric: str) -> Callable[[Any, nn.Module], float | None]:
+    """What `method.Site.score` gives of a site and a net, by an evaluator of a task and the metric that chooses rounds."""
+
+    def score(site: Any, net: nn.Module) -> float | None:
+        members = [Member(tensors_of(net), tuple(sorted(site.labels.annotated))).to_payload()]
+        what = {"split": "validation", "model": "", "round": 0, "grid": "federation", "metrics": [metric]}
+        rows = evaluator.evaluate(site, members, **what, overlays=False)["rows"]
+        return selection_score(rows, "classes", metric)
+
+    return score
 
 
 def selection_score(

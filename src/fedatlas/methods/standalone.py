@@ -1,7 +1,11 @@
 """Standalone training: the lower end of the scale.
 
 Every site trains alone, from the same start, and nothing is averaged. The models are evaluated each by itself,
-and together as an ensemble in which a model speaks for the classes that its site annotates.
+and together as an ensemble in which a model speaks for the classes that its site annotates (`owners`).
+
+A site's model is that of the round in which it was best on the site's own validation cases, as in ConDistFL (Wang et al.,
+Section 4.2), and so is every member of the ensemble. `choose: common` takes one round for all, the best by all sites'
+validation cases together, which no site alone could choose.
 
 Reconstruction: the merging rule of the ensemble is not given in the papers that compare with it; `Member` in
 `fedatlas.method` states ours.
@@ -11,9 +15,9 @@ Tables S12 and S13); `fedatlas.dp_sgd` states what that protects.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
@@ -22,6 +26,7 @@ from fedatlas.dp_sgd import DPSGD
 from fedatlas.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.method import Clients, Member, Site, State, at_site
+from fedatlas.methods.owners import by_owner
 from fedatlas.options import option, options
 from fedatlas.tensors import Tensors, tensors_of
 from fedatlas.training import Local, train
@@ -42,11 +47,20 @@ class Standalone:
     state: ClassVar[type[State]] = StandaloneState
     sends: ClassVar[dict[str, str]] = {"model": "model", "n": "number", "classes": "classes"}
 
+    choose: Literal["site", "common"] = option(
+        "site",
+        "Which round counts. site: of every site's model the one in which it was best on the site's own validation cases, for "
+        "which each site is sent its model once more in validated rounds; common: one for all, the best over all sites.",
+    )
     loss: LossChoice = option(LossChoice(), "The supervised loss.")
     dp_sgd: DPSGD | None = option(
         None, "Training with clipped gradients of single samples and noise; null: without."
     )
     local: Local = option(Local(), "Training at a site between two evaluations.")
+
+    @property
+    def chosen_by_site(self) -> bool:
+        return self.choose == "site"
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""
@@ -67,10 +81,13 @@ class Standalone:
             models[site], classes[site] = reply["model"], reply["classes"]
         return dataclasses.replace(state, models=models, classes=classes, round=state.round + 1)
 
+    def assembled(self, state: StandaloneState, models: Mapping[str, Tensors]) -> StandaloneState:
+        """The state with the models that the sites chose, site -> tensors; a site that could not has its last one."""
+        return dataclasses.replace(state, models=state.models | dict(models))
+
     def eval_members(self, state: StandaloneState, site: str) -> list[Member]:
         """All sites' models, each restricted to the classes that its site annotates."""
-        members = [Member(state.models[name], tuple(state.classes[name])) for name in sorted(state.models)]
-        return members or [Member(state.model)]
+        return by_owner(state.model, state.models, state.classes)
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:

@@ -7,6 +7,10 @@ paper puts on pseudo labels (`pseudo_labels`).
 The server keeps the teachers until every site has them; a site keeps them in its memory, and its own from the beginning.
 What travels, once: a model from every site, and the models of all others to it.
 
+A teacher is the model of that round of its training in which it was best on the site's own validation cases: the paper
+takes the models of SOLO, training alone, as they were chosen (S6.6). `choose: last` takes the last one. How often it is
+validated is not in the paper; here every 5 rounds, as the federation of `experiments/ufps`.
+
 Shapes: B batch, C classes with the background, *S spatial.
 """
 
@@ -51,13 +55,22 @@ class Teaching:
         "(faults.deadline); null: as long as the federation has rounds.",
         ge=1,
     )
+    choose: Literal["best", "last"] = option(
+        "best",
+        "Which round of its training a teacher is of: the one in which it was best on the site's own validation cases, or the "
+        "last, as where a site has none.",
+    )
+    every: int = option(
+        5, "Rounds of its training between validations of a teacher; the last is always validated.", ge=1
+    )
     local: dict[str, Any] = option(
         {}, "What is other than in the rounds while teachers are trained, by the keys of `local`."
     )
     loss: LossChoice | None = option(None, "The loss of the teachers; null: that of the rounds.")
     dp_sgd: DPSGD | None = option(
         None,
-        "DP-SGD for the teachers, which all sites get; null: without. What is trained and sent after them is not covered.",
+        "DP-SGD for the teachers, which all sites get; null: without. What is trained and sent after them is not covered, nor "
+        "are the validation cases by which `choose` decides.",
     )
     exclusive: bool = option(
         True,
@@ -194,6 +207,20 @@ def with_teachers(clients: Clients, state: TaughtState, teacher_update: Callable
 # -------------------------------------------------------------------------------------------------------- at the site
 
 
+@dataclass
+class Chosen:
+    """The model of the round with the highest score so far; of equal scores the first."""
+
+    model: Tensors | None = None
+    round: int = 0
+    score: float = -1.0
+
+    def see(self, net: nn.Module, round: int, score: float | None) -> None:
+        """score: of the net after a round; None where it has none."""
+        if score is not None and score > self.score:
+            self.model, self.round, self.score = tensors_of(net), round, score
+
+
 def train_teacher(
     site: Site, model: Tensors, rounds: int, how: Teaching, *, local: Local, loss: LossChoice
 ) -> dict[str, Any]:
@@ -203,6 +230,7 @@ def train_teacher(
     supervised = losses.supervised(how.loss or loss, site)
     length = how.rounds or rounds
     own_local, spent = how.training(local), "teacher dp_sgd"
+    best = Chosen()
     with dp_sgd.stepping(how.dp_sgd, site, net, own_local, memory=spent, prefix="teacher_") as step:
         for round in range(length):
             train(
@@ -216,8 +244,14 @@ def train_teacher(
                 step=step,
                 prefix="teacher_",
             )
+            last = round + 1 == length
+            # one alone is the best, whatever its score
+            if how.choose == "best" and length > how.every and (last or (round + 1) % how.every == 0):
+                best.see(net, round + 1, site.score(net))
     site.memory.pop(memory, None)
-    own = {"teacher": tensors_of(net), "classes": sorted(site.labels.annotated)}
+    if best.model is not None:
+        site.log(teacher_round=best.round, teacher_score=best.score)
+    own = {"teacher": best.model or tensors_of(net), "classes": sorted(site.labels.annotated)}
     site.memory[MEMORY] = {site.name: {"model": dict(own["teacher"]), "classes": list(own["classes"])}}
     return own
 

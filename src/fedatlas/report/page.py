@@ -166,6 +166,9 @@ def _verdicts(run: Run) -> str:
     elif model == tables.GLOBAL and run.best_round is not None:
         score = "" if run.best_score is None else f", validation score {run.best_score:.3f}"
         best = f"Global model: best round {run.best_round}{score}. "
+    elif model == tables.GLOBAL and run.best_rounds:
+        each = ", ".join(f"{markup.text(site)} {number}" for site, number in run.best_rounds.items())
+        best = f"Models of all sites together, each of the round that was best on its own validation cases: {each}. "
     else:
         best = ""
     first = "All sites together" if run.images else "Client-wise"

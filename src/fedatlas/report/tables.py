@@ -219,6 +219,9 @@ class Run:
     start: Round | None
     rounds: tuple[Round, ...]
     best_round: int | None
+    """None where no round was chosen, or each site chose its own."""
+    best_rounds: Mapping[str, int]
+    """site -> the round that it chose for its own model, where each site did."""
     best_score: float | None
     rows: tuple[RowDict, ...] | None
     federation: str | None
@@ -325,7 +328,8 @@ def read(folder: Path) -> Run:
         sites=sites,
         start=next((entry for entry in rounds if entry.number == 0), None),
         rounds=tuple(entry for entry in rounds if entry.number > 0),
-        best_round=int(best["round"]) if "round" in best else None,
+        best_round=int(best["round"]) if "round" in best and "sites" not in best else None,
+        best_rounds={str(site): int(kept["round"]) for site, kept in sorted(best.get("sites", {}).items())},
         best_score=number(best.get("score")),
         rows=rows,
         federation=federation,
