@@ -76,9 +76,8 @@ def models_of(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def test_the_best_of_standalone_is_every_sites_own_best_round(small: dict[str, Any], tmp_path: Path) -> None:
-    asked = federation(
-        small | {"method": {"name": "standalone"}}, tmp_path, local="last", models=["best", "last", "local"]
-    )
+    small |= {"method": {"name": "standalone"}, "sites": small["sites"][:2]}
+    asked = federation(small, tmp_path, local="last", models=["best", "last", "local"])
     run_federation(asked, tmp_path / "whole", tell=lambda text: None)
     scores, sites = logs(tmp_path / "whole"), [site.name for site in asked.sites]
     rounds = {site: max(range(1, 5), key=lambda n: (scores[n][site], -n)) for site in sites}
@@ -123,8 +122,8 @@ def page(path: Path) -> str:
 
 
 def test_one_round_for_all_is_a_switch(small: dict[str, Any], tmp_path: Path) -> None:
-    method = {"name": "standalone", "choose": "common"}
-    asked = federation(small | {"method": method}, tmp_path, local="last", models=["best"])
+    small |= {"method": {"name": "standalone", "choose": "common"}, "sites": small["sites"][:2]}
+    asked = federation(small, tmp_path, local="last", models=["best"], every=2)
     run_federation(asked, tmp_path / "run", tell=lambda text: None)
     told = json.loads((tmp_path / "run" / "best.json").read_text())
     assert set(told) == {"round", "score"} and not (tmp_path / "run" / "models" / "local.json").exists()
@@ -136,6 +135,7 @@ def test_one_round_for_all_is_a_switch(small: dict[str, Any], tmp_path: Path) ->
 def test_a_teacher_is_of_the_round_that_its_site_chooses(small: dict[str, Any], tmp_path: Path) -> None:
     """UFPS, S6.6: the teachers are the models that training alone ends with, as they are chosen."""
     small["local"] |= {"lr": 0.05}
+    small["sites"] = small["sites"][:2]
 
     def teachers(name: str, **options: Any) -> dict[str, tuple[Any, dict[str, float]]]:
         told = {"rounds": 4, **options}
@@ -156,9 +156,10 @@ def test_a_teacher_is_of_the_round_that_its_site_chooses(small: dict[str, Any], 
     chosen, last = teachers("best", every=1), teachers("last", choose="last")
     for site, (model, log) in chosen.items():
         n = int(log["teacher_round"])
-        assert model == teachers(f"{n}", choose="last", rounds=n)[site][0] and log["teacher_score"] > 0
+        assert model == teachers(f"{n}", choose="last", rounds=n)[site][0] and log["teacher_score"] >= 0
         assert "teacher_round" not in last[site][1] and (model == last[site][0]) == (n == 4)
     assert {int(log["teacher_round"]) for _, log in chosen.values()} != {4}, "else this test says nothing"
+    assert any(log["teacher_score"] > 0 for _, log in chosen.values())
     assert {site: model for site, (model, _) in teachers("rare", every=4).items()} == {
         site: model for site, (model, _) in last.items()
     }

@@ -94,7 +94,7 @@ def test_the_published_step(key: str, phi_in_outer: Any, order: Any) -> None:
     if f"{key}/theta_prime/0.weight" in v:  # at which the outer loss is taken, with the phi of the variant
         inner = {name: v[f"{key}/theta_prime/{name}"] for name in theta}
         outer = {name: v[f"phi_new/{name}"] if phi_in_outer == "updated" else phi[name] for name in phi}
-        assert float(L_val(inner, outer)) == pytest.approx(float(made.validation), abs=1e-6)
+        assert L_val(inner, outer).item() == pytest.approx(float(made.validation), abs=1e-6)
     if f"{key}/loss_train" in v:
         assert float(made.train) == pytest.approx(float(v[f"{key}/loss_train"]), abs=1e-6)
 
