@@ -32,7 +32,16 @@ from fedatlas.labels import BACKGROUND
 GLOBAL = "best"
 RANKS = ("worst", "median", "best")
 BOOKKEEPING = frozenset(
-    {"steps", "step_seconds", "seconds", "cases", "releases", "teacher_seconds", "teacher_round", "teacher_score"}
+    {
+        "steps",
+        "step_seconds",
+        "seconds",
+        "cases",
+        "releases",
+        "teacher_seconds",
+        "teacher_round",
+        "teacher_score",
+    }
 )
 """Numbers that a site logs beside its loss terms."""
 TRAFFIC = {
