@@ -1,11 +1,15 @@
 """The command line, used as a user would."""
 
+import contextlib
+import io
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nibabel as nib
@@ -13,12 +17,19 @@ import numpy as np
 import pytest
 import yaml
 
-from fedatlas.cli import main
+from fedatlas.cli import Counter, Progress, main
+from fedatlas.evaluation.statistics import read_rows, select
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, phantom, phantom_cache) -> Path:
-    """A run of two rounds on the phantom, with its report."""
+def said() -> list[str]:
+    """What the run of `trained` said, a line each."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, phantom, phantom_cache, said) -> Path:
+    """A run of three rounds on the phantom, with its report."""
     from fedatlas.data.phantom import phantom_sites
 
     folder = tmp_path_factory.mktemp("cli")
@@ -35,7 +46,9 @@ def trained(tmp_path_factory, phantom, phantom_cache) -> Path:
     }
     file = folder / "federation.yaml"
     file.write_text(yaml.safe_dump(federation))
-    assert main(["run", str(file), "--runs", str(folder / "runs"), "--id", "one"]) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(["run", str(file), "--runs", str(folder / "runs"), "--id", "one"]) == 0
+    said += out.getvalue().splitlines()
     return folder / "runs" / "one"
 
 
@@ -99,6 +112,48 @@ def test_predict_in_the_scans_own_geometry(trained: Path, phantom: Path, tmp_pat
     assert np.array_equal(there[:, ::-1].transpose(1, 2, 0), np.asarray(labels.dataobj))
 
 
+def test_dice_of_the_files_of_predict_is_that_of_evaluate(
+    trained: Path, phantom: Path, tmp_path, monkeypatch
+) -> None:
+    """The scans have noise below half precision, in which preprocessed scans are kept on disk: the net must be given the
+    same bits from both."""
+    from fedatlas import inference
+    from fedatlas.trained import evaluate_folder, predict_scans
+
+    site = shutil.copytree(phantom / "site-0", tmp_path / "site")
+    scan = next((site / "imagesTr").glob("*.nii.gz"))
+    source = nib.load(scan)
+    voxels = np.asarray(source.dataobj, dtype=np.float32)
+    voxels += np.random.default_rng(0).normal(0, 30, voxels.shape).astype(np.float32)
+    nib.save(nib.Nifti1Image(voxels, source.affine), scan)
+    images: list[np.ndarray] = []
+    whole = inference.predict_together
+
+    def noted(members, net_of, image, *more):
+        images.append(image.numpy().copy())
+        return whole(members, net_of, image, *more)
+
+    monkeypatch.setattr(inference, "predict_together", noted)
+    rows, _ = evaluate_folder(trained, site)
+    assert {row["round"] for row in rows} == {json.loads((trained / "best.json").read_text())["round"]}
+    (entry,) = predict_scans(trained, [[scan]], tmp_path / "out")["scans"]
+    *evaluated, predicted = images
+    assert any(np.array_equal(image, predicted) for image in evaluated)
+    case = scan.name.removesuffix("_0000.nii.gz")
+    found = np.asarray(nib.load(entry["labels"]).dataobj)
+    truth = np.asarray(nib.load(site / "labelsTr" / f"{case}.nii.gz").dataobj)
+    theirs = json.loads((site / "dataset.json").read_text())["labels"]
+    ours = {
+        name: int(number)
+        for number, name in json.loads((tmp_path / "out" / "classes.json").read_text()).items()
+    }
+    scored = {r["class"]: r["value"] for r in rows if (r["case"], r["metric"]) == (case, "dice")}
+    assert scored
+    for name, value in scored.items():
+        a, b = found == ours[name], truth == theirs[name]
+        assert value == pytest.approx(2 * (a & b).sum() / (a.sum() + b.sum()), abs=1e-12), name
+
+
 def turn(shape: tuple[int, ...]) -> np.ndarray:
     """Voxel (k, i', j) of the turned file -> voxel (i, j, k) of the source, with i' counted from the end."""
     return np.array([[0, -1, 0, shape[0] - 1], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]])
@@ -110,8 +165,88 @@ def test_evaluate_a_folder(trained: Path, phantom: Path, tmp_path, capsys) -> No
         capsys, "evaluate", trained, "--data", phantom / "site-0", *fuller, "--out", tmp_path / "r.csv"
     )
     assert "liver" in text and "tumour" in text and (tmp_path / "r.csv").exists()
+    rows = read_rows(tmp_path / "r.csv")
+    means = [
+        np.mean(
+            [
+                r["value"]
+                for r in rows
+                if (r["class"], r["metric"]) == (name, "dice") and r["value"] is not None
+            ]
+        )
+        for name in dict.fromkeys(row["class"] for row in rows)
+    ]
+    macro = next(line for line in text.splitlines() if line.startswith("macro")).split()
+    assert macro[1] == f"{np.mean(means):.3f}" and macro[3:] == ["mean", "over", "classes"]
     found = json.loads(output(capsys, "evaluate", trained, "--data", phantom / "site-2", "--json"))
     assert {row["class"] for row in found["rows"]} == {"kidney", "tumour"}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_progress_of_predict_and_evaluate(trained: Path, phantom: Path, tmp_path, monkeypatch, quiet) -> None:
+    scans = sorted((phantom / "site-1" / "imagesTr").glob("*.nii.gz"))[:2]
+    commands: list[list[Any]] = [
+        ["predict", trained, *scans, "-o", tmp_path],
+        ["evaluate", trained, "--data", phantom / "site-1"],
+    ]
+    for command in commands:
+        monkeypatch.setattr(sys, "stderr", shown := Terminal())
+        assert main([str(part) for part in command] + ["--quiet"] * quiet) == 0
+        text = shown.getvalue()
+        assert bool(text) is not quiet
+        if not quiet:
+            total = 2 if command[0] == "predict" else 5
+            assert f"1 of {total}" in text and f"2 of {total}, 0:0" in text and "left" in text
+            assert scans[1].name.removesuffix("_0000.nii.gz") in text
+            assert text.endswith("\x1b[2K"), "the line is cleared"
+
+
+def test_time_left_is_that_of_the_cases_that_are_done(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    clock = iter([100.0, 110.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with Counter(quiet=False) as counter:
+        counter.seen(0, 5, "a")
+        counter.seen(2, 5, "c")
+    assert "1 of 5  a" in shown.getvalue() and "3 of 5, 0:15 left  c" in shown.getvalue()
+
+
+def test_the_printed_loss_is_the_supervised_one() -> None:
+    """The sum of all terms may rise because the weight of one of them does."""
+    logs = {"a": {"loss": 3.0, "supervised": 0.5, "condist": 2.5}, "b": {"loss": 2.0, "supervised": 0.25}}
+    record = SimpleNamespace(number=1, rows=[], log={"sites": logs, "lost": {}})
+    Progress(2, shown := io.StringIO()).round(record, SimpleNamespace(round=0))
+    assert "supervised loss a 0.500  b 0.250" in shown.getvalue() and "3.0" not in shown.getvalue()
+    record.log["sites"] = {"a": {"loss": 3.0}}
+    Progress(2, shown := io.StringIO()).round(record, SimpleNamespace(round=0))
+    assert "  loss a 3.000" in shown.getvalue()
+
+
+def test_a_run_ends_with_a_verdict(said: list[str], trained: Path) -> None:
+    *_, model, baseline, after = said
+    rows = read_rows(trained / "rows.csv")
+
+    def macro(model: Any, known: bool) -> str:
+        pairs: dict[Any, list[float]] = {}
+        for r in select(rows, split="test", metric="dice", known=known):
+            if r["value"] is not None and r["model"] == (model or f"local/{r['site']}"):
+                pairs.setdefault((r["site"], r["class"]), []).append(r["value"])
+        return f"{np.mean([np.mean(values) for values in pairs.values()]):.3f}"
+
+    assert "models/best.fa" in model and "macro Dice, test cases" in model
+    best = json.loads((trained / "best.json").read_text())["round"]
+    assert f"round {best} of 3" in model
+    assert f"{macro('best', True)} on annotated classes" in model
+    assert f"{macro('', True)} on annotated classes" in baseline
+    assert after.split()[:3] == ["next:", "fedatlas", "predict"]
+    evaluated = [line for line in said if line.startswith("final evaluation")]
+    assert ["validation" in evaluated[0], "test" in evaluated[-1]] == [True, True]
+    assert evaluated[-1].split(": ")[1].split(", ")[0] == "best" and "local/s0" in evaluated[-1]
 
 
 def test_lists_and_schema(capsys) -> None:

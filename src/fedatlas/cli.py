@@ -80,6 +80,9 @@ def parser() -> argparse.ArgumentParser:
             help="go on with images of another kind than the model was trained on",
         )
 
+    def quiet(made: argparse.ArgumentParser) -> None:
+        made.add_argument("--quiet", action="store_true", help="show no progress on the terminal")
+
     def postprocess(made: argparse.ArgumentParser, sentence: str) -> None:
         made.add_argument(
             "--postprocess",
@@ -153,6 +156,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="write all rows to this CSV file")
     made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
     another_kind(made)
+    quiet(made)
     postprocess(made, "score once more after post-processing")
     as_json(made)
 
@@ -182,6 +186,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
     made.add_argument("--overwrite", action="store_true", help="replace results that are there already")
     another_kind(made)
+    quiet(made)
     postprocess(made, "write labels after post-processing")
     as_json(made)
 
@@ -522,7 +527,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     require_known(arguments.federation, arguments.override)
     from fedatlas.experiment import load_federation
+    from fedatlas.report.conclusion import lines
     from fedatlas.report.page import write
+    from fedatlas.report.tables import read
     from fedatlas.session import run_federation, run_path
 
     federation = load_federation(arguments.federation, arguments.override)
@@ -549,7 +556,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         print(json.dumps(summary(path) | {"report": str(page)}, indent=1))
     else:
-        progress.tell(f"run:    {path}\nreport: {page}")
+        progress.tell("\n".join(lines(read(path), page)))
     return 0
 
 
@@ -595,21 +602,25 @@ def evaluate(arguments: argparse.Namespace) -> int:
         "format": arguments.format or ("csv" if of_images else "auto"),
         "reading": reading,
     }
-    if of_images:
-        _only_of_voxels(arguments)
-        rows, ignored = evaluate_images(arguments.run, arguments.data, aliases=aliases, **layout, **chosen)
-    else:
-        rows, ignored = evaluate_folder(
-            arguments.run,
-            arguments.data,
-            aliases=aliases,
-            table=arguments.table,
-            labels=arguments.labels,
-            test_labels=arguments.test_labels,
-            post=arguments.postprocess,
-            **layout,
-            **chosen,
-        )
+    with Counter(arguments.quiet) as counter:
+        chosen["seen"] = counter.seen
+        if of_images:
+            _only_of_voxels(arguments)
+            rows, ignored = evaluate_images(
+                arguments.run, arguments.data, aliases=aliases, **layout, **chosen
+            )
+        else:
+            rows, ignored = evaluate_folder(
+                arguments.run,
+                arguments.data,
+                aliases=aliases,
+                table=arguments.table,
+                labels=arguments.labels,
+                test_labels=arguments.test_labels,
+                post=arguments.postprocess,
+                **layout,
+                **chosen,
+            )
     if arguments.json:
         print(json.dumps({"rows": rows, "ignored": ignored}, indent=1))
     else:
@@ -636,7 +647,8 @@ def predict(arguments: argparse.Namespace) -> int:
         return _predict_images(arguments)
     scans = [_files_of(scan) for scan in arguments.scan]
     chosen = _prediction(arguments) | {"post": arguments.postprocess}
-    result = predict_scans(arguments.run, scans, arguments.out, **chosen)
+    with Counter(arguments.quiet) as counter:
+        result = predict_scans(arguments.run, scans, arguments.out, **chosen, seen=counter.seen)
     if arguments.json:
         print(json.dumps(result, indent=1))
     else:
@@ -674,7 +686,9 @@ def _predict_images(arguments: argparse.Namespace) -> int:
     from fedatlas.trained_images import predict_images
 
     _only_of_voxels(arguments)
-    result = predict_images(arguments.run, arguments.scan, arguments.out, **_prediction(arguments))
+    with Counter(arguments.quiet) as counter:
+        chosen = _prediction(arguments) | {"seen": counter.seen}
+        result = predict_images(arguments.run, arguments.scan, arguments.out, **chosen)
     if arguments.json:
         print(json.dumps(result, indent=1))
         return 0
@@ -684,7 +698,11 @@ def _predict_images(arguments: argparse.Namespace) -> int:
             name + (" *" if entry["present"].get(name) else "") + f" {text}" for name, text in told.items()
         ]
         print(f"{entry['image']}: {', '.join(found)}")
-    print(f"* at or above the threshold that was fitted in the run; table: {result['table']}")
+    if any(limit is not None for limit in result["thresholds"].values()):
+        print("* at or above the threshold that was fitted in the run")
+    for name, reason in result["no_threshold"].items():
+        print(f"{name}: probabilities only, no threshold ({reason})")
+    print(f"table: {result['table']}")
     return 0
 
 
@@ -799,8 +817,11 @@ class Progress:
         self._line(text)
 
     def site(self, site: str, function: str, log: dict[str, float], cost: dict[str, float]) -> None:
+        from fedatlas.report.tables import main_loss
+
         if self.live:
-            loss = f" loss {log['loss']:.3f}" if "loss" in log else ""
+            told = main_loss(log)
+            loss = f" loss {log[told]:.3f}" if told else ""
             self._transient(f"  {site}: {function}{loss}, {cost['seconds']:.1f} s")
 
     def passing(self, text: str) -> None:
@@ -809,16 +830,19 @@ class Progress:
             self._transient(f"  {text.splitlines()[0]}")
 
     def round(self, record: Any, best: Any) -> None:
+        from fedatlas.report.tables import main_loss
+
         if record.number == 0:
             self.began = time.monotonic()
             return
         now = time.monotonic()
         self.durations.append(now - self.began)
         self.began = now
-        losses = "  ".join(
-            f"{site} {log['loss']:.3f}" for site, log in sorted(record.log["sites"].items()) if "loss" in log
-        )
-        text = f"round {record.number:>{len(str(self.rounds))}}/{self.rounds}  loss {losses}"
+        sites = record.log["sites"]
+        told = main_loss(term for log in sites.values() for term in log)
+        losses = "  ".join(f"{site} {log[told]:.3f}" for site, log in sorted(sites.items()) if told in log)
+        which = "loss" if told in (None, "loss") else f"{told} loss"
+        text = f"round {record.number:>{len(str(self.rounds))}}/{self.rounds}  {which} {losses}"
         if record.rows and best.round:
             score = f"{best.last_score:.3f}" if best.last_score is not None else "not defined"
             text += f"  validation {TITLES.get(best.metric, best.metric)} {score} (best {best.score:.3f} in round {best.round})"
@@ -834,6 +858,34 @@ class Progress:
 
     def _transient(self, text: str) -> None:
         print(f"\r\x1b[2K{text}", end="", file=self.out, flush=True)
+
+
+class Counter:
+    """What `predict` and `evaluate` show while they work, on stderr and only on a terminal: the case that is next, how
+    many there are, and the time left."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.out, self.live = sys.stderr, sys.stderr.isatty() and not quiet
+        self.began: float | None = None
+
+    def seen(self, done: int, total: int, name: str) -> None:
+        """Before a case: how many are done, of how many. The first case tells nothing of the time left."""
+        if not self.live:
+            return
+        if self.began is None:
+            self.began = time.monotonic()
+        left = (time.monotonic() - self.began) / done * (total - done) if done else None
+        clock = "" if left is None else f", {_clock(left)} left"
+        print(
+            f"\r\x1b[2K  {min(done + 1, total)} of {total}{clock}  {name}", end="", file=self.out, flush=True
+        )
+
+    def __enter__(self) -> "Counter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.live:
+            print("\r\x1b[2K", end="", file=self.out, flush=True)
 
 
 def _clock(seconds: float) -> str:

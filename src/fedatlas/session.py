@@ -469,8 +469,7 @@ def _run(
             after_round=keep,
         )
         folder.keep_model("last", state.round)
-        tell("final evaluation" + (" on the original grids" if federation.task == "segmentation" else ""))
-        _finish(running, federation)
+        _finish(running, federation, tell)
 
 
 class Best:
@@ -590,7 +589,7 @@ class BestLocals:
         write_atomic(self.file, to_json(self.best))
 
 
-def _finish(running: Running, federation: Federation) -> None:
+def _finish(running: Running, federation: Federation, tell: Tell) -> None:
     """Evaluates best, last and local models on the original grids, into rows.csv; where labels are of whole images,
     also into histograms.json and thresholds.json. Thresholds are fitted on the validation cases of all sites."""
     folder, method = running.folder, running.design.method
@@ -620,9 +619,12 @@ def _finish(running: Running, federation: Federation) -> None:
         what = {"split": split, "grid": "original", "metrics": metrics}
         if hasattr(running.design.evaluator, "evaluate_several"):
             for group in in_groups(models, running.evaluators.everyone, TOGETHER):
+                named = ", ".join(model.name for model in group)
+                tell(f"final evaluation on the original grids, {split} cases: {named}")
                 found.rows.extend(running.evaluate_several(group, **what).rows)
             continue
         for model in models:
+            tell(f"final evaluation, {split} images: {model.name}")
             more = running.design.task.extra(fitted.get(model.name))
             got = running.evaluate(model, **what, **more)
             found.rows.extend(got.rows)

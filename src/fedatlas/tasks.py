@@ -171,7 +171,8 @@ class Segmentation:
         assert federation.preprocessing is not None
         preprocessing = federation.preprocessing
         evaluation = replace(federation.evaluation, inference=inference_of(federation))
-        return Evaluator(evaluation, tuple(preprocessing.patch), preprocessing.context, space)
+        patch, context = tuple(preprocessing.patch), preprocessing.context
+        return Evaluator(evaluation, patch, context, space, preprocessing.orientation)
 
     def fit(self, histograms: Sequence[Mapping[str, Any]], federation: Federation, space: LabelSpace) -> None:
         return None

@@ -1,7 +1,7 @@
 """A trained model taken from a run folder: predicting scans, scoring folders."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,13 @@ from fedatlas.tasks import task_of
 from fedatlas.tensors import Tensors, load
 from fedatlas.usable import Warn, record_of, require_files, require_members, require_new, silent
 
+Seen = Callable[[int, int, str], None]
+"""Is told how many cases are done, of how many, and the name of the next."""
+
+
+def unseen(done: int, total: int, name: str) -> None:
+    """A `Seen` that tells nobody."""
+
 
 def _device(name: str) -> torch.device:
     """A device by its name. Raises FederationError if it is none, or not here."""
@@ -55,9 +62,11 @@ def _device(name: str) -> torch.device:
 class Trained:
     """The model of a run folder, ready to predict.
 
-    model: "best", "last" or "local/<site>". warn: is told what may make its word less reliable. inputs: what it was
+    model: "best", "last" or "local/<site>"; round: the one that it is of. warn: is told what may make its word less reliable. inputs: what it was
     trained on, see `data.inputs`. Raises RunFolderError if the run or that model is not there, or not as it was left.
     """
+
+    round: int
 
     def __init__(
         self, path: Path, model: str = "best", device: str | None = None, warn: Warn = silent
@@ -94,7 +103,7 @@ class Trained:
             site = self.model.removeprefix("local/")
             if site not in local:
                 raise not_known(f"{self.folder.path}: the local model", site, local)
-            file, _ = local[site]
+            file, self.round = local[site]
             try:
                 kept: Any = wire.decode(read_whole(file), copy=False)
                 return [Member.from_payload({"model": dict(kept["model"]), "classes": kept["classes"]})]
@@ -106,6 +115,7 @@ class Trained:
         if not file.exists() and (file.parent / "last.fa").exists():
             raise RunFolderError(f"{file}: missing, no round of this run was validated; use --model last")
         state = self.folder.state(file, self.method)
+        self.round = state.round
         return eval_members(self.method, state, "")
 
     @property
@@ -172,6 +182,7 @@ def predict_scans(
     overwrite: bool = False,
     anyway: bool = False,
     warn: Warn = silent,
+    seen: Seen = unseen,
 ) -> dict[str, Any]:
     """Writes a label map per scan, in the scan's own geometry, and classes.json beside them.
 
@@ -179,6 +190,7 @@ def predict_scans(
     `flat.write_labels`, and predictions.csv with the pixels of every class and the probability of every finding.
     post: write labels after post-processing, see `Trained.postprocess`. overwrite: replace files that are there.
     anyway: go on with images of another kind than the model was trained on. warn: is told where they differ from those.
+    seen: is told of every scan before it is read.
     Returns what was written and the volume, or the pixels, found per class, and where a selector chooses among models
     the site whose model it took (`Trained.choice`).
     """
@@ -200,7 +212,8 @@ def predict_scans(
     require_new(out, [file for files in scans for file in files], results, overwrite)
     written = []
     table: list[dict[str, Any]] = []
-    for files, target in zip(scans, targets, strict=True):
+    for number, (files, target) in enumerate(zip(scans, targets, strict=True)):
+        seen(number, len(scans), files[0].name)
         if flat.is_picture(files[0]):
             entry, rows = _predict_picture(trained, list(files), out, post, anyway, warn)
             written.append(entry)
@@ -342,12 +355,15 @@ def evaluate_folder(
     post: bool = False,
     anyway: bool = False,
     warn: Warn = silent,
+    seen: Seen = unseen,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Scores a trained model on every labelled case of a folder, on the original grids.
 
     anyway, warn: as of `predict_scans`.
     format, reading: the layout of the folder and its options, as a site of a federation has them. post: score once
-    more after post-processing also where the run's `evaluation` names none, see `Trained.postprocess`. Returns the rows, and the labels of the folder that the model does not know: they are not scored.
+    more after post-processing also where the run's `evaluation` names none, see `Trained.postprocess`. seen: is told of
+    every case before it is predicted. Returns the rows, and the labels of the folder that the model does not know: they are
+    not scored.
     """
     if format not in VOLUME_FORMATS:
         raise not_known("--format: the layout", format, VOLUME_FORMATS)
@@ -400,9 +416,9 @@ def evaluate_folder(
     evaluator = task_of(federation).evaluator(federation, space)
     rows: list[dict[str, Any]] = []
     members = [member.to_payload() for member in trained.members]
+    site = Visitor(name, source, trained, ("train", "test"), seen)
     for split in ("train", "test"):
-        site = Visitor(name, source, trained)
-        what = {"split": split, "model": model, "round": 0, "grid": "original"}
+        what = {"split": split, "model": model, "round": trained.round, "grid": "original"}
         reply = evaluator.evaluate(
             site, members, **what, metrics=list(federation.evaluation.metrics), overlays=False
         )
@@ -432,19 +448,28 @@ def require_kind(trained: Trained, source: Any, anyway: bool, warn: Warn) -> Non
 
 
 class Visitor:
-    """A site outside the federation, as evaluation sees it."""
+    """A site outside the federation, as evaluation sees it. splits: those that will be asked for, one after another."""
 
-    def __init__(self, name: str, source: Any, trained: Trained) -> None:
+    def __init__(
+        self, name: str, source: Any, trained: Trained, splits: Sequence[str], seen: Seen = unseen
+    ) -> None:
         self.name, self.source, self.network, self.device = name, source, trained.network, trained.device
         self.folder, self.labels = trained.folder.path / "visitors" / name, source.labels
+        self.seen, self.done = seen, 0
+        self.total = sum(len(source.items[split]) for split in splits)
 
-    def volumes(self, split: str) -> Any:
-        return self.source.volumes(split)
+    def volumes(self, split: str) -> Iterator[Any]:
+        """The cases of a split, one at a time; `seen` is told of each."""
+        self.seen(self.done, self.total, "")
+        for volume in self.source.volumes(split):
+            self.seen(self.done, self.total, volume.case)
+            yield volume
+            self.done += 1
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Mean (SD) per class and metric as text, over the cases where it is defined; below, the same after post-processing,
-    and findings of the whole image."""
+    """Mean (SD) per class and metric as text, over the cases where it is defined, and of several classes the mean of
+    their means; below, the same after post-processing, and findings of the whole image."""
     processed = [row for row in rows if row["model"].startswith(POST)]
     if processed:
         kept = [row for row in rows if not row["model"].startswith(POST)]
@@ -459,6 +484,7 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
     classes = list(dict.fromkeys(row["class"] for row in rows))
     width = max([len(name) for name in classes] + [5])
     lines = [f"{'class':{width}}  " + "  ".join(f"{m:>16}" for m in metrics) + "    n"]
+    means: dict[str, list[float]] = {metric: [] for metric in metrics}
     for name in classes:
         cells, n = [], 0
         for metric in metrics:
@@ -468,13 +494,22 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
                 if r["class"] == name and r["metric"] == metric and r["value"] is not None
             ]
             n = max(n, len(values))
+            means[metric] += [float(np.mean(values))] if values else []
             cells.append(
                 f"{np.mean(values):8.3f} ({np.std(values, ddof=1) if len(values) > 1 else 0:5.3f})"
                 if values
                 else f"{'not defined':>16}"
             )
         lines.append(f"{name:{width}}  " + "  ".join(cells) + f"  {n:3d}")
+    if len(classes) > 1:
+        cells = [f"{macro(means[metric]):16}" for metric in metrics]
+        lines.append(f"{'macro':{width}}  " + "  ".join(cells) + "  mean over classes")
     return "\n".join(lines)
+
+
+def macro(values: Sequence[float]) -> str:
+    """The mean of the values of several classes as the cell of a table."""
+    return f"{np.mean(values):8.3f}" if values else "not defined"
 
 
 def _findings_table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -19,19 +19,28 @@ from fedatlas.data.picture import PictureError
 from fedatlas.engine.run import read_json
 from fedatlas.engine.store import write_atomic
 from fedatlas.errors import DataError, FederationError
+from fedatlas.evaluation.classification import NO_CUT, Threshold
 from fedatlas.evaluation.image_evaluation import Panel
 from fedatlas.evaluation.statistics import write_rows
 from fedatlas.options import not_known
 from fedatlas.tasks import task_of
-from fedatlas.trained import Trained, Visitor, require_kind, site_name
+from fedatlas.trained import Seen, Trained, Visitor, macro, require_kind, site_name, unseen
 from fedatlas.usable import Warn, require_files, require_new, silent
 
 
-def thresholds_of(trained: Trained) -> dict[str, float | None]:
-    """class -> where the model calls it present, as fitted on the validation images of the run; None: not fitted."""
+def thresholds_of(trained: Trained) -> dict[str, Threshold]:
+    """class -> where the model calls it present, as fitted on the validation images of the run, or why it does not."""
     file = trained.folder.path / "thresholds.json"
     fitted = read_json(file)["models"].get(trained.model, {}) if file.exists() else {}
-    return {name: fitted.get(name, {}).get("value") for name in trained.space.names}
+    found = {}
+    for name in trained.space.names:
+        entry = fitted.get(name, {})
+        value, reason = entry.get("value"), entry.get("reason") or "none was fitted in the run"
+        # earlier versions kept 0, which calls everything present
+        found[name] = (
+            Threshold(value) if value else Threshold(None, None, reason if value is None else NO_CUT)
+        )
+    return found
 
 
 def probabilities(trained: Trained, images: Tensor) -> Tensor:
@@ -50,17 +59,20 @@ def predict_images(
     overwrite: bool = False,
     anyway: bool = False,
     warn: Warn = silent,
+    seen: Seen = unseen,
 ) -> dict[str, Any]:
     """Writes findings.csv: per image and class the probability, and 1 or 0 at the threshold where one was fitted.
 
-    overwrite, anyway, warn: as of `predict_scans`. Returns the same. Raises DataError for a file that is no image.
+    overwrite, anyway, warn: as of `predict_scans`. seen: is told of every image before it is read. Returns the same,
+    and why a class has no threshold. Raises DataError for a file that is no image.
     """
     require_files(files)
     require_new(out, files, [out / "findings.csv"], overwrite)
     trained = Trained(path, model, device, warn)
     names, limits = trained.space.names, thresholds_of(trained)
     found = []
-    for file in files:
+    for number, file in enumerate(files):
+        seen(number, len(files), file.name)
         try:
             arrays, about = prepared(file, "", trained.federation.images)
         except PictureError as error:
@@ -72,7 +84,7 @@ def predict_images(
         present = {
             name: int(value >= limit)
             for name, value in scores.items()
-            if value is not None and (limit := limits[name]) is not None
+            if value is not None and (limit := limits[name].value) is not None
         }
         found.append({"image": str(file), "probability": scores, "present": present})
     text = io.StringIO()
@@ -83,7 +95,13 @@ def predict_images(
         writer.writerow([entry["image"], *values, *(entry["present"].get(name, "") for name in names)])
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "findings.csv", text.getvalue().encode())
-    return {"images": found, "thresholds": limits, "model": model, "table": str(out / "findings.csv")}
+    return {
+        "images": found,
+        "thresholds": {name: limit.value for name, limit in limits.items()},
+        "no_threshold": {name: limit.reason for name, limit in limits.items() if limit.value is None},
+        "model": model,
+        "table": str(out / "findings.csv"),
+    }
 
 
 def evaluate_images(
@@ -98,6 +116,7 @@ def evaluate_images(
     device: str | None = None,
     anyway: bool = False,
     warn: Warn = silent,
+    seen: Seen = unseen,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Scores a trained classifier on every annotated image of a folder, at the thresholds of the run.
 
@@ -133,15 +152,15 @@ def evaluate_images(
     members = [member.to_payload() for member in trained.members]
     evaluator: Any = task_of(federation).evaluator(federation, space)
     reply = evaluator.evaluate(
-        Visitor(config.name, source, trained),
+        Visitor(config.name, source, trained, ("test",), seen),
         members,
         split="test",
         model=model,
-        round=0,
+        round=trained.round,
         grid="original",
         metrics=list(federation.evaluation.metrics),
         overlays=False,
-        thresholds=list(thresholds_of(trained).values()),
+        thresholds=[limit.value for limit in thresholds_of(trained).values()],
     )
     if out:
         write_rows(out, reply["rows"])
@@ -149,7 +168,8 @@ def evaluate_images(
 
 
 def image_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Value and interval per class and metric as text, with the numbers of positives and negatives."""
+    """Value and interval per class and metric as text, with the numbers of positives and negatives; of several classes
+    also the mean of the values."""
     values = {(row["class"], row["metric"]): row for row in rows}
     classes = list(dict.fromkeys(row["class"] for row in rows))
     extra = ("_low", "_high", "_undefined")
@@ -169,6 +189,10 @@ def image_table(rows: Sequence[Mapping[str, Any]]) -> str:
             cells.append(f"{text:>20}")
         counts = [int(values[name, key]["value"]) for key in ("n_positive", "n_negative")]
         lines.append(f"{name:{width}}  {counts[0]:5d} {counts[1]:5d}  " + "  ".join(cells))
+    if len(classes) > 1:
+        defined = {m: [v for name in classes if (v := values[name, m]["value"]) is not None] for m in metrics}
+        cells = [f"{macro(defined[m]).strip():>20}" for m in metrics]
+        lines.append(f"{'macro':{width}}  {'':11}  " + "  ".join(cells) + "  mean over classes")
     reasons = dict.fromkeys(
         f"{r['class']}: {r['reason']}" for r in rows if r["value"] is None and r["metric"] in metrics
     )

@@ -28,7 +28,7 @@ from fedatlas.data.transforms import (
     restore,
 )
 from fedatlas.errors import DataError, FederationError
-from fedatlas.evaluation.evaluate import _picture
+from fedatlas.evaluation.pictures import planes
 from fedatlas.inference import Nets, predict_each
 from fedatlas.labels import LabelSpace
 from fedatlas.tasks import task_of
@@ -429,8 +429,11 @@ def test_overlays_show_a_picture_as_it_is_seen(tmp_path: Path) -> None:
         data = site(tmp_path, tmp_path / "cache", space, size=size)
         (volume,) = data.volumes("train")
         truth = volume.truth("federation")
-        truth = truth == 3 if space.exclusive else truth[2] > 0
-        shown = _picture(volume, truth, truth)
+        truth = (truth == 3 if space.exclusive else truth[2] > 0)[None]
+        found = planes(volume.image[0].numpy(), truth, truth, volume.spacing, "RAS")
+        shown = {what: found[f"axial-{what}"] for what in ("image", "truth")}
+        assert not any(key.startswith(("coronal", "sagittal")) for key in found)
+        shown["truth"] = shown["truth"][0]
         assert shown["image"].shape == (size or (20, 30)) == shown["truth"].shape
         bright = shown["image"] > 0.8
         assert bright[: len(bright) // 4 + 1, : bright.shape[1] // 4].any()

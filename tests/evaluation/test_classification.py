@@ -8,7 +8,9 @@ import pytest
 from fedatlas.errors import WireError
 from fedatlas.evaluation import classification
 from fedatlas.evaluation.classification import (
+    ALL_ALIKE,
     METRICS,
+    NO_CUT,
     THRESHOLDED,
     Histogram,
     Predictions,
@@ -22,6 +24,7 @@ from fedatlas.evaluation.classification import (
     reliability,
     roc,
     score,
+    score_edges,
 )
 from fedatlas.evaluation.evaluate import Row
 from fedatlas.evaluation.statistics import read_rows, summarise, write_rows
@@ -231,7 +234,6 @@ def test_without_a_threshold_only_what_needs_one_is_undefined() -> None:
 def test_no_cut_beats_the_fitted_threshold(criterion) -> None:
     for scores, truth, _ in cases(seed=4):
         (fitted,) = fit_thresholds(one_class(scores, truth), criterion)
-        assert fitted.value is not None
 
         def reached(t: float, scores=scores, truth=truth) -> float:
             if criterion == "f1":
@@ -239,6 +241,12 @@ def test_no_cut_beats_the_fitted_threshold(criterion) -> None:
             return 2 * slow_decided("balanced_accuracy", scores, truth, t) - 1
 
         best = max(reached(t) for t in [*scores, 0.0])
+        if fitted.value is None:  # nothing is better than to call everything positive
+            assert "separate nothing" in fitted.reason
+            assert all(reached(t) < best or criterion == "youden" for t in scores if t > min(scores))
+            assert reached(0.0) == pytest.approx(best) == pytest.approx(fitted.reached)
+            continue
+        assert any(score < fitted.value for score in scores)
         assert reached(fitted.value) == pytest.approx(best) == pytest.approx(fitted.reached)
 
 
@@ -250,7 +258,11 @@ def test_a_threshold_lies_in_the_gap_and_the_highest_of_equals_is_taken() -> Non
     assert fit_thresholds(one_class([0.8, 0.6, 0.4, 0.2], [1, 0, 1, 0]), "youden")[0].value == pytest.approx(
         0.7
     )
-    assert fit_thresholds(one_class([0.2, 0.9], [1, 0]), "f1")[0].value == 0
+    assert fit_thresholds(one_class([0.2, 0.9], [1, 0]), "f1")[0] == Threshold(
+        None, pytest.approx(2 / 3), NO_CUT
+    )
+    assert fit_thresholds(one_class([0.5, 0.5], [1, 0]), "f1")[0].reason == ALL_ALIKE
+    assert fit_thresholds(one_class([0.2, 0.9], [1, 0]), "youden")[0] == Threshold(None, 0.0, NO_CUT)
     close = np.nextafter(0.5, 1)
     assert fit_thresholds(one_class([close, 0.5], [1, 0]), "f1")[0].value == close
     histogram = Histogram.of(np.array([0.95, 0.05]), np.array([1, 0]), equal_edges(10))
@@ -259,7 +271,10 @@ def test_a_threshold_lies_in_the_gap_and_the_highest_of_equals_is_taken() -> Non
         histogram = Histogram.of(np.array(scores), np.array([1, 0]), equal_edges(10))
         assert fit_thresholds([histogram], "f1")[0].value == edge
     all_positive = Histogram.of(np.array([0.9, 0.5]), np.array([0, 1]), equal_edges(10))
-    assert fit_thresholds([all_positive], "f1")[0] == Threshold(0.0, pytest.approx(2 / 3))
+    assert fit_thresholds([all_positive], "f1")[0] == Threshold(None, pytest.approx(2 / 3), NO_CUT)
+    one_bin = Histogram.of(np.array([0.475, 0.478, 0.471]), np.array([0, 1, 0]), equal_edges(100))
+    assert fit_thresholds([one_bin], "f1")[0].value is None
+    assert one_bin.auroc().value is None and "from 0.47 to 0.48" in one_bin.auroc().reason
     with pytest.raises(ValueError, match="known: f1, youden"):
         fit_thresholds([histogram], "accuracy")  # type: ignore[arg-type]
 
@@ -278,7 +293,11 @@ def test_the_sum_of_histograms_is_that_of_the_union() -> None:
 @pytest.mark.parametrize("edges", [equal_edges(10), equal_edges(200), (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)])
 def test_a_histograms_auroc_is_within_its_error(edges) -> None:
     for scores, truth, _ in cases(seed=6):
-        found = Histogram.of(scores, truth, edges).auroc()
+        histogram = Histogram.of(scores, truth, edges)
+        found = histogram.auroc()
+        if sum(map(bool, np.add(histogram.positives, histogram.negatives))) == 1:
+            assert found.value is None and "in one bin" in found.reason
+            continue
         assert found.value is not None and found.error is not None
         assert abs(found.value - slow_auroc(scores, truth)) <= found.error + 1e-15
 
@@ -292,7 +311,11 @@ def test_the_error_of_auroc_is_reached_and_vanishes() -> None:
     for scores, truth, _ in cases(seed=7):
         middles = (np.floor(scores * 8).clip(0, 7) + 0.5) / 8
         exact = Histogram.of(middles, truth, equal_edges(8)).auroc().value
-        assert exact == pytest.approx(slow_auroc(middles, truth), abs=1e-15)
+        assert (
+            exact is None
+            if len(set(middles)) == 1
+            else exact == pytest.approx(slow_auroc(middles, truth), abs=1e-15)
+        )
     apart = Histogram.of(np.array([0.9, 0.1]), np.array([1, 0]), edges).auroc()
     assert (apart.value, apart.error) == (1, 0)
 
@@ -320,11 +343,33 @@ def test_a_threshold_from_histograms_reaches_what_it_says(criterion) -> None:
     metric = "f1" if criterion == "f1" else "balanced_accuracy"
     for scores, truth, _ in cases(seed=9):
         (fitted,) = fit_thresholds([Histogram.of(scores, truth, edges)], criterion)
-        assert fitted.value in edges and fitted.reached is not None
+        assert fitted.reached is not None
+        if fitted.value is None:
+            assert "separate nothing" in fitted.reason
+            continue
+        assert fitted.value in edges[1:]
         reached = [slow_decided(metric, scores, truth, edge) for edge in edges]
         told = fitted.reached if criterion == "f1" else (fitted.reached + 1) / 2
         assert slow_decided(metric, scores, truth, fitted.value) == pytest.approx(told)
         assert max(reached) == pytest.approx(told)
+
+
+def test_bins_are_finer_where_scores_of_rare_findings_crowd() -> None:
+    edges = score_edges(100)
+    assert set(equal_edges(100)) < set(edges) and edges == tuple(sorted(edges))
+    assert [round(1 - edge, 12) for edge in reversed(edges)] == pytest.approx(edges)
+    assert edges[1] == 2.0**-20 and edges[2] == 2.0**-19
+    rng = np.random.default_rng(0)
+    truth = np.arange(400) % 8 == 0
+    scores = 1 / (1 + np.exp(-rng.normal(np.where(truth, -8.0, -9.5), 0.7)))
+    exact = score(one_class(scores, truth), ["auroc"])[0].value
+    even, finer = (Histogram.of(scores, truth, e).auroc() for e in (equal_edges(100), edges))
+    assert even.value is None and finer.value == pytest.approx(exact, abs=finer.error)
+    assert finer.error < 0.1
+    for bins in (1, 3, 1000):
+        assert set(equal_edges(bins)) <= set(score_edges(bins)) and len(score_edges(bins)) <= bins + 41
+    with pytest.raises(ValueError, match="at least 1"):
+        score_edges(0)
 
 
 def test_thresholds_where_no_site_can_fit_one() -> None:
@@ -363,7 +408,9 @@ def test_roc_is_a_curve_with_the_area_of_auroc() -> None:
                 assert tpr == pytest.approx(slow_decided("sensitivity", scores, truth, t))
                 assert fpr == pytest.approx(1 - slow_decided("specificity", scores, truth, t))
         area = np.trapezoid(coarse.true_positive_rate, coarse.false_positive_rate)
-        assert area == pytest.approx(histogram.auroc().value)
+        # where all scores lie in one bin AUROC is not defined, and the curve is the diagonal
+        defined = histogram.auroc().value
+        assert area == pytest.approx(0.5 if defined is None else defined)
 
 
 def test_reliability_is_what_ece_sums() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fedatlas.engine import wire
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.evaluate import Candidate, Evaluation, Evaluator, candidates_of, question
+from fedatlas.evaluation.pictures import planes
 from fedatlas.evaluation.statistics import COLUMNS
 from fedatlas.labels import LabelSpace
 from fedatlas.method import Member, functions_of
@@ -171,28 +172,60 @@ def pictured(tmp_path: Path) -> tuple[Path, list[dict[str, Any]]]:
     return tmp_path / "overlays" / "test" / "local_x", rows
 
 
-def test_overlays_are_the_worst_median_and_best(pictured) -> None:
+def test_overlays_are_the_worst_median_and_best_and_every_classs_worst(pictured) -> None:
     folder, _ = pictured
-    names = [f"{c}--{rank}.npz" for c in ("a%2Fb", "liver") for rank in ("best", "median", "worst")]
+    names = [f"case--{rank}.npz" for rank in ("best", "median", "worst")]
+    names += [f"class-{c}--worst.npz" for c in ("a%2Fb", "liver")]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert [path.name for path in folder.parent.iterdir()] == ["local_x"], "scratch files are left"
-    for rank, case, dice in (("worst", "p3", 0.25), ("median", "p2", 0.5), ("best", "p0", 1.0)):
-        with np.load(folder / f"liver--{rank}.npz", allow_pickle=False) as kept:
-            assert (str(kept["case"]), float(kept["value"]), str(kept["metric"])) == (case, dice, "dice")
-            assert str(kept["class"]) == "liver"
+    for name, case, dice, about in (
+        ("case--worst", "p3", 0.25, ""),
+        ("case--median", "p2", 0.5, ""),
+        ("case--best", "p0", 1.0, ""),
+        ("class-liver--worst", "p3", 0.25, "liver"),
+    ):
+        with np.load(folder / f"{name}.npz", allow_pickle=False) as kept:
+            assert (str(kept["case"]), float(kept["value"]), str(kept["class"])) == (case, dice, about)
+            assert kept["names"].tolist() == ["liver", "a/b"] and kept["dice"].tolist() == [dice, dice]
 
 
-def test_an_overlay_shows_the_slice_with_the_truth_as_viewers_do(pictured) -> None:
+def test_an_overlay_shows_three_whole_slices_as_viewers_do(pictured) -> None:
+    """The axes point to the right, the front and up; the slices are those with the largest areas of the class."""
     folder, _ = pictured
-    with np.load(folder / "a%2Fb--worst.npz", allow_pickle=False) as kept:
+    with np.load(folder / "class-a%2Fb--worst.npz", allow_pickle=False) as kept:
         stored = dict(kept)
-    truth = np.zeros((8, 6), bool)
-    truth[1:5, 4] = True
-    assert np.array_equal(stored["truth"], truth.T[::-1, ::-1])
-    assert np.array_equal(stored["prediction"], np.roll(truth, 3, axis=0).T[::-1, ::-1])
-    assert stored["spacing"].tolist() == [2.0, 1.0]
-    image = stored["image"]
-    assert image.dtype == np.float32 and image.min() == 0 and image.max() == 1
+    truth = np.zeros((8, 6, 3), bool)
+    truth[1:5, 4, 2] = True
+    moved = np.roll(truth, 3, axis=0)
+    for plane, (axis, at), spacing in (
+        ("axial", (2, 2), [2.0, 1.0]),
+        ("coronal", (1, 4), [4.0, 1.0]),
+        ("sagittal", (0, 1), [4.0, 2.0]),
+    ):
+        assert np.array_equal(stored[f"{plane}-truth"][1], truth.take(at, axis).T[::-1, ::-1]), plane
+        assert np.array_equal(stored[f"{plane}-prediction"][1], moved.take(at, axis).T[::-1, ::-1]), plane
+        assert stored[f"{plane}-spacing"].tolist() == spacing
+        image = stored[f"{plane}-image"]
+        assert image.dtype == np.float32 and 0 <= image.min() <= image.max() <= 1
+    assert stored["axial-image"].max() == 1
+
+
+def test_axes_of_the_grid_may_point_anywhere() -> None:
+    """A mark at the patient's right, front and top is at the upper left of the axial and the coronal slice."""
+    voxels = np.zeros((4, 5, 6), np.float32)
+    voxels[3, 4, 5] = 1
+    for letters, array in (("RAS", voxels), ("LPS", voxels[::-1, ::-1]), ("ASR", voxels.transpose(1, 2, 0))):
+        mask = (array > 0)[None]
+        steps = {"RAS": (1, 2, 3), "LPS": (1, 2, 3), "ASR": (2, 3, 1)}[letters]
+        found = planes(array, mask, mask, steps, letters)
+        for plane, shape, spacing in (
+            ("axial", (5, 4), [2, 1]),
+            ("coronal", (6, 4), [3, 1]),
+            ("sagittal", (6, 5), [3, 2]),
+        ):
+            shown = found[f"{plane}-truth"][0]
+            assert shown.shape == shape and np.argwhere(shown).tolist() == [[0, 0]]
+            assert found[f"{plane}-spacing"].tolist() == spacing
 
 
 def test_the_slice_is_chosen_by_the_truth(tmp_path) -> None:
@@ -200,24 +233,24 @@ def test_the_slice_is_chosen_by_the_truth(tmp_path) -> None:
     case.shown = case.labels.copy()
     case.shown[:, :, 2] = 1
     ask(FakeSite("s", tmp_path, [case]), overlays=True)
-    with np.load(tmp_path / "overlays" / "test" / "best" / "liver--best.npz") as kept:
-        assert kept["truth"].sum() == kept["prediction"].sum() == 4
+    with np.load(tmp_path / "overlays" / "test" / "best" / "class-liver--worst.npz") as kept:
+        assert kept["axial-truth"][0].sum() == kept["axial-prediction"][0].sum() == 4
+        assert kept["scored"].tolist() == [True, False] and not kept["axial-truth"][1].any()
 
 
 def test_overlays_are_read_by_the_report(pictured) -> None:
     from fedatlas.report.tables import Overlay
 
     folder, _ = pictured
-    image, truth, _, spacing = Overlay(folder / "liver--best.npz", "s", "liver", "p0", 1.0, "best").arrays()
-    assert image.shape == truth.shape == (6, 8) and spacing == (2.0, 1.0)
+    found = Overlay(folder / "case--best.npz", "s", "p0", 1.0, "best", "", {}).planes()
+    assert [plane.name for plane in found] == ["axial", "coronal", "sagittal"]
+    assert found[0].image.shape == found[0].truth["liver"].shape == (6, 8) and found[0].spacing == (2.0, 1.0)
 
 
 def test_a_second_evaluation_replaces_the_overlays(pictured, tmp_path) -> None:
     folder, _ = pictured
     ask(FakeSite("s", tmp_path, [volume("new", scored=(0, 1))]), overlays=True, model="local/x")
-    assert sorted(p.name for p in folder.iterdir()) == [
-        f"liver--{r}.npz" for r in ("best", "median", "worst")
-    ]
+    assert sorted(p.name for p in folder.iterdir()) == ["case--best.npz", "class-liver--worst.npz"]
 
 
 def test_no_voxel_is_sent(pictured) -> None:
@@ -326,8 +359,11 @@ def test_overlapping_classes(tmp_path) -> None:
         Site("s", tmp_path, [case]), [member()], "test", "best", 1, "federation", ["dice"], True
     )
     assert [(r["class"], r["value"]) for r in found["rows"]] == [("organ", 1.0), ("lesion", 1.0)]
-    with np.load(tmp_path / "overlays" / "test" / "best" / "organ--best.npz") as kept:
-        assert np.array_equal(kept["truth"], kept["prediction"])
+    with np.load(tmp_path / "overlays" / "test" / "best" / "case--best.npz") as kept:
+        assert (
+            np.array_equal(kept["axial-truth"], kept["axial-prediction"])
+            and kept["axial-truth"].any((1, 2)).all()
+        )
 
 
 def test_bad_options() -> None:

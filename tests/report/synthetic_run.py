@@ -179,31 +179,51 @@ def write_run(
                 lines += rows(split, "original", model, rounds, 0.9, ["dice", "hd95", "asd", "nsd"])
         write_rows(folder / "rows.csv", lines)
     if overlays and final:
+        shown = [name for name in classes if name not in never_scored]
         for site in sites:
-            for name in classes:
-                if name not in never_scored:
-                    for rank, shift in (("worst", 9), ("median", 4), ("best", 1)):
-                        _overlay(folder, site, name, rank, shift + rng.uniform(0, 2), rng)
+            for rank, shift in (("worst", 9), ("median", 4), ("best", 1)) if shown else ():
+                _picture(folder, site, f"case--{rank}", "", shown, shift + rng.uniform(0, 2), rng)
+            for name in shown:
+                kept = f"class-{name.replace('/', '_')}--worst"
+                _picture(folder, site, kept, name, shown, 9 + rng.uniform(0, 2), rng)
     return folder
 
 
-def _overlay(folder: Path, site: str, name: str, rank: str, shift: float, rng: np.random.Generator) -> None:
-    spacing = (3.0, 1.0)
-    y, x = np.mgrid[:50, :160].astype(float)
-    y, x = (y - 25) * spacing[0], (x - 80) * spacing[1]
-    body = (x / 70) ** 2 + (y / 65) ** 2 < 1
-    truth = ((x - 15) / 14) ** 2 + ((y + 5) / 20) ** 2 < 1
-    prediction = ((x - 15 - shift) / 14) ** 2 + ((y + 5) / 18) ** 2 < 1
-    image = 0.45 * body + 0.15 * truth + 0.04 * rng.normal(size=body.shape)
-    path = folder / "sites" / site / "overlays" / "test" / "best" / f"{name.replace('/', '_')}--{rank}.npz"
+SHAPES = {"axial": (50, 160), "coronal": (30, 160), "sagittal": (30, 50)}
+SPACINGS = {"axial": (3.0, 1.0), "coronal": (4.0, 1.0), "sagittal": (4.0, 3.0)}
+
+
+def _picture(
+    folder: Path,
+    site: str,
+    kept: str,
+    about: str,
+    classes: Sequence[str],
+    shift: float,
+    rng: np.random.Generator,
+) -> None:
+    """Three planes with a disc per class beside each other, its prediction moved by `shift` mm."""
+    told: dict[str, np.ndarray] = {}
+    dice = np.zeros(len(classes))
+    for plane, shape in SHAPES.items():
+        spacing = SPACINGS[plane]
+        y, x = np.mgrid[: shape[0], : shape[1]].astype(float)
+        y, x = (y - shape[0] / 2) * spacing[0], (x - shape[1] / 2) * spacing[1]
+        body = (x / 70) ** 2 + (y / 65) ** 2 < 1
+        places = [-55 + 110 * (k + 0.5) / len(classes) for k in range(len(classes))]
+        truth = np.stack([((x - at) / 7) ** 2 + ((y + 5) / 20) ** 2 < 1 for at in places])
+        prediction = np.stack([((x - at - shift) / 7) ** 2 + ((y + 5) / 18) ** 2 < 1 for at in places])
+        image = np.clip(0.45 * body + 0.15 * truth.any(0) + 0.04 * rng.normal(size=shape), 0, 1)
+        told |= {
+            f"{plane}-image": image.astype(np.float32),
+            f"{plane}-truth": truth,
+            f"{plane}-prediction": prediction,
+            f"{plane}-spacing": np.array(spacing),
+        }
+        if plane == "axial":
+            dice = 2 * (truth & prediction).sum((1, 2)) / (truth.sum((1, 2)) + prediction.sum((1, 2)))
+    path = folder / "sites" / site / "overlays" / "test" / "best" / f"{kept}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    dice = 2 * (truth & prediction).sum() / (truth.sum() + prediction.sum())
-    np.savez(
-        path,
-        image=np.clip(image, 0, 1).astype(np.float32),
-        truth=truth,
-        prediction=prediction,
-        spacing=np.array(spacing),
-        case=np.array(f"{site}-{rank}"),
-        **{"class": np.array(name), "value": np.float64(dice)},
-    )
+    value = dice[list(classes).index(about)] if about else dice.mean()
+    told |= {"names": np.array(classes, dtype=str), "dice": dice, "scored": np.ones(len(classes), bool)}
+    np.savez(path, **told, case=f"{site}-{kept}", value=value, **{"class": about})  # type: ignore[arg-type]

@@ -13,8 +13,8 @@ from matplotlib.image import imread
 from synthetic_run import write_run
 
 from fedatlas.errors import RunFolderError
-from fedatlas.evaluation.statistics import Summary, summarise
 from fedatlas.report import figures, page, tables
+from fedatlas.report.conclusion import conclude, sentences
 
 SMALL = {"classes": ("liver", "spleen", "left kidney"), "sites": ("alpha", "beta"), "rounds": 3, "cases": 3}
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -76,7 +76,8 @@ def test_one_page_without_network_and_with_every_section(finished: Path) -> None
     assert headings <= set(outline.ids)
     assert text.count('class="aid"') >= len(headings)
     assert outline.tags.count("table") == outline.tags.count("caption") > 8
-    assert text.count("<svg") == text.count('role="img" aria-label=')
+    seen = re.sub(r'<div class="slim" aria-hidden="true">.*?</svg></div>', "", text)
+    assert "slim" in text and seen.count("<svg") == seen.count('role="img" aria-label=')
     words = " ".join(outline.text)
     for expected in (
         "condistfl",
@@ -297,18 +298,118 @@ def test_clientwise_is_the_published_global_index() -> None:
     assert (found.n_sites, found.n_known, found.n_unknown) == (5, 9, 1)
 
 
-def test_bold_goes_to_the_best_and_never_to_a_model_that_left_cases_out() -> None:
-    def cell(*values: float | None) -> Summary:
-        return summarise([_row(v) for v in values])
+def test_few_values_have_no_interval_and_nothing_is_bold(finished: Path) -> None:
+    assert tables.spread([0.5]) is None
+    assert tables.spread([0.5, 0.3]) == tables.Spread(0.3, 0.5, False)
+    values = [0.1, 0.4, 0.5, 0.5, 0.6, 0.9]
+    found = tables.spread(values)
+    assert found is not None and found.interval and 0.1 < found.low < np.mean(values) < found.high < 0.9
+    assert tables.spread(values) == found
+    results = next(b for b in re.findall(r"<section .*?</section>", (finished / "report.html").read_text(encoding="utf-8"), flags=re.S)
+                   if 'id="results"' in b)  # fmt: skip
+    assert "<b>" not in results and re.search(r"<i>0\.\d{3}–0\.\d{3}</i>", results)
 
-    assert tables.leaders({"best": cell(0.8, 0.8), "local/a": cell(0.7, 0.8)}, "dice") == {"best"}
-    assert tables.leaders({"best": cell(8, 9), "local/a": cell(3, 4)}, "hd95") == {"local/a"}
-    assert tables.leaders({"best": cell(8, 9), "local/a": cell(3, None)}, "hd95") == {"best"}
-    level = {"best": cell(0.8, 0.8), "local/a": cell(0.8001, 0.8)}
-    assert tables.leaders({**level, "local/b": cell(0.1, 0.1)}, "dice") == {"best", "local/a"}
-    assert tables.leaders(level, "dice") == set()
-    assert tables.leaders({"best": cell(0.8)}, "dice") == set()
-    assert tables.leaders({"best": cell(0.8), "local/a": cell(0.7)}, "unheard of") == set()
+
+def test_what_is_far_off_is_marked() -> None:
+    """One HD95 of 203 mm among values around 10; a low Dice; what is far on the good side is no outlier."""
+    plain = {"split": "test", "model": "best"}
+    far = [
+        _row(v, metric="hd95", case=str(k), **plain) for k, v in enumerate((8.0, 9, 10, 11, 12, 9, 10, 203))
+    ]
+    assert [row["value"] for row in tables.outliers(far)] == [203]
+    dice = [
+        _row(v, metric="dice", case=str(k), **plain)
+        for k, v in enumerate((0.8, 0.81, 0.79, 0.8, 0.8, 0.1, 0.99))
+    ]
+    assert [row["value"] for row in tables.outliers(dice)] == [0.1]
+    assert tables.outliers(far[-3:]) == []
+    close = [_row(v, metric="hd95", case=str(k), **plain) for k, v in enumerate((1.0, 1, 1, 1, 1, 1, 3))]
+    assert tables.outliers(close) == [], "two millimetres are not far"
+
+
+def test_every_case_stands_in_a_table_and_a_far_one_above_it(tmp_path: Path, finished: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    lines = (run / "rows.csv").read_text().splitlines()
+    place = next(
+        n
+        for n, line in enumerate(lines)
+        if line.startswith("test,original,best,3,alpha,alpha-001,liver,hd95")
+    )
+    cells = lines[place].split(",")
+    cells[8] = "203.0"
+    lines[place] = ",".join(cells)
+    (run / "rows.csv").write_text("\n".join(lines) + "\n")
+    text = page.write(run).read_text(encoding="utf-8")
+    words = sections(text)["cases"]
+    assert "liver , case alpha-001 at alpha: HD95 203.00 mm, the median is" in words
+    assert words.count("alpha-001") == 3 + 1 + 3, "three classes, the list, and the same of validation"
+    assert 'title="far off: alpha-001: 203.00"' in text
+
+
+def test_classes_have_plain_names(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run", classes=("parotid_right", "parotid_left"), sites=("a", "b"), rounds=1, cases=2
+    )
+    text = page.write(run).read_text(encoding="utf-8")
+    found = sections(text)
+    for name in ("labels", "curves", "boxes", "results", "cases", "overlays", "forgetting"):
+        assert "parotid right" in found[name] and "parotid_right" not in found[name], name
+    info = json.loads((run / "run.json").read_text())
+    info["labels"]["display"] = {"parotid_right": "Right parotid <gland>"}
+    (run / "run.json").write_text(json.dumps(info))
+    assert "Right parotid <gland>" in sections(page.write(run).read_text(encoding="utf-8"))["results"]
+
+
+def test_the_page_opens_with_a_verdict_and_a_baseline(finished: Path) -> None:
+    run = tables.read(finished)
+    found = conclude(run)
+    assert found is not None and (found.model, found.split) == ("best", "test") and found.baseline is not None
+    at_home = [r for r in run.rows or () if r["split"] == "test" and r["model"] == f"local/{r['site']}"]
+    assert {r["site"] for r in at_home} == {"alpha", "beta"}
+    known = [
+        np.mean([r["value"] for r in at_home if (r["site"], r["class"], r["metric"]) == (site, name, "dice") and r["value"] is not None])
+        for site in run.sites for name in run.sites[site].annotated
+    ]  # fmt: skip
+    assert found.baseline.known == pytest.approx(np.mean([v for v in known if v == v]))
+    head = (finished / "report.html").read_text(encoding="utf-8").split("<nav")[0]
+    words = " ".join(Outline(head[head.index("<header") :] + "").text)
+    first, second = sentences(run)
+    assert words.index(first) < words.index("Client-wise Dice") and second in words
+    assert (
+        f"{found.verdict.known:.3f} on classes that the site annotated" in first
+        and "6 test cases of 2 sites" in first
+    )
+    assert f"{found.baseline.known:.3f} and 0.000" in second
+    assert "That score chose the round" in words and "0.713" in words
+
+
+def test_without_test_cases_the_verdict_says_that_it_is_optimistic(tmp_path: Path) -> None:
+    run = tables.read(write_run(tmp_path / "run", **SMALL, splits=["validation"], overlays=False))
+    assert "optimistic" in sentences(run)[-1]
+    young = tables.read(write_run(tmp_path / "young", **{**SMALL, "final": False}))
+    assert sentences(young)[0].startswith("On 6 validation cases") and "optimistic" not in "".join(
+        sentences(young)
+    )
+
+
+def test_the_supervised_loss_stands_first() -> None:
+    assert tables.main_loss(["loss", "condist", "supervised"]) == "supervised"
+    assert tables.main_loss(["loss", "auxiliary", "segmentation"]) == "segmentation"
+    assert tables.main_loss(["loss", "train"]) == "loss" and tables.main_loss(["steps"]) is None
+
+
+def test_charts_tell_their_values_and_fit_a_phone(finished: Path) -> None:
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    charts = re.findall(r'<svg class="plot wide".*?<div class="slim"(.*?)</svg></div>', text, flags=re.S)
+    assert len(charts) == text.count('class="plot wide"') > 4
+    for slim in charts:
+        boxes = [float(v) for v in re.findall(r'viewBox="\S+ \S+ ([\d.]+) ', slim)]
+        assert boxes and slim.count("<use href=") >= len(boxes) - slim.count('viewBox="0 0 ')
+        assert all(width < 0.6 * 72 * figures.WIDTH or "min-width" in slim for width in boxes)
+    run = tables.read(finished)
+    logged = run.rounds[1].sites["alpha"]["marginal"]
+    assert text.count(f'data-tip="alpha, marginal, round 2: {logged:.3f}"') == 2
+    assert 'data-tip="alpha-001 at alpha: 0.' in text
 
 
 def test_undefined_values_have_a_footnote_with_their_reason(finished: Path) -> None:
@@ -435,7 +536,7 @@ def test_what_is_damaged_is_named(tmp_path: Path, finished: Path, spoil) -> None
     assert not (tmp_path / "out.html").exists()
 
 
-def test_an_overlay_is_drawn_in_millimetres(tmp_path: Path) -> None:
+def test_an_overlay_is_a_whole_slice_in_millimetres(tmp_path: Path, finished: Path) -> None:
     mask = np.zeros((10, 40), bool)
     mask[2:4, 10:30] = True
     path = figures._contours(mask, (3.0, 0.5))
@@ -443,27 +544,64 @@ def test_an_overlay_is_drawn_in_millimetres(tmp_path: Path) -> None:
     assert points.min(0) == pytest.approx([10 * 0.5, 2 * 3.0])
     assert points.max(0) == pytest.approx([30 * 0.5, 4 * 3.0])
 
-    wide = write_run(tmp_path / "run", **SMALL)
-    entry = tables.overlays(tables.read(wide), "test")["liver"][0]
-    image, truth, prediction, spacing = entry.arrays()
-    rows, columns = figures._window(truth | prediction, spacing)
-    outside = np.ones_like(truth)
-    outside[rows, columns] = False
-    assert not (outside & (truth | prediction)).any()
-    box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', figures.overlay(entry, "#fff"))
-    assert box is not None
-    width, height = image[rows, columns].shape[1] * spacing[1], image[rows, columns].shape[0] * spacing[0]
-    assert [float(v) for v in box.groups()] == pytest.approx([width, height])
-    assert width == pytest.approx(height, abs=2 * max(spacing))
+    run = tables.read(finished)
+    entry = next(entry for entry in tables.overlays(run, "test") if not entry.class_)
+    planes = entry.planes()
+    assert [shown.name for shown in planes] == ["axial", "coronal", "sagittal"]
+    colours = dict.fromkeys(run.classes, "#123456")
+    for shown in planes:
+        assert set(shown.truth) == set(shown.prediction) == set(run.classes)
+        text = figures.plane(shown, colours, "a <b>")
+        Outline(text)
+        box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
+        assert box is not None
+        height, width = (n * mm for n, mm in zip(shown.image.shape, shown.spacing, strict=True))
+        assert [float(v) for v in box.groups()] == pytest.approx([width, height])
+        assert text.count('class="truth"') == 3 and text.count('fill-opacity=".42"') == 3
+    large = tables.Plane("axial", np.zeros((1000, 900), np.float32), (0.5, 0.5), {}, {})
+    small, spacing = figures._smaller_slice(large.image, large.spacing)
+    assert max(small.shape) <= figures.MOST and spacing == (2.0, 2.0)
+    assert 'viewBox="0 0 450.00 500.00"' in figures.plane(large, {}, "large")
 
 
-def test_the_window_of_an_empty_slice_is_the_whole_slice() -> None:
-    assert figures._window(np.zeros((4, 5), bool), (1.0, 1.0)) == (slice(None), slice(None))
+def test_overlays_stand_whole_with_every_class(finished: Path) -> None:
+    text = (finished / "report.html").read_text(encoding="utf-8")
+    words = sections(text)["overlays"]
+    for said in (
+        "Worst case",
+        "Median case",
+        "Best case",
+        "liver, worst case",
+        "left kidney 0.",
+        "never annotated at this site",
+    ):
+        assert said in words, said
+    body = next(
+        body for body in re.findall(r"<section .*?</section>", text, flags=re.S) if 'id="overlays"' in body
+    )
+    assert body.count('class="overlay"') == 3 * (3 + 3), (
+        "three planes of three cases, and of every class's worst"
+    )
+
+
+def test_an_overlay_of_an_earlier_version_is_shown(tmp_path: Path, finished: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    folder = run / "sites" / "alpha" / "overlays" / "test" / "best"
+    shutil.rmtree(run / "sites")
+    folder.mkdir(parents=True)
+    mask = np.zeros((4, 5), bool)
+    mask[1, 1] = True
+    kept = {"image": np.zeros((4, 5), np.float32), "truth": mask, "prediction": mask, "spacing": np.ones(2)}
+    np.savez(folder / "liver--worst.npz", **kept, case="old", value=0.5, **{"class": "liver"})  # type: ignore[arg-type]
+    words = sections(page.write(run).read_text(encoding="utf-8"))["overlays"]
+    assert (
+        "liver, worst case: old" in words and "axial" in words and "coronal" not in words.split("liver,")[1]
+    )
 
 
 def test_worst_median_and_best_are_taken_over_sites() -> None:
     def stored(site: str, rank: str, dice: float) -> tables.Overlay:
-        return tables.Overlay(Path(), site, "x", f"{site}-{rank}", dice, rank)
+        return tables.Overlay(Path(), site, f"{site}-{rank}", dice, rank, "", {})
 
     every = [stored("a", "worst", 0.4), stored("a", "median", 0.6), stored("a", "best", 0.9)]
     every += [stored("b", "worst", 0.1), stored("b", "median", 0.5), stored("b", "best", 0.7)]
@@ -473,7 +611,7 @@ def test_worst_median_and_best_are_taken_over_sites() -> None:
         ("median", "a-median"),
         ("best", "c-best"),
     ]
-    assert [rank for rank, _ in tables.pick([stored("a", "worst", 0.4)])] == ["only case"]
+    assert [rank for rank, _ in tables.pick([stored("a", "worst", 0.4)])] == ["only"]
     assert [rank for rank, _ in tables.pick([stored("a", "worst", float("nan"))])] == ["not scored"]
 
 

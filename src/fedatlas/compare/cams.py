@@ -22,15 +22,12 @@ from fedatlas.compare.overlays import (
     Cases,
     Shown,
     Subject,
-    grey,
     keep,
-    ras_spacing,
     there,
-    to_ras,
-    turned,
 )
 from fedatlas.compare.running import Tell
 from fedatlas.errors import DataError, FedAtlasError
+from fedatlas.evaluation.pictures import grey, ras_spacing, to_ras, turned
 from fedatlas.experiment import Federation
 from fedatlas.inference import neighbours
 from fedatlas.trained import Trained

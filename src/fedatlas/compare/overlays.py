@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from nibabel import orientations
 
 from fedatlas.build import cache_folder
 from fedatlas.compare.plan import Comparison
@@ -20,6 +19,7 @@ from fedatlas.engine.run import read_json
 from fedatlas.engine.store import write_atomic
 from fedatlas.errors import DataError, FedAtlasError
 from fedatlas.evaluation.metrics import whole_organs
+from fedatlas.evaluation.pictures import grey, ras_spacing, to_ras, turned
 from fedatlas.experiment import Federation
 from fedatlas.method import eval_members
 from fedatlas.report.meshes import coarse, factors
@@ -299,30 +299,3 @@ def _shown(volume: Any, trained: Trained) -> Shown:
         known,
         solids,
     )
-
-
-def to_ras(voxels: np.ndarray, letters: str) -> np.ndarray:
-    """Voxels [X, Y, Z] whose axes point as the letters say, with axes to the right, the front and up."""
-    return orientations.apply_orientation(voxels, _turn(letters))
-
-
-def ras_spacing(spacing: Sequence[float], letters: str) -> tuple[float, ...]:
-    """The spacing of `to_ras`."""
-    place = _turn(letters)[:, 0].astype(int)
-    return tuple(float(spacing[list(place).index(axis)]) for axis in range(3))
-
-
-def _turn(letters: str) -> np.ndarray:
-    own, ras = (orientations.axcodes2ornt(tuple(axes)) for axes in (letters, "RAS"))
-    return orientations.ornt_transform(own, ras)
-
-
-def grey(image: np.ndarray) -> np.ndarray:
-    """Intensities in 0..1, float32, the most extreme 0.5 % at either end cut off."""
-    low, high = np.percentile(image, [0.5, 99.5])
-    return np.clip((image - low) / max(high - low, 1e-6), 0, 1).astype(np.float32)
-
-
-def turned(plane: np.ndarray) -> np.ndarray:
-    """A plane [X, Y] as viewers show it: the front above, the patient's right on the left."""
-    return np.ascontiguousarray(plane.T[::-1, ::-1])

@@ -49,6 +49,7 @@ from fedatlas.data.transforms import (
     Geometry,
     Preprocessing,
     Sampling,
+    as_stored,
     geometry_of,
     image_to_grid,
     labels_to_grid,
@@ -285,10 +286,8 @@ class SiteData:
         label = raw.label or _nothing(geometry, self.space)
         target = labels_to_grid(label.voxels, geometry, self.space)
         rows, spans = class_voxels(target, sorted(label.known), self.space.exclusive)
-        # half precision keeps 11 bits; what would lose by it stays in single
-        kind = np.float16 if float(np.abs(image).max()) <= 64 else np.float32
         arrays = {
-            "image": np.asfortranarray(image.astype(kind)),
+            "image": np.asfortranarray(as_stored(image)),
             "target": np.asfortranarray(target),
             "voxels": rows,
         }

@@ -450,6 +450,12 @@ def image_to_grid(image: np.ndarray, geometry: Geometry, preprocessing: Preproce
     return np.stack(channels)
 
 
+def as_stored(image: np.ndarray) -> np.ndarray:
+    """An image on the grid in the precision in which it is kept on disk: half where no value is beyond 64, as half
+    precision keeps 11 bits, else single."""
+    return image.astype(np.float16 if float(np.abs(image).max()) <= 64 else np.float32)
+
+
 def normalised(channel: np.ndarray, preprocessing: Preprocessing) -> np.ndarray:
     """Intensities as the net sees them, float32. A scan of one intensity becomes 0 under zscore."""
     rule = preprocessing.normalise
@@ -679,17 +685,18 @@ def load_scan(
     read: Callable[[Sequence[Path]], tuple[np.ndarray, np.ndarray]] = read_channels,
     require: Callable[[Look], None] = lambda look: None,
 ) -> Scan:
-    """A lone scan, one file per channel, ready for prediction. read: as `read_channels`, for other files than NIfTI;
-    require: is shown the image's look before anything is computed, and may raise. Raises DataError naming the file."""
+    """A lone scan, one file per channel, ready for prediction. Its image is the one that evaluation reads from the disk,
+    bit for bit. read: as `read_channels`, for other files than NIfTI; require: is shown the image's look before anything is computed, and may raise. Raises DataError naming the file."""
     require_picture(paths[0], preprocessing)
     image, affine = read(paths)
     geometry = geometry_of(image.shape[1:], affine, preprocessing)
     look = look_of(image, spacing=geometry.turned_spacing)
     require(look)
     require_grid(str(paths[0]), geometry, preprocessing, len(image) + len(space))
+    on_grid = as_stored(image_to_grid(image, geometry, preprocessing)).astype(np.float32, copy=False)
     return Scan(
         case=paths[0].name.removesuffix(".gz").removesuffix(".nii"),
-        image=torch.from_numpy(image_to_grid(image, geometry, preprocessing)),
+        image=torch.from_numpy(on_grid),
         spacing=geometry.grid_spacing,
         raw_spacing=geometry.spacing,
         known=torch.zeros(len(space), dtype=torch.bool),

@@ -8,6 +8,7 @@ What a check of form cannot find is information hidden in the values of a tensor
 """
 
 import fcntl
+import functools
 import hashlib
 import json
 import math
@@ -21,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from fedatlas.errors import FedAtlasError, RunFolderError
+from fedatlas.evaluation.classification import score_edges
 
 FIRST = "0" * 64
 """Stands for the line before the first."""
@@ -50,7 +52,8 @@ def check(
     classes             class indices, none twice
     per class           at most one number per class
     rows                rows of evaluation, see `evaluation.evaluate.Row`
-    histograms          at most one per class, see `evaluation.classification.Histogram`; of bins of equal width
+    histograms          at most one per class, see `evaluation.classification.Histogram`; with the
+                        edges of `score_edges`
     facts               a plain dict of what a site says of itself when it joins
     opaque              bytes of a protocol of ours that are random to who lacks a key (secure aggregation)
     sparse, sparse:NET  some entries of the tensors of a net, as `tensors.sparse` takes them
@@ -190,6 +193,13 @@ HISTOGRAM = ("edges", "positives", "negatives", "not_finite")
 MOST_BINS = 1000
 
 
+@functools.cache
+def _edges_of(count: int) -> tuple[tuple[float, ...], ...]:
+    """All bounds that a histogram with so many of them may have."""
+    possible = range(max(1, count - 41), min(count, MOST_BINS) + 1)  # at most 20 further bounds at either end
+    return tuple(edges for bins in possible if len(edges := score_edges(bins)) == count)
+
+
 def _histograms(value: Any, classes: int, forms: Any) -> str | None:
     if not isinstance(value, dict):
         return f"is {_described(value)}"
@@ -201,11 +211,11 @@ def _histograms(value: Any, classes: int, forms: Any) -> str | None:
         if not isinstance(found, dict) or set(found) != set(HISTOGRAM):
             return "holds something else than histograms"
         edges, counts = found["edges"], [found["positives"], found["negatives"], [found["not_finite"]]]
-        if not isinstance(edges, list) or not 2 <= len(edges) <= MOST_BINS + 1:
+        if not isinstance(edges, list) or not 2 <= len(edges) <= len(score_edges(MOST_BINS)):
             return f"a histogram's edges are {_described(edges)}, not the bounds of 1 to {MOST_BINS} bins"
+        if any(type(edge) is not float for edge in edges) or tuple(edges) not in _edges_of(len(edges)):
+            return "a histogram's edges are not those of `score_edges`, from 0 to 1"
         bins = len(edges) - 1
-        if any(type(edge) is not float or edge != b / bins for b, edge in enumerate(edges)):
-            return "a histogram's edges are not those of bins of equal width from 0 to 1"
         for row, expected in zip(counts, (bins, bins, 1), strict=True):
             if not isinstance(row, list) or len(row) != expected:
                 return f"a histogram of {bins} bins has counts that are {_described(row)}"

@@ -50,6 +50,10 @@ THRESHOLDED = frozenset({"f1", "sensitivity", "specificity", "balanced_accuracy"
 
 Criterion = Literal["f1", "youden"]
 
+ALL_ALIKE = "all scores are alike, or lie in one bin: a threshold would separate nothing"
+NO_CUT = "no cut is better than to call everything present: a threshold would separate nothing"
+"""The reasons of a threshold that is refused."""
+
 _CHUNK = 1 << 20
 """Weights held at once by a bootstrap."""
 
@@ -247,6 +251,17 @@ def equal_edges(bins: int) -> tuple[float, ...]:
     return tuple((np.arange(bins + 1) / bins).tolist())
 
 
+def score_edges(bins: int) -> tuple[float, ...]:
+    """The bounds of the histograms that sites send: 0, 1/bins, ..., 1, and within the first and the last of these bins
+    further ones, each at half the distance of the one before to 0, or to 1, down to 2^-20.
+
+    So the bins near 0 and 1 are even in the logit, as the scores of a rare finding need it. The bounds follow from
+    `bins` alone, so that the sites agree on them without looking at data. Raises ValueError for fewer than one bin.
+    """
+    ends = [2.0**-k for k in range(1, 21) if 2.0**-k < 1 / bins] if bins > 0 else []
+    return tuple(sorted({*equal_edges(bins), *ends, *(1 - end for end in ends)}))
+
+
 @dataclass(frozen=True)
 class Histogram:
     """How many positives and negatives of one class score in each bin; sites add theirs up with `+`.
@@ -331,9 +346,13 @@ class Histogram:
         return _reason(sum(self.positives), sum(self.negatives), self.not_finite)
 
     def auroc(self) -> Estimate:
-        """Pairs within a bin count half, so the exact value is within sum_b P_b N_b / (2 P N)."""
+        """Pairs within a bin count half, so the exact value is within sum_b P_b N_b / (2 P N). Not defined where all
+        scores lie in one bin."""
         if self.reason:
             return Estimate(None, None, self.reason)
+        if len(filled := self._filled()) == 1:
+            low, high = self.edges[filled[0]], self.edges[filled[0] + 1]
+            return Estimate(None, None, f"all scores lie in one bin, from {low:.3g} to {high:.3g}")
         counts = self._counts()
         shared = int((counts.positives * counts.negatives).sum())
         pairs = sum(self.positives) * sum(self.negatives)
@@ -393,8 +412,9 @@ def fit_thresholds(source: Predictions | Sequence[Histogram], criterion: Criteri
     1).
 
     Every way to cut the distinct scores, or the filled bins, is tried; of equally good ones the highest is
-    taken, and the threshold lies in the middle of the gap below the last positive call (0 if all are called
-    positive). With histograms it is an edge, and `reached` is exact.
+    taken, and the threshold lies in the middle of the gap below the last positive call. With histograms it is an
+    edge, and `reached` is exact. Where no cut is better than to call everything positive there is no threshold:
+    it would separate nothing.
 
     Raises ValueError for an unknown criterion.
     """
@@ -702,7 +722,7 @@ def _reliability(counts: _Counts, bins: int) -> list[ReliabilityBin]:
 
 
 def _between(scores: np.ndarray) -> np.ndarray:
-    """[G] cut-offs in the middle below each falling score; 0 below the last."""
+    """[G] cut-offs in the middle below each falling score; 0 below the last, which no threshold is."""
     lower = np.append(scores[1:], 0.0)
     middle = (scores + lower) / 2
     # the middle of two neighbouring floats can round to the lower one
@@ -717,6 +737,8 @@ def _best_cut(counts: _Counts, cutoffs: np.ndarray, criterion: Criterion) -> Thr
     # one division of whole numbers: equally good cuts are equal floats
     reached = 2 * tp / (tp + fp + p) if criterion == "f1" else (tp * n - fp * p) / (p * n)
     best = int(reached.argmax())
+    if (tp[best] == p and fp[best] == n) or (criterion == "youden" and reached[best] <= 0):
+        return Threshold(None, float(reached[best]), ALL_ALIKE if len(tp) == 1 else NO_CUT)
     return Threshold(float(cutoffs[best]), float(reached[best]))
 
 

@@ -3,12 +3,10 @@
 Shapes: C classes, *S spatial.
 """
 
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
-from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -20,6 +18,7 @@ from fedatlas.errors import FederationError
 from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
 from fedatlas.evaluation.findings import Findings
 from fedatlas.evaluation.metrics import METRICS, EmptyPolicy, Score, score, whole_organs
+from fedatlas.evaluation.pictures import Pictures
 from fedatlas.evaluation.postprocess import Postprocess, classes_of, postprocess
 from fedatlas.evaluation.statistics import POST, client_wise_index, macro_over_classes, select
 from fedatlas.inference import Inference, Nets
@@ -70,7 +69,8 @@ class Evaluation:
     )
     histogram: int = option(
         100,
-        "Whole images: bins of score in which a site counts its positives and negatives for curves over all sites.",
+        "Whole images: bins of equal width in which a site counts its positives and negatives by score, for curves over all "
+        "sites; the first and the last are split further, by halves towards 0 and 1.",
         ge=1,
         le=1000,
     )
@@ -99,7 +99,9 @@ class Evaluation:
         "Which local model of a site: of the last round, or of the round in which it was best on the site's own "
         "validation cases, as for standalone; best sends every site its model once more in validated rounds.",
     )
-    overlays: bool = option(True, "Whether sites keep overlays of their worst, median and best cases.")
+    overlays: bool = option(
+        True, "Whether sites keep pictures of their worst, median and best cases and of every class's worst."
+    )
     inference: Inference = option(Inference(), "How a volume is predicted.")
 
     def __post_init__(self) -> None:
@@ -195,12 +197,14 @@ def candidates_of(models: Sequence[Tensors], asked: Sequence[Mapping[str, Any]])
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Scores models at a site; the same at every site of a federation. patch, context: as `inference` takes them."""
+    """Scores models at a site; the same at every site of a federation. patch, context: as `inference` takes them;
+    orientation: where the axes of the federation's grid point, for pictures."""
 
     options: Evaluation
     patch: tuple[int, ...]
     context: int
     space: LabelSpace
+    orientation: str = "RAS"
 
     def __post_init__(self) -> None:
         """Raises FederationError for a rule, or post-processing, of a class that the space does not hold, and for
@@ -256,7 +260,7 @@ class Evaluator:
         metrics: Sequence[str],
     ) -> dict[str, Any]:
         folder = site.folder / "overlays" / split
-        seen = [_Seen(candidate, self.space, folder) for candidate in candidates]
+        seen = [_Seen(candidate, self.space, folder, self.orientation) for candidate in candidates]
         nets = Nets(site.network)
         for volume in site.volumes(split):
             truth = volume.truth(grid)
@@ -314,8 +318,10 @@ class Evaluator:
         if seen.pictures:
             plain = (s for s in scored[model] if s.metric == "dice")
             dice = {s.class_index: s.value for s in plain if s.value is not None}
-            shown = _decide(found, self.space.exclusive)
-            seen.pictures.see(volume, whole_organs(shown, self.space) if volume.whole else shown, dice)
+            if dice:
+                both = (volume.truth("federation"), _decide(found, self.space.exclusive))
+                both = tuple(whole_organs(v, self.space) if volume.whole else v for v in both)
+                seen.pictures.see(volume, *both, dice)
 
     def _score(
         self,
@@ -337,69 +343,13 @@ def _decide(probabilities: Tensor, exclusive: bool) -> np.ndarray:
 
 
 class _Seen:
-    """What was seen of a model so far at a site. folder: of all models' pictures."""
+    """What was seen of a model so far at a site. folder: of all models' pictures; orientation: as of `Evaluator`."""
 
-    def __init__(self, candidate: Candidate, space: LabelSpace, folder: Path) -> None:
+    def __init__(self, candidate: Candidate, space: LabelSpace, folder: Path, orientation: str) -> None:
         self.candidate, self.findings = candidate, Findings(space)
         self.rows: list[dict[str, Any]] = []
         own = folder / candidate.name.replace("/", "_")
-        self.pictures = _Pictures(space, own) if candidate.overlays else None
-
-
-RANKS = ("worst", "median", "best")
-
-
-class _Pictures:
-    """One slice of every case and class, written to the site's folder as it is seen; of each class the worst,
-    the median and the best case by Dice stay. A folder of an earlier evaluation is replaced."""
-
-    def __init__(self, space: LabelSpace, folder: Path) -> None:
-        self.space, self.folder = space, folder
-        self.scratch = folder.with_name(f".{folder.name}.part")
-        self.seen: dict[int, list[tuple[float, str, Path]]] = {}
-        shutil.rmtree(self.scratch, ignore_errors=True)
-        self.scratch.mkdir(parents=True)
-
-    def see(self, volume: Volume, prediction: np.ndarray, dice: Mapping[int, float]) -> None:
-        """prediction: on the federation's grid. dice: class -> its value in this case, where it is defined."""
-        truth = volume.truth("federation") if dice else prediction
-        truth = whole_organs(truth, self.space) if volume.whole else truth
-        for c, value in dice.items():
-            masks = [m == c if self.space.exclusive else m[c] > 0 for m in (truth, prediction)]
-            path = self.scratch / f"{c}-{len(self.seen.setdefault(c, []))}.npz"
-            told = {"case": volume.case, "class": self.space.names[c], "metric": "dice", "value": value}
-            with path.open("wb") as file:
-                np.savez_compressed(file, **_picture(volume, *masks), **told)
-            self.seen[c].append((value, volume.case, path))
-
-    def close(self) -> None:
-        """Puts the chosen pictures in place: <class>--<worst|median|best>.npz, the name percent-encoded."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir()
-        for c, seen in self.seen.items():
-            ranked = [path for _, _, path in sorted(seen)]
-            name = quote(self.space.names[c], safe=" ")
-            for rank, path in zip(
-                RANKS, (ranked[0], ranked[(len(ranked) - 1) // 2], ranked[-1]), strict=True
-            ):
-                shutil.copyfile(path, self.folder / f"{name}--{rank}.npz")
-        shutil.rmtree(self.scratch)
-
-
-def _picture(volume: Volume, truth: np.ndarray, prediction: np.ndarray) -> dict[str, np.ndarray]:
-    """The axial slice with the largest area of the truth (without one: of the prediction), image in 0..1, as
-    viewers show it: rows from the patient's front to the back, columns from the right side to the left."""
-    image = volume.image[0].float().numpy()
-    if truth.ndim == 3:
-        area = (truth if truth.any() else prediction).sum((0, 1))
-        z = int(area.argmax())
-        image, truth, prediction = image[..., z], truth[..., z], prediction[..., z]
-    low, high = np.percentile(image, [0.5, 99.5])
-    shown = np.clip((image - low) / max(high - low, 1e-6), 0, 1).astype(np.float32)
-    turned = {"image": shown, "truth": truth, "prediction": prediction}
-    return {name: plane.T[::-1, ::-1] for name, plane in turned.items()} | {
-        "spacing": np.asarray(volume.spacing[:2][::-1], dtype=np.float64)
-    }
+        self.pictures = Pictures(space, own, orientation) if candidate.overlays else None
 
 
 def own_score(evaluator: Any, metric: str) -> Callable[[Any, nn.Module], float | None]:

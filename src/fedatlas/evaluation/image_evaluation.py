@@ -27,8 +27,8 @@ from fedatlas.evaluation.classification import (
     Threshold,
     bootstrap,
     cells,
-    equal_edges,
     score,
+    score_edges,
 )
 from fedatlas.evaluation.evaluate import Evaluation, Row
 from fedatlas.labels import LabelSpace, SiteLabels
@@ -98,7 +98,7 @@ class ImageEvaluator:
         limits = _limits(thresholds, len(self.space))
         rows: list[dict[str, Any]] = []
         histograms: dict[str, Any] = {}
-        edges = equal_edges(self.options.histogram)
+        edges = score_edges(self.options.histogram)
         for c, name in enumerate(self.space.names):
             if not seen.known[:, c].any():
                 continue

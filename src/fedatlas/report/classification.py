@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fedatlas.evaluation.classification import Estimate
-from fedatlas.evaluation.statistics import RowDict, Summary, mean_of_defined, select
+from fedatlas.evaluation.statistics import RowDict, mean_of_defined, select
 from fedatlas.report import figures, markup, tables
 from fedatlas.report.tables import METRICS, ClassValue, Metric, Run
 
@@ -30,7 +30,8 @@ def card(run: Run, split: str, model: str) -> tuple[str, float | None, str]:
     """Title, value and explanation of the number over all sites' images."""
     found = tables.pooled_macro(run, split, model)
     if found.value is None:
-        return "All sites together", None, "needs the histograms of the final evaluation"
+        reasons = dict.fromkeys(h.auroc().reason for h in tables.pooled(run, split, model).values())
+        return "All sites together", None, next(iter(reasons), "needs the histograms of the final evaluation")
     text = f"macro AUROC over {_classes(found.n)}, of all sites' images as one set, ± {found.error:.3f}"
     return "All sites together", found.value, text
 
@@ -124,7 +125,7 @@ def dots(run: Run) -> str:
 def results(run: Run) -> str:
     """Every metric by class, site and model, one metric at a time."""
     aid = markup.aid(
-        "Value and 95 % interval over patients, the best model of a row in bold; n+ and n− are the positives and "
+        "Value and 95 % interval over patients; n+ and n− are the positives and "
         "negatives that are scored. Below, classes that the site annotates stand apart from those it never annotated, "
         "where a high AUROC means that the finding was learnt from other sites."
     )
@@ -228,8 +229,6 @@ def _metric_table(
             cells = {m: of_kind[class_, site, m] for m in names if (class_, site, m) in of_kind}
             if not cells:
                 continue
-            defined = {m: Summary(1, 0, at.value, None) for m, at in cells.items() if at.value is not None}
-            leading = tables.leaders(defined, metric)
             first = next(iter(cells.values()))
             line = [
                 markup.class_header(run, class_),
@@ -239,9 +238,12 @@ def _metric_table(
             ]
             for model in names:
                 at = cells.get(model)
-                line.append(_value_cell(at, described, model in leading, letters, anchor))
+                line.append(_value_cell(at, described, letters, anchor))
                 if at is not None and at.value is None:
-                    reason, where = _plainly(at.reason), f"{markup.text(class_)} at {markup.text(site)}"
+                    reason, where = (
+                        _plainly(at.reason),
+                        f"{markup.text(run.title(class_))} at {markup.text(site)}",
+                    )
                     totals[reason] += 1
                     omitted[reason].setdefault(where, []).append(markup.text(figures.model_title(model)))
             body.append("".join(line))
@@ -260,9 +262,7 @@ def _plainly(reason: str) -> str:
     return re.sub(r"\d+ (?:positive|negative), ", "", reason)
 
 
-def _value_cell(
-    at: ClassValue | None, metric: Metric, bold: bool, letters: dict[str, str], anchor: str
-) -> str:
+def _value_cell(at: ClassValue | None, metric: Metric, letters: dict[str, str], anchor: str) -> str:
     if at is None:
         return '<td class="num">–</td>'
     if at.value is None:
@@ -270,7 +270,6 @@ def _value_cell(
         mark = f'<sup><a href="#{anchor}-{letter}" title="{markup.text(at.reason)}">{letter}</a></sup>'
         return f'<td class="num" data-v="" title="{markup.text(at.reason)}">not defined{mark}</td>'
     value = f"{at.value:.{metric.decimals}f}"
-    shown = f"<b>{value}</b>" if bold else value
     told, interval = "", ""
     if at.low is not None and at.high is not None:
         interval = f" <i>[{at.low:.{metric.decimals}f}, {at.high:.{metric.decimals}f}]</i>"
@@ -279,7 +278,7 @@ def _value_cell(
             interval += "<sup>*</sup>"
     elif at.no_interval:
         told, interval = f' title="no interval: {markup.text(at.no_interval)}"', " <i>[–]</i>"
-    return f'<td class="num" data-v="{at.value:.6g}"{told}>{shown}{interval}</td>'
+    return f'<td class="num" data-v="{at.value:.6g}"{told}>{value}{interval}</td>'
 
 
 # ---------------------------------------------------------------------------------------------- all sites together
@@ -445,7 +444,7 @@ def examples(run: Run) -> str:
             else '<p class="sub">No picture: the class was never scored.</p>'
         )
         articles.append(
-            f'<article class="organ"><h3>{markup.swatch(run, class_)}{markup.text(class_)}</h3>{content}</article>'
+            f'<article class="organ"><h3>{markup.swatch(run, class_)}{markup.text(run.title(class_))}</h3>{content}</article>'
         )
     return f"{aid}{switch}{''.join(articles)}"
 

@@ -587,8 +587,17 @@ figure { margin: 0 }
   display: grid; place-content: center }
 .legend { display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; margin: .4rem 0 .8rem }
 .legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem; border-radius: 2px }
-svg.plot { width: 100%; min-width: 760px; height: auto; font-family: system-ui, sans-serif }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+svg.plot { width: 100%; height: auto; font-family: system-ui, sans-serif }
+svg.plot:not(.wide) { min-width: 760px }
+.slim { display: none }
+.slim > svg { display: block; width: 100%; height: auto; margin: 0 0 12px }
+.key svg { max-width: 100%; height: auto; margin: 0 10px 4px 0 }
+@media screen and (max-width: 700px) {
+  svg.plot.wide { position: absolute; width: 0; height: 0 } .slim { display: block } body { margin: 1rem }
+}
+.tips circle { fill: transparent }
+.verdict { font-size: 1.25rem; font-weight: 550; max-width: 70ch }
+table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap }
 tr.groups th { text-align: center; border-bottom-width: 2px }
 .claim { color: var(--accent) }

@@ -12,6 +12,7 @@ import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from html import escape
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,10 +24,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.image import imsave
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Bbox
 from PIL import Image
 
 from fedatlas.evaluation.classification import Histogram
@@ -39,7 +40,7 @@ from fedatlas.evaluation.statistics import (
     table,
 )
 from fedatlas.report import tables
-from fedatlas.report.tables import Example, Overlay, Run
+from fedatlas.report.tables import Example, Plane, Run
 
 # name of the CSS variable -> (on light, on dark). In a figure the light value stands for the variable.
 THEME = {
@@ -179,18 +180,25 @@ def loss_curves(run: Run) -> str:
     terms = tables.loss_terms(run)
 
     def draw() -> Figure:
-        figure, axes = _panels(len(terms), columns=min(3, len(terms)), height=2.5)
+        figure, axes = _panels(len(terms), columns=min(3, max(2, len(terms))), height=2.5)
         for axis, term in zip(axes, terms, strict=True):
             for site in run.sites:
                 values = [(r.number, tables.number(r.sites.get(site, {}).get(term))) for r in run.rounds]
-                _line(axis, values, **_site_style(run, site))
-            axis.set_title("training loss" if term == "loss" else term)
+                _line(axis, values, of=f"{site}, {term}", **_site_style(run, site))
+            axis.set_title(_term_title(term, terms))
             _round_axis(axis, run)
         _mark_lost(axes[0], run)
         _legend(figure, _site_handles(run) + _mark_handles(run))
         return figure
 
     return _svg(draw, "loss", f"Training loss and its terms ({', '.join(terms)}) per site over rounds")
+
+
+def _term_title(term: str, terms: Sequence[str]) -> str:
+    """A term of the loss as a panel calls it."""
+    if term == "loss":
+        return "training loss" if tables.main_loss(terms) == "loss" else "loss, all terms together"
+    return f"training loss: {term}" if term == tables.main_loss(terms) else term
 
 
 def site_curves(run: Run) -> str:
@@ -211,7 +219,8 @@ def site_curves(run: Run) -> str:
                     )
                     for r in run.rounds
                 ]
-                _line(axis, [v for v in values if v[1] is not None], **_site_style(run, site))
+                there = [v for v in values if v[1] is not None]
+                _line(axis, there, of=f"{site}, {title}", **_site_style(run, site))
             axis.set_title(
                 "classes annotated at the site" if known else "classes never annotated at the site"
             )
@@ -249,10 +258,11 @@ def class_curves(run: Run) -> str:
                     for r in run.rounds
                 ]
                 values = [v for v in values if v[1] is not None]
-                _line(axis, values, color=colour, linestyle=dash, linewidth=2)
+                who = "mean over sites that annotate it" if known else "mean over the other sites"
+                _line(axis, values, of=who, color=colour, linestyle=dash, linewidth=2)
             if not axis.lines:
                 _said(axis, "never scored")
-            axis.set_title(_short(name, 24))
+            axis.set_title(_short(run.title(name), 24))
             axis.set_ylim(-0.04, 1.04)
             _round_axis(axis, run, label=False)
         for axis in axes[columns * ((len(axes) - 1) // columns) :]:
@@ -293,14 +303,14 @@ def box_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
         for axis, class_ in zip(axes, run.classes, strict=True):
             colour = _class_colour(run, class_)
             for place, model in enumerate(names):
-                values = [row["value"] for row in dice.get((class_, model), [])]
-                if values:
-                    _box(axis, values, place, colour, filled=run.annotates(model, class_))
+                seen = dice.get((class_, model), [])
+                if seen:
+                    _box(axis, seen, place, colour, filled=run.annotates(model, class_))
             axis.set_yticks(range(len(names)), [_short(model_title(m), 22) for m in names])
             axis.set_ylim(len(names) - 0.4, -0.6)
             axis.set_xlim(-0.03, 1.03)
             axis.grid(axis="y", visible=False)
-            axis.set_title(_short(class_, 28))
+            axis.set_title(_short(run.title(class_), 28))
             if not any((class_, model) in dice for model in names):
                 _said(axis, "never scored")
         for axis in axes[columns * ((len(axes) - 1) // columns) :]:
@@ -319,7 +329,8 @@ def box_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
     )
 
 
-def _box(axis: Axes, values: list[float], place: int, colour: str, *, filled: bool) -> None:
+def _box(axis: Axes, rows: Sequence[RowDict], place: int, colour: str, *, filled: bool) -> None:
+    values = [row["value"] for row in rows]
     axis.boxplot(
         [values],
         positions=[place],
@@ -337,6 +348,11 @@ def _box(axis: Axes, values: list[float], place: int, colour: str, *, filled: bo
     if len(values) <= 30:
         jitter = 0.22 * np.sin(2.4 * np.arange(len(values)))
         axis.plot(values, place + jitter, ".", color=colour, markersize=3, markeredgewidth=0)
+        for row, up in zip(rows, jitter, strict=True):
+            _tip(axis, row["value"], place + up, f"{row['case']} at {row['site']}: {row['value']:.3f}")
+    else:
+        told = f"{len(values)} cases, median {np.median(values):.3f}"
+        _tip(axis, float(np.median(values)), place, told)
 
 
 def site_boxes(run: Run, rows: Sequence[RowDict], split: str) -> str:
@@ -357,7 +373,7 @@ def site_boxes(run: Run, rows: Sequence[RowDict], split: str) -> str:
             if (class_, site, model) in found
         ]
         if boxes:
-            panels.append(Panel(class_, boxes))
+            panels.append(Panel(run.title(class_), boxes))
     return distributions(panels, list(run.sites), "dice", f"site-boxes-{split}")
 
 
@@ -422,6 +438,9 @@ def distributions(panels: Sequence[Panel], sites: Sequence[str], metric: str, na
             )
             for box in boxes if pointed else ():
                 jitter = 0.22 * step * np.sin(2.4 * np.arange(len(box.values)))
+                for value, aside in zip(box.values, jitter, strict=True):
+                    told = f"{box.group}, {model_title(model)}: {value:.{described.decimals}f}"
+                    _tip(axis, place(box) + aside, value, told)
                 axis.plot(
                     place(box) + jitter,
                     box.values,
@@ -491,6 +510,9 @@ def dot_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
                         "markerfacecolor": inside,
                     }
                     axis.plot(at.value, y, markersize=4 if roomy else 3, **look)
+                    known = at.low is not None and at.high is not None
+                    interval = f" [{at.low:.3f}, {at.high:.3f}]" if known else ""
+                    _tip(axis, at.value, y, f"{model_title(model)} at {site}: {at.value:.3f}{interval}")
                 mean = mean_of_defined(at.value for at in seen if at)
                 if mean is not None:
                     axis.plot([mean, mean], [place - 0.42, place + 0.42], color=_INK, linewidth=1.8)
@@ -499,7 +521,7 @@ def dot_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
             axis.set_ylim(len(names) - 0.4, -0.6)
             axis.set_xlim(-0.03, 1.03)
             axis.grid(axis="y", visible=False)
-            axis.set_title(_short(class_, 28))
+            axis.set_title(_short(run.title(class_), 28))
             if not any((class_, s, m) in found for s in sites for m in names):
                 _said(axis, "never scored")
             elif not axis.lines[1:]:
@@ -662,13 +684,13 @@ def _square_panels(
     columns = max(3, _columns(len(run.classes), 3, 5))
 
     def draw() -> Figure:
-        figure, axes = _panels(len(run.classes), columns=columns, height=WIDTH / columns + 0.3, share=True)
+        figure, axes = _panels(len(run.classes), columns=columns, height=0.3, share=True, square=True)
         for index, (axis, class_) in enumerate(zip(axes, run.classes, strict=True)):
             panel(axis, class_)
             axis.set_aspect("equal")
             axis.set_xlim(-0.02, 1.02)
             axis.set_ylim(-0.02, 1.02)
-            axis.set_title(_short(class_, 28))
+            axis.set_title(_short(run.title(class_), 28))
             if index % columns == 0:
                 axis.set_ylabel(y)
             if index + columns >= len(axes):
@@ -723,13 +745,15 @@ def cost_figure(run: Run) -> str:
             seconds = np.array([tables.number(entry.phases.get(phase)) or 0.0 for entry in run.rounds])
             colour = PHASE_COLOURS[index % len(PHASE_COLOURS)][0]
             axes[0].bar(numbers, seconds, bottom=below, width=0.85, color=colour, label=phase, linewidth=0)
+            for x, top, value in zip(numbers, below, seconds, strict=True):
+                _tip(axes[0], x, top + value / 2, f"{phase}, round {x}: {value:.1f} s")
             below = below + seconds
         axes[0].set_title("seconds per round, by phase")
         axes[0].legend(loc="upper right", ncols=2) if phases else None
         axes[0].set_ylim(0, 1.25 * max(below.max(initial=0.0), 1e-9))
         for site in run.sites:
             values = [(r.number, tables.number(r.cost.get(site, {}).get("seconds"))) for r in run.rounds]
-            _line(axes[1], values, **_site_style(run, site))
+            _line(axes[1], values, of=f"{site}, seconds", decimals=1, **_site_style(run, site))
         axes[1].set_title("seconds per round, by site")
         axes[1].set_ylim(0, 1.08 * axes[1].get_ylim()[1])
         for axis in axes:
@@ -810,7 +834,7 @@ def traffic_figure(run: Run) -> str:
         axes[0].legend(loc="upper right", ncols=2) if kinds else None
         for site, values in of_site.items():
             points = [(n, v / scale if v else None) for n, v in zip(numbers, values, strict=True)]
-            _line(axes[1], points, **_site_style(run, site))
+            _line(axes[1], points, of=f"{site}, {unit}", **_site_style(run, site))
         axes[1].set_title(f"{unit} per round, by site")
         axes[1].set_ylim(0, 1.15 * axes[1].get_ylim()[1])
         for axis in axes:
@@ -837,7 +861,7 @@ def epsilon_curves(run: Run) -> str:
     def draw() -> Figure:
         figure, axes = _panels(1 + bool(bought), columns=2, height=2.2)
         style = {"color": THEME["accent"][0], "marker": "o", "markevery": max(1, len(spent) // 10)}
-        _line(axes[0], spent, **style)
+        _line(axes[0], spent, of="ε so far", **style)
         axes[0].set_title("ε so far")
         axes[0].set_ylim(0, None)
         _round_axis(axes[0], run)
@@ -855,32 +879,45 @@ def epsilon_curves(run: Run) -> str:
 # ---------------------------------------------------------------------------------------------- overlays
 
 
-def overlay(entry: Overlay, colour: str) -> str:
-    """One slice as SVG, in millimetres: the image in gray, the prediction filled, the truth a dashed contour.
-
-    The window is cropped around truth and prediction; the bar at the bottom is its scale.
-    """
-    image, truth, prediction, spacing = entry.arrays()
-    rows, columns = _window(truth | prediction, spacing)
-    image, truth, prediction = image[rows, columns], truth[rows, columns], prediction[rows, columns]
-    height, width = image.shape[0] * spacing[0], image.shape[1] * spacing[1]
-    bar = max((b for b in (1, 2, 5, 10, 20, 50, 100, 200) if b <= width / 3), default=width / 3)
-    left, base = 0.04 * width, height - 0.05 * height
-    description = f"{entry.class_}, case {entry.case}, site {entry.site}: image, prediction and ground truth"
-    line = 'fill="none" vector-effect="non-scaling-stroke"'
-    outline = _contours(truth, spacing)
-    return (
-        f'<svg class="overlay" viewBox="0 0 {width:.2f} {height:.2f}" role="img" '
-        f'aria-label="{escape(description)}"><title>{escape(description)}</title>'
-        f'<image width="{width:.2f}" height="{height:.2f}" preserveAspectRatio="none" href="{_png(image)}"/>'
-        f'<path d="{_contours(prediction, spacing)}" fill="{colour}" fill-opacity=".45" fill-rule="evenodd" '
-        f'stroke="{colour}" stroke-width="1" vector-effect="non-scaling-stroke"/>'
-        f'<path d="{outline}" {line} stroke="#000" stroke-opacity=".55" stroke-width="3"/>'
-        f'<path d="{outline}" {line} stroke="#fff" stroke-width="1.6" stroke-dasharray="5 3"/>'
-        f'<path d="M{left:.2f} {base:.2f}h{bar:.2f}" {line} stroke="#fff" stroke-width="3"/>'
-        f'<text x="{left:.2f}" y="{base - 0.025 * height:.2f}" font-size="{0.055 * height:.2f}" '
-        f'fill="#fff">{bar:g} mm</text></svg>'
+def plane(shown: Plane, colours: Mapping[str, str], description: str) -> str:
+    """A whole slice as SVG, in millimetres: the image in gray, every class's prediction filled in its colour, its truth as
+    a dashed line in the same colour on black, and a bar for the scale. colours: class -> CSS colour."""
+    height, width = (size * step for size, step in zip(shown.image.shape, shown.spacing, strict=True))
+    filled = "".join(
+        f'<path d="{_contours(mask, shown.spacing)}" fill="{colours[name]}" fill-opacity=".42" fill-rule="evenodd" '
+        f'stroke="{colours[name]}" stroke-width="1" vector-effect="non-scaling-stroke"><title>{escape(name)}</title></path>'
+        for name, mask in shown.prediction.items()
+        if mask.any()
     )
+    line = 'fill="none" vector-effect="non-scaling-stroke"'
+    dashed = "".join(
+        f'<path d="{(outline := _contours(mask, shown.spacing))}" {line} stroke="#000" stroke-opacity=".6" stroke-width="3"/>'
+        f'<path class="truth" d="{outline}" {line} stroke="#fff" stroke-width="1.5" stroke-dasharray="4 3"/>'
+        for mask in shown.truth.values()
+        if mask.any()
+    )
+    bar = max((b for b in (1, 2, 5, 10, 20, 50, 100, 200) if b <= width / 3), default=width / 3)
+    left, base = 0.04 * width, height - 0.04 * width
+    scale = (
+        f'<path d="M{left:.2f} {base:.2f}h{bar:.2f}" {line} stroke="#fff" stroke-width="3"/>'
+        f'<text x="{left:.2f}" y="{base - 0.02 * width:.2f}" font-size="{0.05 * width:.2f}" fill="#fff">{bar:g} mm</text>'
+    )
+    small, spacing = _smaller_slice(shown.image, shown.spacing)
+    return _slice(small, spacing, filled + dashed + scale, description, box=(width, height))
+
+
+def _smaller_slice(image: np.ndarray, spacing: tuple[float, float]) -> tuple[np.ndarray, tuple[float, float]]:
+    """A slice as means of square blocks, so that no side is longer than MOST, and its spacing."""
+    by = -(-max(image.shape) // MOST)
+    if by == 1 or min(image.shape) < by:
+        return image, spacing
+    rows, columns = (size // by * by for size in image.shape)
+    blocks = image[:rows, :columns].reshape(rows // by, by, columns // by, by)
+    return blocks.mean((1, 3)), (spacing[0] * by, spacing[1] * by)
+
+
+MOST = 320
+"""Pixels of the longer side of a whole slice on the page, at most."""
 
 
 def labelled(
@@ -941,11 +978,18 @@ def _dashed(mask: np.ndarray, spacing: tuple[float, float]) -> str:
     )
 
 
-def _slice(image: np.ndarray, spacing: tuple[float, float], drawn: str, description: str) -> str:
-    """A slice in gray, in millimetres, with what is drawn over it."""
+def _slice(
+    image: np.ndarray,
+    spacing: tuple[float, float],
+    drawn: str,
+    description: str,
+    box: tuple[float, float] | None = None,
+) -> str:
+    """A slice in gray, in millimetres, with what is drawn over it. box: width and height, if not those of the image."""
     height, width = image.shape[0] * spacing[0], image.shape[1] * spacing[1]
+    wide, high = box or (width, height)
     return (
-        f'<svg class="overlay" viewBox="0 0 {width:.2f} {height:.2f}" role="img" aria-label="{escape(description)}">'
+        f'<svg class="overlay" viewBox="0 0 {wide:.2f} {high:.2f}" role="img" aria-label="{escape(description)}">'
         f'<title>{escape(description)}</title><image width="{width:.2f}" height="{height:.2f}" '
         f'preserveAspectRatio="none" href="{_grey(image)}"/>{drawn}</svg>'
     )
@@ -1040,18 +1084,16 @@ def _contours(mask: np.ndarray, spacing: tuple[float, float]) -> str:
     )
 
 
-def _png(image: np.ndarray) -> str:
-    file = io.BytesIO()
-    imsave(file, np.clip(image, 0, 1), cmap="gray", vmin=0, vmax=1, format="png", metadata=_UNSIGNED)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
 # ---------------------------------------------------------------------------------------------- shared parts
 
 
-def _panels(count: int, *, columns: int, height: float, share: bool = False) -> tuple[Figure, list[Axes]]:
-    """A grid of panels; `height` inches each. Returns the figure and as many axes as asked for."""
+def _panels(
+    count: int, *, columns: int, height: float, share: bool = False, square: bool = False
+) -> tuple[Figure, list[Axes]]:
+    """A grid of panels; `height` inches each, and if square as much more as they are wide. Returns the figure and as many
+    axes as asked for."""
     rows = math.ceil(count / columns)
+    height += WIDTH / columns if square else 0
     figure = Figure(figsize=(WIDTH, rows * height + 0.75))
     FigureCanvasSVG(figure)
     grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False).ravel().tolist()
@@ -1072,10 +1114,20 @@ def _said(axis: Axes, text: str) -> None:
     axis.text(0.5, 0.5, text, transform=axis.transAxes, ha="center", va="center", color=_MUTED)
 
 
-def _line(axis: Axes, values: Iterable[tuple[int, float | None]], **style: object) -> None:
+def _line(
+    axis: Axes,
+    values: Iterable[tuple[int, float | None]],
+    *,
+    of: str = "",
+    decimals: int = 3,
+    **style: object,
+) -> None:
+    """A line over rounds. of: whose it is, which its points tell with their values; "": they tell nothing."""
     points = [(x, math.nan if y is None else y) for x, y in values]
     if not any(math.isfinite(y) for _, y in points):
         return
+    for x, y in points if of else ():
+        _tip(axis, x, y, f"{of}, round {x}: {y:.{decimals}f}")
     if len(points) == 1:
         hollow = style.get("linestyle", "-") != "-"
         style = {"marker": "o", "markerfacecolor": "none" if hollow else style["color"], **style}
@@ -1152,14 +1204,32 @@ def _short(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
+_TIPS: ContextVar[list[tuple[Axes, float, float, str]]] = ContextVar("tips")
+"""Axes, place in its data, and words of every point of the figure that is being drawn that tells its value."""
+
+
+def _tip(axis: Axes, x: float, y: float | None, text: str) -> None:
+    """What a point tells under the pointer."""
+    if y is not None and math.isfinite(y):
+        _TIPS.get([]).append((axis, float(x), float(y), text))
+
+
 def _svg(draw: Callable[[], Figure], name: str, description: str) -> str:
-    """A figure as an SVG element that stands in an HTML page, the same bytes for the same figure."""
+    """A figure as an SVG element that stands in an HTML page, the same bytes for the same figure; and after it what a
+    narrow screen shows in its place."""
     file = io.StringIO()
-    with matplotlib.rc_context(_RC), warnings.catch_warnings():  # type: ignore[arg-type]
-        warnings.simplefilter(
-            "ignore", UserWarning
-        )  # glyphs that the measuring font lacks; the page's has them
-        draw().savefig(file, format="svg", metadata=_NO_METADATA)
+    tips: list[tuple[Axes, float, float, str]] = []
+    kept = _TIPS.set(tips)
+    try:
+        with matplotlib.rc_context(_RC), warnings.catch_warnings():  # type: ignore[arg-type]
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # glyphs that the measuring font lacks; the page's has them
+            figure = draw()
+            figure.savefig(file, format="svg", metadata=_NO_METADATA)
+            slim = _slim(figure, name, tips)
+    finally:
+        _TIPS.reset(kept)
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<style.*?</style>|<metadata.*?</metadata>", "", text, flags=re.S)
@@ -1168,14 +1238,104 @@ def _svg(draw: Callable[[], Figure], name: str, description: str) -> str:
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = text.replace('href="#', f'href="#{name}-').replace("url(#", f"url(#{name}-")
     text = re.sub(r"(?<=[ ;\"])(fill|stroke): (#[0-9a-f]{6})", _variable, text)
-    text = re.sub(r">\s+<", "><", re.sub(r"[ \n]*\n[ \n]*", " ", text))
+    text = re.sub(r">\s+<", "><", re.sub(r"[ \n]*\n[ \n]*", " ", text)).strip()
+    text = text.removesuffix("</svg>") + _points(figure, tips) + "</svg>"
     title = escape(description)
-    return re.sub(
+    wide = re.sub(
         r'<svg width="[^"]*" height="[^"]*"',
-        lambda _: f'<svg class="plot" role="img" aria-label="{title}"',
+        lambda _: f'<svg class="plot wide" role="img" aria-label="{title}"',
         text,
         count=1,
     ).strip()
+    return wide + slim
+
+
+def _slim(figure: Figure, name: str, tips: Sequence[tuple[Axes, float, float, str]]) -> str:
+    """The panels of a figure and the entries of its legend as SVG elements of their own, which show their part of the
+    whole figure, below each other."""
+    renderer = figure._get_renderer()  # type: ignore[attr-defined]
+    scale, high = 72 / figure.dpi, 72 * figure.get_figheight()
+    drawn = f'<use href="#{name}-figure_1"/>'
+
+    def seen(box: Any, inside: str, more: str = "") -> str:
+        x, y = scale * box.x0, high - scale * box.y1
+        width, height = scale * box.width, scale * box.height
+        return f'<svg viewBox="{x:.1f} {y:.1f} {width:.1f} {height:.1f}"{more}>{drawn}{inside}</svg>'
+
+    entries = []
+    for legend in figure.legends:
+        for text in legend.get_texts():
+            box = text.get_window_extent(renderer)
+            size = text.get_fontsize() * figure.dpi / 72
+            before = (legend.handlelength + legend.handletextpad + 0.3) * size
+            whole = Bbox.from_extents(
+                box.x0 - before, box.y0 - 0.25 * size, box.x1 + 0.6 * size, box.y1 + 0.25 * size
+            )
+            entries.append(seen(whole, "", f' style="width:{whole.width * 96 / figure.dpi:.0f}px"'))
+    panels = []
+    tight = {axis: axis.get_tightbbox(renderer) for axis in figure.axes}
+    for axis in (axis for axis, box in tight.items() if box is not None):
+        inside = _points(figure, [tip for tip in tips if tip[0] is axis])
+        box, frame = tight[axis].padded(4), axis.get_window_extent(renderer)
+        left, below = _labelled_for(axis, figure.axes)
+        if left is axis and below is axis:
+            broad = box.width / figure.dpi > 0.55 * WIDTH
+            panels.append(seen(box, inside, ' style="min-width:620px"' if broad else ""))
+            continue
+        # the labels of shared axes stand at another panel, and are shown beside this one
+        x0 = frame.x0 - 6 if left is not axis else box.x0
+        y0 = frame.y0 - 6 if below is not axis else box.y0
+        at = Bbox.from_extents(x0, y0, box.x1, box.y1)
+        edge, foot = left.get_window_extent(renderer).x0 - 6, below.get_window_extent(renderer).y0 - 6
+        beside = Bbox.from_extents(tight[left].x0 - 4, y0, max(edge, tight[left].x0 - 3), box.y1)
+        under = Bbox.from_extents(x0, tight[below].y0 - 4, box.x1, max(foot, tight[below].y0 - 3))
+        wide, deep = (beside.width if left is not axis else 0.0), (under.height if below is not axis else 0.0)
+
+        def placed(part: Any, x: float, y: float, own: str = "") -> str:
+            where = f' x="{scale * x:.1f}" y="{scale * y:.1f}" '
+            return seen(
+                part, own, f'{where}width="{scale * part.width:.1f}" height="{scale * part.height:.1f}"'
+            )
+
+        parts = [placed(at, wide, 0, inside)]
+        parts += [placed(beside, 0, 0)] if wide else []
+        parts += [placed(under, wide, at.height)] if deep else []
+        size = f"{scale * (wide + at.width):.1f} {scale * (at.height + deep):.1f}"
+        panels.append(f'<svg viewBox="0 0 {size}">{"".join(parts)}</svg>')
+    return f'<div class="slim" aria-hidden="true"><div class="key">{"".join(entries)}</div>{"".join(panels)}</div>'
+
+
+def _labelled_for(axis: Axes, every: Sequence[Axes]) -> tuple[Axes, Axes]:
+    """The panels whose labels a panel shares: on its left, and below it; itself where it has its own."""
+    spec = axis.get_subplotspec()
+    if spec is None:
+        return axis, axis
+
+    def bare(labels: Iterable[Any]) -> bool:
+        return not any(label.get_visible() and label.get_text() for label in labels)
+
+    left, below = axis, axis
+    specs = [(other, other.get_subplotspec()) for other in every]
+    if bare(axis.get_yticklabels()):
+        row = [o for o, at in specs if at and at.rowspan.start == spec.rowspan.start]
+        left = min(row, key=lambda o: o.get_position().x0)
+    if bare(axis.get_xticklabels()):
+        column = [o for o, at in specs if at and at.colspan.start == spec.colspan.start]
+        below = min(column, key=lambda o: o.get_position().y0)
+    return left, below
+
+
+def _points(figure: Figure, tips: Sequence[tuple[Axes, float, float, str]]) -> str:
+    """The points that tell something, as circles without ink; of very many every few."""
+    points, high = [], 72 * figure.get_figheight()
+    for axis, x, y, text in tips[:: -(-len(tips) // MOST_TIPS) or 1]:
+        across, up = 72 / figure.dpi * axis.transData.transform((x, y))
+        points.append(f'<circle cx="{across:.1f}" cy="{high - up:.1f}" r="5" data-tip="{escape(text)}"/>')
+    return f'<g class="tips">{"".join(points)}</g>' if points else ""
+
+
+MOST_TIPS = 1500
+"""Points of a figure that tell their values, at most."""
 
 
 def _variable(match: re.Match[str]) -> str:
@@ -1184,7 +1344,6 @@ def _variable(match: re.Match[str]) -> str:
 
 
 _NO_METADATA: Mapping[str, None] = dict.fromkeys(("Date", "Creator", "Type", "Format"))
-_UNSIGNED: Any = {"Software": None}
 
 
 # ---------------------------------------------------------------------------------------------- sweeps

@@ -41,13 +41,15 @@ def details(title: str, content: str, *, open: bool = False) -> str:
 
 
 def figure(svg: str, caption: str) -> str:
+    """The page's script adds a button that saves the chart as PNG."""
     return f'<figure class="chart"><figcaption>{caption}</figcaption><div class="scroll">{svg}</div></figure>'
 
 
 def table(
     caption: str, head: Sequence[str], body: Iterable[str], *, kind: str = "", sort: bool = False
 ) -> str:
-    """caption and head are plain text; body holds the cells of each row as HTML."""
+    """caption and head are plain text; body holds the cells of each row as HTML. The page's script adds a button that
+    saves the table as CSV."""
     cells = [
         f'<th scope="col">{f"<button type=button>{text(name)}</button>" if sort else f"<span>{text(name)}</span>"}</th>'
         for name in head
@@ -66,7 +68,15 @@ def swatch(run: Run, class_: str) -> str:
 
 
 def class_header(run: Run, class_: str) -> str:
-    return f'<th scope="row">{swatch(run, class_)}{text(class_)}</th>'
+    return f'<th scope="row">{swatch(run, class_)}{text(run.title(class_))}</th>'
+
+
+def spread(found: tables.Spread | None, decimals: int) -> str:
+    """An interval in brackets, or the lowest and the highest value with a dash between them."""
+    if found is None:
+        return ""
+    low, high = f"{found.low:.{decimals}f}", f"{found.high:.{decimals}f}"
+    return f"[{low}, {high}]" if found.interval else f"{low}–{high}"
 
 
 def number(value: float | None, decimals: int) -> str:

@@ -6,10 +6,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+import numpy as np
+
 from fedatlas import __version__
 from fedatlas.evaluation.statistics import RowDict, mean_of_defined, select
 from fedatlas.report import analysis, classification, figures, leaks, markup, tables
-from fedatlas.report.tables import METRICS, Cell, Metric, Run
+from fedatlas.report.conclusion import Conclusion, conclude, sentences
+from fedatlas.report.tables import METRICS, Cell, Metric, Run, Verdict
 
 
 def write(run: Path, out: Path | None = None) -> Path:
@@ -45,6 +48,7 @@ def render(run: Run, beside: Path | None = None) -> str:
             not unknown_locals,
         ),
         ("results", "Results by site and class", classification.results if run.images else _results, True),
+        ("cases", "Case by case", _cases, not run.images),
         ("findings", "Findings of the whole image", _findings, bool(run.findings)),
         ("pooled", "All sites together", classification.pooled, run.images),
         (
@@ -125,28 +129,30 @@ def _header(run: Run) -> str:
 
 
 def _verdicts(run: Run) -> str:
-    """The three numbers of the global model, large, and of every model in a table."""
-    rows, provisional = tables.scored(run)
-    if not rows:
+    """The verdict in a sentence, the three numbers of the global model, large, and of every model in a table."""
+    found = conclude(run)
+    if found is None:
         return markup.note(
             f"No {run.unit} is scored yet. The final evaluation follows the last round; {markup.RESUME} goes on."
         )
+    rows, provisional = tables.scored(run)
     title, splits = METRICS[run.measure].title, tables.splits(rows)
-    model = tables.models(rows)[0]
-    split = next(s for s in splits if select(rows, split=s, model=model))
-    numbers = tables.verdict(select(rows, split=split, model=model), run.measure)
+    model, split, numbers, baseline = found.model, found.split, found.verdict, found.baseline
     which = "of the last evaluated round" if provisional else f"of {markup.text(figures.model_title(model))}"
+    beside = Verdict(None, None, None, 0, 0, 0) if baseline is None else baseline
     clientwise = (
         f"Client-wise {title}",
         numbers.clientwise,
         f"mean over {markup.count(numbers.n_sites, 'site')}, each over its classes",
+        beside.clientwise,
     )
     cards = [
-        classification.card(run, split, model) if run.images else clientwise,
+        (*classification.card(run, split, model), None) if run.images else clientwise,
         (
             "Annotated there",
             numbers.known,
             f"macro {title} over {markup.count(numbers.n_known, 'pair')} of site and class",
+            beside.known,
         ),
         (
             "Never annotated there",
@@ -154,40 +160,68 @@ def _verdicts(run: Run) -> str:
             f"macro {title} over {markup.count(numbers.n_unknown, 'pair')} of site and class"
             if numbers.n_unknown
             else f"no scored {run.unit} has ground truth for such a class",
+            beside.unknown,
         ),
     ]
     boxes = "".join(
         f'<div class="card"><p class="label">{label}</p><p class="big">{markup.number(value, 3)}</p>'
-        f'<p class="sub">{sub}</p></div>'
-        for label, value, sub in cards
+        + (f'<p class="beside">local models {markup.number(local, 3)}</p>' if local is not None else "")
+        + f'<p class="sub">{sub}</p></div>'
+        for label, value, sub, local in cards
     )
-    if provisional:
-        best = f"Validation rows of round {rows[0]['round']}; there is no final evaluation yet. "
-    elif model == tables.GLOBAL and run.best_round is not None:
-        score = "" if run.best_score is None else f", validation score {run.best_score:.3f}"
-        best = f"Global model: best round {run.best_round}{score}. "
-    elif model == tables.GLOBAL and run.best_rounds:
-        each = ", ".join(f"{markup.text(site)} {number}" for site, number in run.best_rounds.items())
-        best = f"Models of all sites together, each of the round that was best on its own validation cases: {each}. "
-    else:
-        best = ""
     first = "All sites together" if run.images else "Client-wise"
     head = ["Model", *(f"{t} · {s}" for s in splits for t in (first, "Annotated", "Never annotated"))]
     body = []
     for name in tables.models(rows):
         cells = [f'<th scope="row">{markup.text(figures.model_title(name))}</th>']
         for at in splits:
-            found = tables.verdict(select(rows, split=at, model=name), run.measure)
-            together = tables.pooled_macro(run, at, name).value if run.images else found.clientwise
-            cells += [markup.cell(value, 3) for value in (together, found.known, found.unknown)]
+            of_model = tables.verdict(select(rows, split=at, model=name), run.measure)
+            together = tables.pooled_macro(run, at, name).value if run.images else of_model.clientwise
+            cells += [markup.cell(value, 3) for value in (together, of_model.known, of_model.unknown)]
         body.append("".join(cells))
     every = markup.table(f"{title} of every model in the same three numbers", head, body, sort=True)
+    told = "".join(
+        f'<p class="{kind}">{markup.text(sentence)}</p>'
+        for sentence, kind in zip(sentences(run), ("verdict", "aid", "aid"), strict=False)
+    )
     return (
+        f'<div class="told">{told}</div>'
         f'<h2 class="quiet">{title} {which}, {markup.text(split)} {run.unit}s</h2><div class="cards">{boxes}</div>'
-        f'<p class="aid">{best}“Never annotated there” is the point of partial labels: {title} of a class at '
-        "sites whose training data never showed it.</p>"
+        f'<p class="aid">{_about_best(run, found)}“Never annotated there” is the point of partial labels: {title} of a class '
+        "at sites whose training data never showed it.</p>"
         f"<details><summary>All models and splits</summary>{every}</details>"
     )
+
+
+def _about_best(run: Run, found: Conclusion) -> str:
+    """Which round the global model is of, and why the score that chose it differs from those of the final evaluation."""
+    if found.provisional:
+        return f"Validation rows of round {found.rows[0]['round']}; there is no final evaluation yet. "
+    if found.model == tables.GLOBAL and run.best_rounds:
+        each = ", ".join(f"{markup.text(site)} {number}" for site, number in run.best_rounds.items())
+        return f"Models of all sites together, each of the round that was best on its own validation cases: {each}. "
+    if found.model != tables.GLOBAL or run.best_round is None:
+        return ""
+    if run.best_score is None:
+        return f"Global model: best round {run.best_round}. "
+    text = f"Global model: best round {run.best_round}, validation score {run.best_score:.3f}. "
+    if run.images:
+        return text
+    final = tables.verdict(select(tables.scored(run)[0], split="validation", model=found.model), run.measure)
+    if final.known is None:
+        return text
+    return (
+        f"{text}That score chose the round and was measured during training on the federation's common grid ({_spacing(run)}); "
+        f"the final evaluation puts the same model's labels back on the grid of each scan, where the validation cases score "
+        f"{final.known:.3f} on annotated classes. Small differences between the two come from resampling. "
+    )
+
+
+def _spacing(run: Run) -> str:
+    """The common grid in words."""
+    given = run.plain.get("preprocessing")
+    steps = given.get("spacing") if isinstance(given, dict) else None
+    return f"{' × '.join(f'{step:g}' for step in steps)} mm" if steps and all(steps) else "training"
 
 
 # ---------------------------------------------------------------------------------------------- labels
@@ -443,9 +477,10 @@ def _boxes(run: Run) -> str:
 
 def _results(run: Run) -> str:
     aid = markup.aid(
-        "Mean (standard deviation) over cases, the best model of a row in bold. Below, classes that the site "
-        "annotates stand apart from those it never annotated, where a high Dice means that the organ was "
-        "learnt from other sites."
+        f"Mean over cases, and behind it [the 95 % interval of the mean] over resampled cases; of fewer than {tables.FEW} "
+        "cases the lowest–the highest value instead. Where intervals of two models overlap widely, do not call one better. "
+        "Classes that the site annotates stand apart from those it never annotated, where a high Dice means that the organ was "
+        "learnt from other sites. ▲ holds a case that is far off, see Case by case."
     )
     (rows, provisional), processed = tables.scored(run), tables.processed(run)
     if not rows:
@@ -481,10 +516,6 @@ def _results(run: Run) -> str:
                 parts.append(
                     markup.details(f"{markup.text(described.title)}{unit}, after post-processing", content)
                 )
-    parts.append(
-        '<p class="aid">Bold compares the models with the most defined values of a row, so that a model does '
-        "not win by leaving cases out; n is the number of scored cases.</p>"
-    )
     return "".join(parts)
 
 
@@ -573,6 +604,10 @@ def _metric_table(run: Run, rows: Sequence[RowDict], metric: str, split: str, kn
         )
     names = tables.compared(rows)
     found = tables.cells((r for r in of_kind if r["model"] in names), "class", "site", "model")
+    far: dict[tuple[str, str, str], list[str]] = {}
+    for row in tables.outliers(rows):
+        where = (row["class"], row["site"], row["model"])
+        far.setdefault(where, []).append(f"{row['case']}: {row['value']:.{described.decimals}f}")
     reasons = list(dict.fromkeys(reason for cell in found.values() for reason in sorted(cell.undefined)))
     letters = {reason: markup.letter(index) for index, reason in enumerate(reasons)}
     anchor = f"{split}-{metric}-{'known' if known else 'unknown'}"
@@ -585,7 +620,6 @@ def _metric_table(run: Run, rows: Sequence[RowDict], metric: str, split: str, kn
             cells = {m: found[class_, site, m] for m in names if (class_, site, m) in found}
             if not cells:
                 continue
-            leading = tables.leaders({model: cell.summary for model, cell in cells.items()}, metric)
             line = [
                 markup.class_header(run, class_),
                 f"<td>{markup.text(site)}</td>",
@@ -593,12 +627,14 @@ def _metric_table(run: Run, rows: Sequence[RowDict], metric: str, split: str, kn
             ]
             for name in names:
                 cell = cells.get(name)
-                line.append(_mean_cell(cell, described, name in leading, letters, anchor, bars))
+                line.append(
+                    _mean_cell(cell, described, far.get((class_, site, name), []), letters, anchor, bars)
+                )
                 if cell is None:
                     continue
                 totals.update(cell.undefined)
                 for reason, count in sorted(cell.undefined.items()):
-                    where = f"{markup.text(class_)} at {markup.text(site)}"
+                    where = f"{markup.text(run.title(class_))} at {markup.text(site)}"
                     omitted[reason].setdefault(where, []).append(
                         f"{markup.text(figures.model_title(name))} {count} of {cell.scored}"
                     )
@@ -615,8 +651,9 @@ def _metric_table(run: Run, rows: Sequence[RowDict], metric: str, split: str, kn
 
 
 def _mean_cell(
-    cell: Cell | None, metric: Metric, bold: bool, letters: dict[str, str], anchor: str, bar: bool
+    cell: Cell | None, metric: Metric, far: Sequence[str], letters: dict[str, str], anchor: str, bar: bool
 ) -> str:
+    """far: the cases of the cell that are far off, with their values."""
     if cell is None:
         return '<td class="num">–</td>'
     marks = "".join(
@@ -627,12 +664,108 @@ def _mean_cell(
     mean, sd = cell.summary.mean, cell.summary.sd
     if mean is None:
         return f'<td class="num" data-v="">not defined{marks}</td>'
-    value = f"{mean:.{metric.decimals}f}"
-    spread = "(–)" if sd is None else f"({sd:.{metric.decimals}f})"
-    shown = f"<b>{value}</b>" if bold else value
+    if far:
+        told = markup.text(f"far off: {', '.join(far)}")
+        marks += f'<sup class="far" title="{told}">▲<span class="sr"> {told}</span></sup>'
+    spread = markup.spread(tables.spread(cell.values), metric.decimals)
+    title = f"{markup.count(cell.summary.n, 'case')}" + (
+        "" if sd is None else f", SD {sd:.{metric.decimals}f}"
+    )
     width = f' style="--v:{100 * min(max(mean, 0), 1):.0f}%"' if bar else ""
     kind = "num bar" if bar else "num"
-    return f'<td class="{kind}" data-v="{mean:.6g}"{width}>{shown} <i>{spread}</i>{marks}</td>'
+    return f'<td class="{kind}" data-v="{mean:.6g}" title="{title}"{width}>{mean:.{metric.decimals}f} <i>{spread}</i>{marks}</td>'
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+MOST_ROWS = 1500
+"""Rows of the table of cases on the page, at most; the run folder's rows.csv holds all."""
+
+
+def _cases(run: Run) -> str:
+    """Every scored class of every case, of the global model; those that are far off first."""
+    aid = markup.aid(
+        "Every case of the global model, a row per class; click a column to sort, type to filter. ▲ marks a value that is far "
+        "off: beyond the quartile of its class by more than three times the range between the quartiles, and by at least 0.1, or "
+        "5 mm. Look at such a case before trusting a mean."
+    )
+    rows, provisional = tables.scored(run)
+    if not rows or provisional:
+        return aid + markup.no_rows()
+    model, parts = tables.models(rows)[0], [aid]
+    for position, split in enumerate(tables.splits(rows)):
+        of_model = select(rows, split=split, model=model)
+        if not of_model:
+            continue
+        content = _far_off(run, of_model) + _case_table(run, of_model, split)
+        title = f"{markup.text(split).capitalize()} cases of {markup.text(figures.model_title(model))}"
+        parts.append(f"<h3>{title}</h3>{content}" if position == 0 else markup.details(title, content))
+    return "".join(parts)
+
+
+def _far_off(run: Run, rows: Sequence[RowDict]) -> str:
+    """The values that are far off, in words, with the median of their class."""
+    far = tables.outliers(rows)
+    if not far:
+        return '<p class="aid">No value is far off.</p>'
+    items = []
+    for row in far:
+        described = METRICS[row["metric"]]
+        same = select(rows, class_=row["class"], metric=row["metric"])
+        middle = float(np.median([other["value"] for other in same if other["value"] is not None]))
+        unit = f" {described.unit}" if described.unit else ""
+        items.append(
+            f"<li>▲ <b>{markup.text(run.title(row['class']))}</b>, case {markup.text(row['case'])} at {markup.text(row['site'])}: "
+            f"{described.title} {row['value']:.{described.decimals}f}{unit}, the median is {middle:.{described.decimals}f}{unit}</li>"
+        )
+    more = (
+        markup.details(f"{len(items) - 8} more", f'<ul class="far-off">{"".join(items[8:])}</ul>')
+        if len(items) > 8
+        else ""
+    )
+    return f'<ul class="far-off">{"".join(items[:8])}</ul>{more}'
+
+
+def _case_table(run: Run, rows: Sequence[RowDict], split: str) -> str:
+    metrics, order = tables.metrics(rows), {name: place for place, name in enumerate(run.classes)}
+    far = {(row["site"], row["case"], row["class"], row["metric"]) for row in tables.outliers(rows)}
+    found: dict[tuple[str, str, str], dict[str, RowDict]] = {}
+    for row in rows:
+        found.setdefault((row["site"], row["case"], row["class"]), {})[row["metric"]] = row
+    body = []
+    for (site, case, class_), of in sorted(
+        found.items(), key=lambda item: (*item[0][:2], order.get(item[0][2], 0))
+    ):
+        known = any(row["known"] for row in of.values())
+        cells = [
+            f'<th scope="row">{markup.text(case)}</th><td>{markup.text(site)}</td>',
+            f"<td>{markup.swatch(run, class_)}{markup.text(run.title(class_))}</td><td>{'yes' if known else 'never'}</td>",
+        ]
+        for metric in metrics:
+            row, described = of.get(metric), METRICS.get(metric, Metric(metric, "", 3, True))
+            if row is None or row["value"] is None:
+                why = "not scored" if row is None else row["reason"]
+                cells.append(f'<td class="num" data-v="" title="{markup.text(why)}">–</td>')
+                continue
+            mark = ' <span class="far">▲</span>' if (site, case, class_, metric) in far else ""
+            cells.append(
+                f'<td class="num" data-v="{row["value"]:.6g}">{row["value"]:,.{described.decimals}f}{mark}</td>'
+            )
+        body.append("".join(cells))
+    cut = ""
+    if len(body) > MOST_ROWS:
+        cut = markup.note(
+            f"The first {MOST_ROWS:,} of {len(body):,} rows; rows.csv in the run folder holds all of them."
+        )
+    titles = [
+        METRICS[m].title + (f", {METRICS[m].unit}" if METRICS[m].unit else "") if m in METRICS else m
+        for m in metrics
+    ]
+    head = ["Case", "Site", "Class", "Annotated there", *titles]
+    table = markup.table(
+        f"Every class of every {split} case", head, body[:MOST_ROWS], sort=True, kind="wide cases filter"
+    )
+    return cut + table
 
 
 # ---------------------------------------------------------------------------------------------- overlays
@@ -640,10 +773,11 @@ def _mean_cell(
 
 def _overlays(run: Run) -> str:
     aid = markup.aid(
-        "Worst, median and best case of each class: the prediction filled in the colour of the class, the "
-        "ground truth as a dashed white contour, in true proportions, cropped around both."
+        "Whole slices of a case in three planes, with every class: the prediction filled in the colour of the class, the "
+        "ground truth as a dashed white line; all planes of a case are to one scale. The slices are those that show most of the "
+        "classes. As on a viewer, the patient's right is on the left of axial and coronal slices, the front on the left of sagittal ones."
     )
-    stored, split = {}, ""
+    stored, split = [], ""
     for split in ("test", "validation"):
         if stored := tables.overlays(run, split):
             break
@@ -651,34 +785,60 @@ def _overlays(run: Run) -> str:
         return aid + markup.note(
             f"No overlays in this folder; the final evaluation stores them. {markup.RESUME} finishes the run."
         )
+    named = dict.fromkeys(
+        [*run.classes, *sorted({c for entry in stored for c in entry.dice} - set(run.classes))]
+    )
+    colours = {
+        name: figures.CLASS_COLOURS[place % len(figures.CLASS_COLOURS)][1] for place, name in enumerate(named)
+    }
+    key = "".join(
+        f'<span><i style="background:{colours[name]}"></i>{markup.text(run.title(name))}</span>'
+        for name in named
+    )
+    whole = [entry for entry in stored if not entry.class_]
     parts = [aid, f'<p class="aid">{markup.text(split).capitalize()} cases.</p>']
-    for class_ in (*run.classes, *sorted(set(stored) - set(run.classes))):
-        colour = figures.CLASS_COLOURS[
-            run.classes.index(class_) % len(figures.CLASS_COLOURS) if class_ in run.classes else 0
-        ][1]
-        rows = []
-        for known, title in ((True, "annotated at the site"), (False, "never annotated at the site")):
-            entries = [
-                o
-                for o in stored.get(class_, ())
-                if (class_ in run.sites.get(o.site, tables.SiteInfo()).annotated) is known
-            ]
-            if not entries:
-                continue
-            tiles = "".join(
-                f"<figure>{figures.overlay(entry, colour)}<figcaption><b>{rank}</b> "
-                f'<span class="val">{markup.number(entry.dice, 3)}</span><br>{markup.text(entry.case)}<br>'
-                f"<small>{markup.text(entry.site)}</small></figcaption></figure>"
-                for rank, entry in tables.pick(entries)
+    parts.append(f'<div class="legend">{key}<span><i class="dash"></i>ground truth</span></div>')
+    for rank, entry in tables.pick(whole) if whole else ():
+        parts.append(_shown(run, entry, f"{rank.capitalize()} case", colours))
+    worst = []
+    for name in named:
+        of_class = [entry for entry in stored if entry.class_ == name]
+        if of_class:
+            lowest = min(of_class, key=lambda entry: (entry.value, entry.site, entry.case))
+            worst.append(_shown(run, lowest, f"{run.title(name)}, worst case", colours))
+        else:
+            worst.append(
+                f'<p class="sub">{markup.text(run.title(name))}. No overlay: the class was never scored.</p>'
             )
-            rows.append(
-                f'<div class="strip"><p class="sub">{title}</p><div class="tiles">{tiles}</div></div>'
-            )
-        missing = '<p class="sub">No overlay: the class was never scored.</p>'
-        parts.append(
-            f'<article class="organ"><h3>{markup.swatch(run, class_)}{markup.text(class_)}</h3>{"".join(rows) or missing}</article>'
+    parts.append(markup.details("The worst case of every class", "".join(worst), open=not whole))
+    return "".join(parts)
+
+
+def _shown(run: Run, entry: tables.Overlay, title: str, colours: Mapping[str, str]) -> str:
+    """A case in its planes, each as wide as it is in millimetres, and its values by class."""
+    planes = entry.planes()
+    annotated = run.sites.get(entry.site, tables.SiteInfo()).annotated
+    tiles = "".join(
+        f'<figure style="flex:{shown.image.shape[1] * shown.spacing[1]:.0f} 1 0">'
+        + figures.plane(
+            shown,
+            colours,
+            f"{title}, {shown.name}, case {entry.case}, site {entry.site}: image, prediction and ground truth",
         )
-    return f'{"".join(parts[:2])}<div class="organs">{"".join(parts[2:])}</div>'
+        + f"<figcaption>{shown.name}</figcaption></figure>"
+        for shown in planes
+    )
+    values = ", ".join(
+        f'<span class="of"><i style="background:{colours[name]}"></i>{markup.text(run.title(name))} '
+        f"{value:.2f}{'' if name in annotated else '*'}</span>"
+        for name, value in entry.dice.items()
+    )
+    of = f"Dice {entry.value:.3f}" if entry.class_ else f"mean Dice {entry.value:.3f}"
+    star = " * never annotated at this site" if set(entry.dice) - set(annotated) else ""
+    return (
+        f'<article class="case"><h3>{markup.text(title)}: {markup.text(entry.case)} <small>at {markup.text(entry.site)}, {of}</small></h3>'
+        f'<div class="planes">{tiles}</div><p class="sub">{values}{star}</p></article>'
+    )
 
 
 def _figure_pages(run: Run, beside: Path) -> str:
@@ -726,7 +886,11 @@ def _forgetting(run: Run) -> str:
             cells.append(markup.cell(mean, 2))
             body.append("".join(cells))
         caption = f"Mean {title} on {split} {run.unit}s, model × class"
-        parts.append(markup.table(caption, ["Model", *run.classes, "mean"], body, kind="matrix heat upright"))
+        parts.append(
+            markup.table(
+                caption, ["Model", *map(run.title, run.classes), "mean"], body, kind="matrix heat upright"
+            )
+        )
     return "".join(parts)
 
 
@@ -960,15 +1124,29 @@ section .facts{margin:4px 0 14px}
 .card .big{font-size:40px;line-height:1.2;font-weight:650;letter-spacing:-.02em}
 .card:last-child{border-color:var(--accent)}
 .card:last-child .big{color:var(--accent)}
+.told{margin:20px 0 0}
+.verdict{margin:0 0 8px;font-size:20px;line-height:1.4;font-weight:550;max-width:70ch}
+.card .beside{font-size:14px;color:var(--muted)}
+.far{color:var(--bad);cursor:help}
+.far-off{margin:6px 0 14px;padding-left:4px;list-style:none;font-size:14px}
+.get{margin-left:10px;padding:1px 9px;border:1px solid var(--grid);border-radius:10px;background:none;color:var(--muted);
+  font:12px/1.5 inherit;font-family:inherit;cursor:pointer}
+.get:hover{color:var(--accent);border-color:var(--accent)}
+.find{margin-left:10px;padding:2px 8px;border:1px solid var(--grid);border-radius:6px;background:none;color:inherit;
+  font:13px inherit;font-family:inherit}
+.tips circle{fill:transparent;pointer-events:all}
+.tips circle:hover{stroke:var(--ink);stroke-width:1.2}
+#tip{position:fixed;z-index:20;display:none;max-width:300px;padding:4px 9px;border-radius:6px;pointer-events:none;
+  background:var(--ink);color:var(--paper);font-size:12.5px}
 .sub,small{color:var(--muted);font-size:12.5px}
 figure{margin:0}
 .chart{margin:18px 0 26px}
 .chart figcaption{margin-bottom:6px;font-weight:600}
 .scroll{overflow-x:auto;max-width:100%}
-svg.plot{display:block;width:100%;min-width:760px;height:auto;
+svg.plot{display:block;width:100%;height:auto;
   font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif}
-svg.plot *{stroke-linejoin:round;stroke-linecap:butt}
-table{margin:10px 0 16px;border-collapse:collapse;font-size:13.5px;line-height:1.35}
+svg.plot *,.slim *{stroke-linejoin:round;stroke-linecap:butt}
+table{width:100%;margin:10px 0 16px;border-collapse:collapse;font-size:13.5px;line-height:1.35}
 caption{padding:0 0 7px;text-align:left;font-weight:600;font-size:14px}
 th,td{padding:5px 10px;border-bottom:1px solid var(--grid);text-align:left;vertical-align:top}
 thead th{border-bottom:1.5px solid var(--muted);vertical-align:bottom;font-weight:600;color:var(--muted)}
@@ -978,13 +1156,13 @@ td i{color:var(--muted);font-style:normal}
 td small{display:block}
 sup{font-size:10.5px;line-height:0;margin-left:2px}
 table.wide thead th:nth-child(n+3),table.numbers thead th:nth-child(n+2){text-align:right}
-table.wide{min-width:60%}
 table.wide th,table.wide td{white-space:nowrap}
-table.sort button{all:unset;cursor:pointer;color:inherit}
-table.sort button:focus-visible{outline:2px solid var(--accent)}
-table.sort button::after{content:" ↕";opacity:.45}
+table.sort thead button{all:unset;cursor:pointer;color:inherit}
+table.sort thead button:focus-visible{outline:2px solid var(--accent)}
+table.sort thead button::after{content:" ↕";opacity:.45}
 th[aria-sort=ascending] button::after{content:" ↑";opacity:1}
 th[aria-sort=descending] button::after{content:" ↓";opacity:1}
+table.cases thead th:nth-child(3),table.cases thead th:nth-child(4){text-align:left}
 td.bar{background:linear-gradient(var(--accent),var(--accent)) left bottom/var(--v,0) 3px no-repeat}
 .swatch{display:inline-block;width:10px;height:10px;margin-right:8px;border-radius:2px}
 table.matrix{border-collapse:separate;border-spacing:3px}
@@ -1010,8 +1188,17 @@ summary small{font-weight:400}
 .notes{margin:0 0 18px;padding:0;list-style:none;font-size:12.5px;color:var(--muted)}
 .notes details{margin:0 0 4px 12px;max-width:120ch}
 .notes summary{font-weight:400;padding:0}
-.organs{display:grid;grid-template-columns:repeat(auto-fill,minmax(520px,1fr));gap:22px 34px}
-.organ h3{margin:0 0 4px;padding-bottom:4px;border-bottom:1px solid var(--grid);overflow-wrap:anywhere}
+.organ h3,.case h3{margin:0 0 4px;padding-bottom:4px;border-bottom:1px solid var(--grid);overflow-wrap:anywhere}
+.case{margin:18px 0 26px}
+.case h3 small{font-weight:400}
+.planes{display:flex;gap:10px;align-items:flex-start}
+.planes figure{min-width:0;max-width:560px}
+.planes figcaption{font-size:12.5px;color:var(--muted)}
+.planes .overlay{aspect-ratio:auto}
+.legend{display:flex;flex-wrap:wrap;gap:4px 18px;margin:8px 0 4px;font-size:13.5px}
+.legend i,.of i{display:inline-block;width:11px;height:11px;margin-right:6px;border-radius:2px}
+.of{white-space:nowrap}
+.legend .dash{height:0;border-top:2px dashed var(--ink);border-radius:0;width:18px;vertical-align:middle}
 .strip .sub{margin:6px 0 4px}
 .tiles{display:grid;grid-template-columns:repeat(3,1fr);gap:10px}
 .overlay{display:block;width:100%;aspect-ratio:1;height:auto;background:#000;border-radius:5px;
@@ -1019,12 +1206,18 @@ summary small{font-weight:400}
 .tiles figcaption{margin-top:4px;font-size:12.5px;line-height:1.35;overflow-wrap:anywhere}
 .tiles .val{float:right;font-weight:600}
 footer{margin-top:48px;padding-top:12px;border-top:1px solid var(--grid);color:var(--muted);font-size:12.5px}
+.slim{display:none}
+.slim>svg{display:block;width:100%;height:auto;margin:0 0 12px}
+.key svg{max-width:100%;height:auto;vertical-align:middle;margin:0 10px 4px 0}
+@media screen and (max-width:700px){svg.plot.wide{position:absolute;width:0;height:0}.slim{display:block}}
+svg.plot:not(.wide){min-width:760px}
 @media (max-width:640px){body{padding:0 14px 32px}nav{margin-inline:-14px;padding-inline:14px;position:static}
-  .organs{grid-template-columns:1fr}h1{font-size:27px}}
+  .planes{flex-direction:column}.planes figure{width:100%;flex:none!important}.verdict{font-size:17px}
+  h1{font-size:27px}}
 @media print{*{print-color-adjust:exact;-webkit-print-color-adjust:exact}
-  body{max-width:none;padding:0;font-size:11px}nav,.skip,table.sort button::after{display:none}
-  .scroll{overflow:visible}svg.plot{min-width:0}table{font-size:9.5px}tbody th{position:static}
-  figure,.organ,tr,.card{break-inside:avoid}h2,h3,caption{break-after:avoid}}
+  body{max-width:none;padding:0;font-size:11px}nav,.skip,.get,.find,table.sort thead button::after{display:none}
+  .scroll{overflow:visible}svg.plot:not(.wide){min-width:0}table{font-size:9.5px}tbody th{position:static}
+  figure,.organ,.case,tr,.card{break-inside:avoid}h2,h3,caption{break-after:avoid}}
 """
 
 _SCRIPT = """
@@ -1045,5 +1238,56 @@ for (const table of document.querySelectorAll("table.sort")) {
     body.append(...rows);
   }));
 }
+const made = (tag, kind, text) => Object.assign(document.createElement(tag), {className: kind, textContent: text});
+const save = (name, href) => Object.assign(document.createElement("a"), {download: name, href}).click();
+const named = text => text.trim().toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) || "fedatlas";
+const words = cell => { const c = cell.cloneNode(true); c.querySelectorAll("sup,.sr,.get").forEach(n => n.remove()); return c.textContent.trim(); };
+const csv = table => [...table.tHead.rows, ...table.tBodies[0].rows].map(row => [...row.cells].map(cell =>
+  `"${(cell.dataset.v ?? words(cell)).replaceAll('"', '""')}"`).join(",")).join("\\n") + "\\n";
+for (const table of document.querySelectorAll("table")) {
+  const title = table.caption.textContent, button = made("button", "get", "CSV");
+  button.type = "button";
+  button.addEventListener("click", () => save(`${named(title)}.csv`, URL.createObjectURL(new Blob([csv(table)], {type: "text/csv"}))));
+  table.caption.append(button);
+  if (table.classList.contains("filter")) {
+    const box = Object.assign(made("input", "find", ""), {type: "search", placeholder: "filter rows", ariaLabel: "Filter rows"});
+    box.addEventListener("input", () => { const wanted = box.value.toLowerCase();
+      for (const row of table.tBodies[0].rows) row.hidden = !row.textContent.toLowerCase().includes(wanted); });
+    table.caption.append(box);
+  }
+}
+function png(svg, name) {
+  const size = {width: svg.viewBox.baseVal.width * 1.5, height: svg.viewBox.baseVal.height * 1.5}, copy = svg.cloneNode(true), look = getComputedStyle(document.documentElement);
+  const colours = ["paper", "ink", "muted", "grid", "accent", "bad", ...["c", "s", "p"].flatMap(l => [...Array(12).keys()].map(n => l + n))];
+  const style = document.createElementNS(svg.namespaceURI, "style");
+  style.textContent = `:root{${colours.map(c => `--${c}:${look.getPropertyValue("--" + c)}`).join(";")}}text{font-family:sans-serif}.tips{display:none}`;
+  copy.prepend(style);
+    copy.setAttribute("width", size.width); copy.setAttribute("height", size.height);
+  const image = new Image();
+  image.onload = () => {
+    const canvas = Object.assign(document.createElement("canvas"), {width: 2 * size.width, height: 2 * size.height});
+    const draw = canvas.getContext("2d");
+    draw.fillStyle = look.getPropertyValue("--paper"); draw.fillRect(0, 0, canvas.width, canvas.height);
+    draw.drawImage(image, 0, 0, canvas.width, canvas.height);
+    save(`${name}.png`, canvas.toDataURL("image/png"));
+  };
+  image.src = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(new XMLSerializer().serializeToString(copy));
+}
+for (const chart of document.querySelectorAll("figure.chart")) {
+  const button = made("button", "get", "PNG"), title = chart.querySelector("figcaption");
+  const name = named(title.textContent);
+  button.type = "button";
+  button.addEventListener("click", () => png(chart.querySelector("svg"), name));
+  title.append(button);
+}
+const tip = made("div", "", ""); tip.id = "tip"; document.body.append(tip);
+for (const kind of ["pointerover", "pointerdown"]) addEventListener(kind, event => {
+  const text = event.target.dataset?.tip;
+  tip.style.display = text ? "block" : "none";
+  if (!text) return;
+  tip.textContent = text;
+  tip.style.left = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8) + "px";
+  tip.style.top = Math.max(event.clientY - tip.offsetHeight - 10, 4) + "px";
+});
 addEventListener("beforeprint", () => document.querySelectorAll("section > details, header > details").forEach(d => d.open = true));
 """

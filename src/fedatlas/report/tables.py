@@ -16,9 +16,11 @@ from fedatlas.errors import RunFolderError, WireError
 from fedatlas.evaluation.classification import Histogram, Threshold
 from fedatlas.evaluation.statistics import (
     COLUMNS,
+    LEAST_PAIRS,
     POST,
     RowDict,
     Summary,
+    bootstrap_interval,
     client_wise_index,
     grouped,
     mean_of_defined,
@@ -141,30 +143,72 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Plane:
+    """A whole slice. image [H, W] in 0..1; spacing [2] in mm; truth, prediction: class -> mask [H, W], the truth of the
+    classes that have one."""
+
+    name: str
+    image: np.ndarray
+    spacing: tuple[float, float]
+    truth: Mapping[str, np.ndarray]
+    prediction: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
 class Overlay:
-    """One stored slice: image [H, W] in 0..1, truth and prediction [H, W] bool, spacing [2] in mm."""
+    """A stored picture of a case. value: the mean of its dice, or that of class_, for which it was chosen; dice: class ->
+    value, of the classes that were scored. class_ is "" where the case was chosen for all classes."""
 
     path: Path
     site: str
-    class_: str
     case: str
-    dice: float
+    value: float
     rank: str
+    class_: str
+    dice: Mapping[str, float]
 
-    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[float, float]]:
-        """image, truth, prediction and spacing. Raises RunFolderError where they do not fit together."""
+    def planes(self) -> list[Plane]:
+        """The slices of the case. Raises RunFolderError where their parts do not fit together."""
+        found = []
         with opened(self.path) as stored:
-            image = np.asarray(stored["image"], dtype=np.float32)
-            truth, prediction = np.asarray(stored["truth"], bool), np.asarray(stored["prediction"], bool)
-            spacing = tuple(float(value) for value in np.asarray(stored["spacing"]).ravel())
-        if image.ndim != 2 or image.shape != truth.shape or image.shape != prediction.shape:
+            if "image" in stored:  # of earlier versions: one slice, one class
+                names, scored = [self.class_], [True]
+                parts = {"axial": [stored[key] for key in ("image", "truth", "prediction", "spacing")]}
+                parts["axial"][1:3] = [mask[None] for mask in parts["axial"][1:3]]
+            else:
+                names, scored = [str(name) for name in stored["names"]], stored["scored"].tolist()
+                there = [key.removesuffix("-image") for key in stored.files if key.endswith("-image")]
+                parts = {
+                    plane: [stored[f"{plane}-{what}"] for what in ("image", "truth", "prediction", "spacing")]
+                    for plane in there
+                }
+            for plane, (image, truth, prediction, spacing) in parts.items():
+                found.append(self._plane(plane, image, truth, prediction, spacing, names, scored))
+        return found
+
+    def _plane(
+        self,
+        name: str,
+        image: np.ndarray,
+        truth: np.ndarray,
+        prediction: np.ndarray,
+        spacing: np.ndarray,
+        names: Sequence[str],
+        scored: Sequence[bool],
+    ) -> Plane:
+        wanted = (len(names), *image.shape)
+        if image.ndim != 2 or truth.shape != wanted or prediction.shape != wanted:
             raise RunFolderError(
-                f"{self.path}: image {image.shape}, truth {truth.shape} and prediction {prediction.shape}; "
-                "three planes of one shape are needed. Delete the file to leave it out"
+                f"{self.path}: image {image.shape}, truth {truth.shape} and prediction {prediction.shape} of {len(names)} "
+                "classes; planes of one shape are needed. Delete the file to leave it out"
             )
-        if len(spacing) != 2 or not all(value > 0 for value in spacing):
-            raise RunFolderError(f"{self.path}: spacing {spacing}; two positive lengths in mm are needed")
-        return np.nan_to_num(image), truth, prediction, (spacing[0], spacing[1])
+        mm = tuple(float(value) for value in np.asarray(spacing).ravel())
+        if len(mm) != 2 or not all(value > 0 for value in mm):
+            raise RunFolderError(f"{self.path}: spacing {mm}; two positive lengths in mm are needed")
+        of_truth = {c: mask > 0 for c, mask, told in zip(names, truth, scored, strict=True) if told}
+        of_model = {c: mask > 0 for c, mask in zip(names, prediction, strict=True)}
+        clean = np.nan_to_num(np.asarray(image, dtype=np.float32))
+        return Plane(name, clean, (mm[0], mm[1]), of_truth, of_model)
 
 
 @dataclass(frozen=True)
@@ -220,7 +264,8 @@ class Run:
 
     start: the record of round 0, in which a method begins and no site trains, where it was kept. Of labels of whole
     images: histograms and thresholds of the final evaluation, and bins of the calibration error. findings: of the whole
-    image, beside segmentation; their rows, of the final evaluation, are finding_rows and in none of the others.
+    image, beside segmentation; their rows, of the final evaluation, are finding_rows and in none of the others. plain: the
+    federation file as plain values.
     """
 
     folder: Path
@@ -242,6 +287,7 @@ class Run:
     bins: int = 10
     findings: tuple[str, ...] = ()
     finding_rows: tuple[RowDict, ...] = ()
+    plain: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def images(self) -> bool:
@@ -257,6 +303,11 @@ class Run:
     def unit(self) -> str:
         """What is scored."""
         return "image" if self.images else "case"
+
+    def title(self, class_: str) -> str:
+        """A class as a reader calls it: its display name in run.json, or its own name with spaces for underscores."""
+        shown = self.info["labels"].get("display") or {}
+        return str(shown.get(class_) or class_.replace("_", " "))
 
     @property
     def records(self) -> tuple[Round, ...]:
@@ -350,23 +401,22 @@ def read(folder: Path) -> Run:
         bins=_bins(plain),
         findings=findings,
         finding_rows=of_findings,
+        plain=plain,
     )
 
 
-def overlays(run: Run, split: str) -> dict[str, list[Overlay]]:
-    """The stored slices of a split by class, of the model "best" where it has any, else of the first other."""
-    found: dict[str, list[Overlay]] = {}
+def overlays(run: Run, split: str) -> list[Overlay]:
+    """The stored pictures of a split, of the model "best" where it has any, else of the first other."""
+    found = []
     for site, path in _pictures(run, split):
         with opened(path) as stored:
-            entry = Overlay(
-                path=path,
-                site=site,
-                class_=str(stored["class"]),
-                case=str(stored["case"]),
-                dice=float(stored["value"]),
-                rank=path.stem.rpartition("--")[2],
-            )
-        found.setdefault(entry.class_, []).append(entry)
+            class_, value = str(stored["class"]), float(stored["value"])
+            dice = {class_: value}
+            if "names" in stored:
+                named = zip(stored["names"].tolist(), stored["dice"].tolist(), strict=True)
+                dice = {str(name): score for name, score in named if math.isfinite(score)}
+            rank = path.stem.rpartition("--")[2]
+            found.append(Overlay(path, site, str(stored["case"]), value, rank, class_, dice))
     return found
 
 
@@ -408,11 +458,11 @@ def _pictures(run: Run, split: str) -> Iterator[tuple[str, Path]]:
 
 
 def pick(stored: Sequence[Overlay]) -> list[tuple[str, Overlay]]:
-    """The worst, the median and the best of the slices of several sites, each case once.
+    """The worst, the median and the best of the pictures of several sites, each case once.
 
     Worst and best are taken over all; the median is the middle one of the sites' medians.
     """
-    scored = sorted((o for o in stored if math.isfinite(o.dice)), key=lambda o: (o.dice, o.site, o.case))
+    scored = sorted((o for o in stored if math.isfinite(o.value)), key=lambda o: (o.value, o.site, o.case))
     if not scored:
         return [("not scored", entry) for entry in stored[:1]]
     medians = [o for o in scored if o.rank == "median"] or scored
@@ -421,7 +471,7 @@ def pick(stored: Sequence[Overlay]) -> list[tuple[str, Overlay]]:
     for rank, entry in chosen:
         once.setdefault((entry.site, entry.case), (rank, entry))
     if len(once) == 1:
-        return [("only case", scored[0])]
+        return [("only", scored[0])]
     return sorted(once.values(), key=lambda item: RANKS.index(item[0]))
 
 
@@ -597,10 +647,12 @@ class opened:
 
 
 class Cell(NamedTuple):
-    """The values of one cell of a table: their summary, and how often which reason left one undefined."""
+    """The values of one cell of a table: their summary, how often which reason left one undefined, and the defined
+    values."""
 
     summary: Summary
     undefined: Counter[str]
+    values: tuple[float, ...] = ()
 
     @property
     def scored(self) -> int:
@@ -611,7 +663,11 @@ class Cell(NamedTuple):
 def cells(rows: Iterable[RowDict], *columns: str) -> dict[tuple[Any, ...], Cell]:
     """A cell per combination of columns, as ("class", "site", "model")."""
     return {
-        key: Cell(summarise(members), Counter(row["reason"] for row in members if row["value"] is None))
+        key: Cell(
+            summarise(members),
+            Counter(row["reason"] for row in members if row["value"] is None),
+            tuple(row["value"] for row in members if row["value"] is not None),
+        )
         for key, members in grouped(rows, *columns).items()
     }
 
@@ -699,21 +755,48 @@ def verdict(rows: Iterable[RowDict], metric: str = "dice") -> Verdict:
     )
 
 
-def leaders(models: Mapping[str, Summary], metric: str) -> set[str]:
-    """Which of several models is best at a metric, ties included.
+class Spread(NamedTuple):
+    """How the values of a cell lie: a 95 % interval of their mean, or, of fewer than FEW values, the lowest and the
+    highest."""
 
-    Only models with the most defined values are compared: a model that left out the hard cases, as HD95
-    does where a prediction is empty, does not win by it. Where all are equal, none is best.
-    """
-    described = METRICS.get(metric)
-    defined = {name: (found.n, found.mean) for name, found in models.items() if found.mean is not None}
-    if described is None or len(models) < 2 or not defined:
-        return set()
-    most = max(n for n, _ in defined.values())
-    shown = {name: round(mean, described.decimals) for name, (n, mean) in defined.items() if n == most}
-    best = (max if described.higher_is_better else min)(shown.values())
-    winners = {name for name, value in shown.items() if value == best}
-    return winners if len(winners) < len(models) else set()
+    low: float
+    high: float
+    interval: bool
+
+
+FEW = LEAST_PAIRS
+"""Fewer values get no interval: resamples of so few say little of others."""
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """None for fewer than two values. The interval is that of `statistics.bootstrap_interval`, equal for equal values."""
+    if len(values) < 2:
+        return None
+    if len(values) < FEW:
+        return Spread(min(values), max(values), False)
+    low, high = bootstrap_interval(values, np.random.default_rng(len(values)), draws=1000)
+    return Spread(low, high, True)
+
+
+def outliers(rows: Iterable[RowDict]) -> list[RowDict]:
+    """The rows whose value is far on the bad side of the others of their class, metric, model and split: beyond the
+    quartile by more than three times the range between the quartiles, and by at least 0.1, or 5 mm. Of fewer than FEW
+    values none is."""
+    found = []
+    for (_, metric, _, _), group in grouped(rows, "class", "metric", "model", "split").items():
+        described = METRICS.get(metric)
+        values = [row["value"] for row in group if row["value"] is not None]
+        if described is None or len(values) < FEW:
+            continue
+        low, high = np.percentile(values, [25, 75])
+        apart = max(3 * (high - low), 5.0 if described.unit == "mm" else 0.1)
+        for row in group:
+            value = row["value"]
+            if value is not None and (
+                (value < low - apart) if described.higher_is_better else (value > high + apart)
+            ):
+                found.append(row)
+    return found
 
 
 class ClassValue(NamedTuple):
@@ -808,10 +891,21 @@ def confusion(histogram: Histogram, threshold: float) -> Confusion | None:
     return Confusion(sum(p[cut:]), sum(p[:cut]), sum(n[cut:]), sum(n[:cut]))
 
 
+SUPERVISED = ("supervised", "segmentation")
+"""The names under which methods log the term of the loss that the annotations give."""
+
+
+def main_loss(terms: Iterable[str]) -> str | None:
+    """Which of a site's logged terms says how training goes: the supervised one where the loss has several, because the
+    weight of another may change from round to round; else the loss. None where neither is logged."""
+    there = set(terms)
+    return next((name for name in (*SUPERVISED, "loss") if name in there), None)
+
+
 def loss_terms(run: Run) -> tuple[str, ...]:
-    """The names of the loss and of every further number that sites log, the loss first."""
+    """The names of the loss and of every further number that sites log, that of `main_loss` first."""
     found = {key for entry in run.rounds for site in entry.sites.values() for key in site} - BOOKKEEPING
-    return tuple(sorted(found, key=lambda key: (key != "loss", key)))
+    return tuple(sorted(found, key=lambda key: (key != main_loss(found), key != "loss", key)))
 
 
 def not_finite(run: Run) -> list[tuple[int, str, str]]:
