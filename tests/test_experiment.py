@@ -160,3 +160,18 @@ def test_a_name_in_the_place_of_a_block_is_told_how(small, tmp_path) -> None:
     file = write(tmp_path / "f.yaml", small)
     with pytest.raises(FederationError, match=r"expected a mapping of keys.*-o method.name=fedavg"):
         load_federation(file, ["method=fedavg"])
+
+
+def test_display_names_decide_nothing_and_name_known_classes() -> None:
+    from fedatlas.experiment import Labels, shareable
+    from fedatlas.options import from_dict
+
+    names = ["background", "liver_left"]
+    shown = from_dict(Labels, {"names": names, "display": {"liver_left": "Left liver"}}, what="labels")
+    assert shown.display == {"liver_left": "Left liver"}
+    with pytest.raises(FederationError, match="display: the class 'liver_lft'"):
+        from_dict(Labels, {"names": names, "display": {"liver_lft": "Left liver"}}, what="labels")
+    plain = {"labels": {"names": names}, "net": {"name": "unet"}, "sites": []}
+    assert shareable({**plain, "labels": {"names": names, "display": {"liver_left": "x"}}}) == shareable(
+        plain
+    )

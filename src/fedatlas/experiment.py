@@ -56,6 +56,16 @@ class Labels:
         {},
         "Segmentation: findings of the whole image beside it, each with the class of voxels that it is about, or null.",
     )
+    display: dict[str, str] = option(
+        {},
+        "What the report calls a class; one that is not named here: its own name, with spaces for underscores.",
+    )
+
+    def __post_init__(self) -> None:
+        """Raises FederationError where `display` names a class that the space does not hold."""
+        for name in self.display if self.names is not None else ():
+            if name not in (known := [*self.names, *self.findings]):
+                raise not_known("labels: display: the class", name, known)
 
 
 @options
@@ -299,11 +309,12 @@ def resolved(federation: Federation) -> dict[str, Any]:
 
 def shareable(plain: Mapping[str, Any]) -> dict[str, Any]:
     """What `resolved` gives, without what is of one machine: paths (of a file of weights its name stays) and `engine`;
-    sites by name."""
+    sites by name; and without `labels.display`, which decides no result."""
     sites = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
     kept = {key: value for key, value in plain.items() if key != "engine"}
     net = with_weights(kept["net"], lambda path: Path(path).name)
-    return kept | {"net": net, "sites": sorted(sites, key=lambda site: site["name"])}
+    labels = {key: value for key, value in kept["labels"].items() if key != "display"}
+    return kept | {"labels": labels, "net": net, "sites": sorted(sites, key=lambda site: site["name"])}
 
 
 def hash_of(federation: Federation) -> str:

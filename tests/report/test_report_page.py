@@ -76,7 +76,7 @@ def test_one_page_without_network_and_with_every_section(finished: Path) -> None
     assert headings <= set(outline.ids)
     assert text.count('class="aid"') >= len(headings)
     assert outline.tags.count("table") == outline.tags.count("caption") > 8
-    seen = re.sub(r'<div class="slim" aria-hidden="true">.*?</svg></div>', "", text)
+    seen = re.sub(r'<div class="slim" aria-hidden="true">.*?</figure>', "", text, flags=re.S)
     assert "slim" in text and seen.count("<svg") == seen.count('role="img" aria-label=')
     words = " ".join(outline.text)
     for expected in (
@@ -354,9 +354,7 @@ def test_classes_have_plain_names(tmp_path: Path) -> None:
     found = sections(text)
     for name in ("labels", "curves", "boxes", "results", "cases", "overlays", "forgetting"):
         assert "parotid right" in found[name] and "parotid_right" not in found[name], name
-    info = json.loads((run / "run.json").read_text())
-    info["labels"]["display"] = {"parotid_right": "Right parotid <gland>"}
-    (run / "run.json").write_text(json.dumps(info))
+    (run / "federation.yaml").write_text("labels: {display: {parotid_right: Right parotid <gland>}}\n")
     assert "Right parotid <gland>" in sections(page.write(run).read_text(encoding="utf-8"))["results"]
 
 
@@ -400,7 +398,7 @@ def test_the_supervised_loss_stands_first() -> None:
 
 def test_charts_tell_their_values_and_fit_a_phone(finished: Path) -> None:
     text = (finished / "report.html").read_text(encoding="utf-8")
-    charts = re.findall(r'<svg class="plot wide".*?<div class="slim"(.*?)</svg></div>', text, flags=re.S)
+    charts = re.findall(r'<svg class="plot wide".*?<div class="slim"(.*?)</figure>', text, flags=re.S)
     assert len(charts) == text.count('class="plot wide"') > 4
     for slim in charts:
         boxes = [float(v) for v in re.findall(r'viewBox="\S+ \S+ ([\d.]+) ', slim)]

@@ -53,7 +53,8 @@ def html(
         '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{name}</title><style>{style}{STYLE}</style>"
-        f"<main><h1>{name}</h1>{above}\n{chr(10).join(sections)}\n{critical_difference(found['ranks'])}\n{figures}</main></html>\n"
+        f"<main><h1>{name}</h1>{above}\n"
+        f"{chr(10).join(sections)}\n{critical_difference(found['ranks'])}\n{figures}</main></html>\n"
     )
 
 
@@ -596,7 +597,6 @@ svg.plot:not(.wide) { min-width: 760px }
   svg.plot.wide { position: absolute; width: 0; height: 0 } .slim { display: block } body { margin: 1rem }
 }
 .tips circle { fill: transparent }
-.verdict { font-size: 1.25rem; font-weight: 550; max-width: 70ch }
 table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap }
 tr.groups th { text-align: center; border-bottom-width: 2px }

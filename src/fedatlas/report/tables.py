@@ -305,9 +305,11 @@ class Run:
         return "image" if self.images else "case"
 
     def title(self, class_: str) -> str:
-        """A class as a reader calls it: its display name in run.json, or its own name with spaces for underscores."""
-        shown = self.info["labels"].get("display") or {}
-        return str(shown.get(class_) or class_.replace("_", " "))
+        """A class as a reader calls it: by `labels.display` of the federation file, or its own name with spaces for
+        underscores."""
+        labels = self.plain.get("labels")
+        shown = labels.get("display") if isinstance(labels, dict) else None
+        return str((shown or {}).get(class_) or class_.replace("_", " "))
 
     @property
     def records(self) -> tuple[Round, ...]:
