@@ -1162,6 +1162,8 @@ table.sort thead button:focus-visible{outline:2px solid var(--accent)}
 table.sort thead button::after{content:" ↕";opacity:.45}
 th[aria-sort=ascending] button::after{content:" ↑";opacity:1}
 th[aria-sort=descending] button::after{content:" ↓";opacity:1}
+.scroll:has(table.cases){max-height:640px;overflow:auto}
+table.cases thead th{position:sticky;top:0;z-index:1;background:var(--paper)}
 table.cases thead th:nth-child(3),table.cases thead th:nth-child(4){text-align:left}
 td.bar{background:linear-gradient(var(--accent),var(--accent)) left bottom/var(--v,0) 3px no-repeat}
 .swatch{display:inline-block;width:10px;height:10px;margin-right:8px;border-radius:2px}
@@ -1216,7 +1218,7 @@ svg.plot:not(.wide){min-width:760px}
   h1{font-size:27px}}
 @media print{*{print-color-adjust:exact;-webkit-print-color-adjust:exact}
   body{max-width:none;padding:0;font-size:11px}nav,.skip,.get,.find,table.sort thead button::after{display:none}
-  .scroll{overflow:visible}svg.plot:not(.wide){min-width:0}table{font-size:9.5px}tbody th{position:static}
+  .scroll,.scroll:has(table.cases){overflow:visible;max-height:none}svg.plot:not(.wide){min-width:0}table{font-size:9.5px}tbody th{position:static}
   figure,.organ,.case,tr,.card{break-inside:avoid}h2,h3,caption{break-after:avoid}}
 """
 
