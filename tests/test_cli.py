@@ -127,13 +127,13 @@ def test_dice_of_the_files_of_predict_is_that_of_evaluate(
     voxels += np.random.default_rng(0).normal(0, 30, voxels.shape).astype(np.float32)
     nib.save(nib.Nifti1Image(voxels, source.affine), scan)
     images: list[np.ndarray] = []
-    whole = inference.predict_together
+    whole = inference.predict_each
 
-    def noted(members, net_of, image, *more):
+    def noted(groups, nets, image, *more):
         images.append(image.numpy().copy())
-        return whole(members, net_of, image, *more)
+        return whole(groups, nets, image, *more)
 
-    monkeypatch.setattr(inference, "predict_together", noted)
+    monkeypatch.setattr(inference, "predict_each", noted)
     rows, _ = evaluate_folder(trained, site)
     assert {row["round"] for row in rows} == {json.loads((trained / "best.json").read_text())["round"]}
     (entry,) = predict_scans(trained, [[scan]], tmp_path / "out")["scans"]

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from fedatlas.data.batch import ImageSample
 from fedatlas.engine import egress, wire
 from fedatlas.errors import DataError, WireError
-from fedatlas.evaluation.classification import METRICS, Histogram, Predictions, Threshold, bootstrap, score
+from fedatlas.evaluation.classification import (
+    METRICS,
+    Histogram,
+    Predictions,
+    Threshold,
+    bootstrap,
+    score,
+    score_edges,
+)
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.image_evaluation import SHOWN, SILENT, ImageEvaluator
 from fedatlas.evaluation.statistics import COLUMNS
@@ -195,7 +203,7 @@ def test_histograms_add_up_to_that_of_all_images(tmp_path: Path) -> None:
     )
     summed = Histogram.from_dict(left) + Histogram.from_dict(right)
     assert summed == Histogram.from_dict(whole)
-    assert len(summed.edges) == 21 and sum(summed.positives) == 2 and sum(summed.negatives) == 5
+    assert summed.edges == score_edges(20) and sum(summed.positives) == 2 and sum(summed.negatives) == 5
 
 
 def test_what_a_net_says_of_an_image_does_not_depend_on_the_others(tmp_path: Path) -> None:
@@ -335,8 +343,13 @@ def allow(answer: dict[str, Any]) -> None:
 
 
 def histogram(bins: int = 4, **other: Any) -> dict[str, Any]:
-    edges = [b / bins for b in range(bins + 1)]
-    return {"edges": edges, "positives": [1] * bins, "negatives": [2] * bins, "not_finite": 0} | other
+    edges = list(score_edges(bins))
+    counts = len(edges) - 1
+    return {"edges": edges, "positives": [1] * counts, "negatives": [2] * counts, "not_finite": 0} | other
+
+
+MORE = len(score_edges(4)) - 2
+"""Counts of `histogram` but one."""
 
 
 def test_histograms_of_the_kind_may_leave() -> None:
@@ -357,18 +370,19 @@ def test_histograms_of_the_kind_may_leave() -> None:
         ({"mass": {"edges": [0.0, 1.0]}}, "something else than histograms"),
         ({"mass": histogram(1001)}, "bounds of 1 to 1000 bins"),
         ({"mass": histogram(edges=torch.rand(5))}, "edges are a tensor"),
-        ({"mass": histogram(edges=[0.0, 0.31, 0.5, 0.75, 1.0])}, "equal width"),
-        ({"mass": histogram(edges=["0.0", 0.25, 0.5, 0.75, 1.0])}, "equal width"),
-        ({"mass": histogram(edges=[False, 0.25, 0.5, 0.75, True])}, "equal width"),
+        ({"mass": histogram(edges=[0.0, 0.31, 0.5, 0.75, 1.0])}, "not those of `score_edges`"),
+        ({"mass": histogram(edges=[0.0, 0.25, 0.5, 0.75, 1.0])}, "not those of `score_edges`"),
+        ({"mass": histogram(edges=["0.0", 0.25, 0.5, 0.75, 1.0])}, "not those of `score_edges`"),
+        ({"mass": histogram(edges=[False, 0.25, 0.5, 0.75, True])}, "not those of `score_edges`"),
         ({"mass": histogram(positives=torch.ones(4))}, "counts that are a tensor"),
         ({"mass": histogram(positives=[1] * 5)}, "counts that are a list of 5"),
-        ({"mass": histogram(negatives=[0.25, 1, 1, 1])}, "whole numbers"),
-        ({"mass": histogram(negatives=[[1], 1, 1, 1])}, "whole numbers"),
-        ({"mass": histogram(negatives=[True, 1, 1, 1])}, "whole numbers"),
-        ({"mass": histogram(positives=[-1, 1, 1, 1])}, "whole numbers"),
+        ({"mass": histogram(negatives=[0.25] + [1] * MORE)}, "whole numbers"),
+        ({"mass": histogram(negatives=[[1]] + [1] * MORE)}, "whole numbers"),
+        ({"mass": histogram(negatives=[True] + [1] * MORE)}, "whole numbers"),
+        ({"mass": histogram(positives=[-1] + [1] * MORE)}, "whole numbers"),
         ({"mass": histogram(not_finite="secret")}, "whole numbers"),
         ({"mass": histogram(not_finite=1 << 40)}, "whole numbers"),
-        ({"mass": histogram(positives=[(1 << 31) - 1] * 4)}, "sum beyond"),
+        ({"mass": histogram(positives=[(1 << 31) - 1] * (MORE + 1))}, "sum beyond"),
     ],
     ids=lambda item: item if isinstance(item, str) else "",
 )
@@ -378,7 +392,11 @@ def test_nothing_else_leaves_as_a_histogram(found: Any, said: str) -> None:
 
 
 def test_what_may_leave_is_what_the_server_can_read() -> None:
-    for broken in (histogram(positives=[1]), histogram(negatives=[-1] * 4), histogram(not_finite=1.0)):
+    for broken in (
+        histogram(positives=[1]),
+        histogram(negatives=[-1] * (MORE + 1)),
+        histogram(not_finite=1.0),
+    ):
         with pytest.raises(WireError):
             Histogram.from_dict(broken)
         with pytest.raises(egress.EgressError):

@@ -518,7 +518,7 @@ def _no_column(run: Path) -> str:
 def _bad_value(run: Path) -> str:
     with (run / "rows.csv").open("a") as file:
         file.write("test,original,best,3,alpha,x,liver,dice,many,1,\n")
-    return "rows.csv: not a table of results"
+    return "rows.csv: no whole table of results"
 
 
 @pytest.mark.parametrize(
@@ -549,7 +549,7 @@ def test_an_overlay_is_a_whole_slice_in_millimetres(tmp_path: Path, finished: Pa
     colours = dict.fromkeys(run.classes, "#123456")
     for shown in planes:
         assert set(shown.truth) == set(shown.prediction) == set(run.classes)
-        text = figures.plane(shown, colours, "a <b>")
+        text = figures.plane(shown, colours, dict.fromkeys(run.classes, "c <d>"), "a <b>")
         Outline(text)
         box = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
         assert box is not None
@@ -559,7 +559,7 @@ def test_an_overlay_is_a_whole_slice_in_millimetres(tmp_path: Path, finished: Pa
     large = tables.Plane("axial", np.zeros((1000, 900), np.float32), (0.5, 0.5), {}, {})
     small, spacing = figures._smaller_slice(large.image, large.spacing)
     assert max(small.shape) <= figures.MOST and spacing == (2.0, 2.0)
-    assert 'viewBox="0 0 450.00 500.00"' in figures.plane(large, {}, "large")
+    assert 'viewBox="0 0 450.00 500.00"' in figures.plane(large, {}, {}, "large")
 
 
 def test_overlays_stand_whole_with_every_class(finished: Path) -> None:
@@ -631,7 +631,7 @@ def test_colours_are_legible_in_both_themes() -> None:
 
 def test_no_colour_of_a_figure_is_left_fixed(finished: Path) -> None:
     text = (finished / "report.html").read_text(encoding="utf-8")
-    plots = "".join(re.findall(r'<svg class="plot".*?</svg>', text, flags=re.S))
+    plots = "".join(re.findall(r'<svg class="plot wide".*?</svg>', text, flags=re.S))
     assert "var(--c0)" in plots
     assert "var(--s0)" in plots
     assert set(re.findall(r"(?:fill|stroke): #\w+", plots)) == set()

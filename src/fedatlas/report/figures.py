@@ -879,13 +879,13 @@ def epsilon_curves(run: Run) -> str:
 # ---------------------------------------------------------------------------------------------- overlays
 
 
-def plane(shown: Plane, colours: Mapping[str, str], description: str) -> str:
+def plane(shown: Plane, colours: Mapping[str, str], titles: Mapping[str, str], description: str) -> str:
     """A whole slice as SVG, in millimetres: the image in gray, every class's prediction filled in its colour, its truth as
-    a dashed line in the same colour on black, and a bar for the scale. colours: class -> CSS colour."""
+    a dashed line in the same colour on black, and a bar for the scale. colours: class -> CSS colour; titles: class -> what a reader calls it, plain text."""
     height, width = (size * step for size, step in zip(shown.image.shape, shown.spacing, strict=True))
     filled = "".join(
         f'<path d="{_contours(mask, shown.spacing)}" fill="{colours[name]}" fill-opacity=".42" fill-rule="evenodd" '
-        f'stroke="{colours[name]}" stroke-width="1" vector-effect="non-scaling-stroke"><title>{escape(name)}</title></path>'
+        f'stroke="{colours[name]}" stroke-width="1" vector-effect="non-scaling-stroke" data-tip="{escape(titles[name])}"/>'
         for name, mask in shown.prediction.items()
         if mask.any()
     )

@@ -823,6 +823,7 @@ def _shown(run: Run, entry: tables.Overlay, title: str, colours: Mapping[str, st
         + figures.plane(
             shown,
             colours,
+            {name: run.title(name) for name in colours},
             f"{title}, {shown.name}, case {entry.case}, site {entry.site}: image, prediction and ground truth",
         )
         + f"<figcaption>{shown.name}</figcaption></figure>"
