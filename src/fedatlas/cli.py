@@ -687,8 +687,9 @@ def _predict_images(arguments: argparse.Namespace) -> int:
 
     _only_of_voxels(arguments)
     with Counter(arguments.quiet) as counter:
-        chosen = _prediction(arguments) | {"seen": counter.seen}
-        result = predict_images(arguments.run, arguments.scan, arguments.out, **chosen)
+        result = predict_images(
+            arguments.run, arguments.scan, arguments.out, seen=counter.seen, **_prediction(arguments)
+        )
     if arguments.json:
         print(json.dumps(result, indent=1))
         return 0

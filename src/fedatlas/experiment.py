@@ -63,8 +63,9 @@ class Labels:
 
     def __post_init__(self) -> None:
         """Raises FederationError where `display` names a class that the space does not hold."""
-        for name in self.display if self.names is not None else ():
-            if name not in (known := [*self.names, *self.findings]):
+        known = [] if self.names is None else [*self.names, *self.findings]
+        for name in self.display if known else ():
+            if name not in known:
                 raise not_known("labels: display: the class", name, known)
 
 

@@ -27,7 +27,7 @@ _LARGEST = 2**31 - 1
 def _libc() -> ctypes.CDLL | None:
     try:
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt, libc.malloc_trim  # noqa: B018
+        _ = libc.mallopt, libc.malloc_trim
     except (OSError, AttributeError):
         return None
     libc.malloc_trim.argtypes = [ctypes.c_size_t]

@@ -319,9 +319,10 @@ class Evaluator:
             plain = (s for s in scored[model] if s.metric == "dice")
             dice = {s.class_index: s.value for s in plain if s.value is not None}
             if dice:
-                both = (volume.truth("federation"), _decide(found, self.space.exclusive))
-                both = tuple(whole_organs(v, self.space) if volume.whole else v for v in both)
-                seen.pictures.see(volume, *both, dice)
+                truth, labels = volume.truth("federation"), _decide(found, self.space.exclusive)
+                if volume.whole:
+                    truth, labels = whole_organs(truth, self.space), whole_organs(labels, self.space)
+                seen.pictures.see(volume, truth, labels, dice)
 
     def _score(
         self,

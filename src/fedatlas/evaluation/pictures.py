@@ -86,13 +86,13 @@ class Pictures:
             "dice": np.array([dice.get(c, np.nan) for c in space.foreground]),
             "scored": np.array([bool(volume.scored[c]) for c in space.foreground]),
         }
-        masks = [masks_of(labels, space) for labels in (truth, prediction)]
-        masks[0] &= told["scored"].reshape(-1, *[1] * (masks[0].ndim - 1))
+        drawn, marked = masks_of(truth, space), masks_of(prediction, space)
+        drawn &= told["scored"].reshape(-1, *[1] * (drawn.ndim - 1))
         chosen = None if around is None else list(space.foreground).index(around)
         image = volume.image[0].float().numpy()
         with path.open("wb") as file:
             np.savez_compressed(
-                file, **told, **planes(image, *masks, volume.spacing, self.orientation, chosen)
+                file, **told, **planes(image, drawn, marked, volume.spacing, self.orientation, chosen)
             )
 
 

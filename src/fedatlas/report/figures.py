@@ -1120,7 +1120,7 @@ def _line(
     *,
     of: str = "",
     decimals: int = 3,
-    **style: object,
+    **style: Any,
 ) -> None:
     """A line over rounds. of: whose it is, which its points tell with their values; "": they tell nothing."""
     points = [(x, math.nan if y is None else y) for x, y in values]
@@ -1145,7 +1145,7 @@ def _round_axis(axis: Axes, run: Run, *, best: bool = True, label: bool = True) 
         axis.axvline(run.best_round, color=_MUTED, linewidth=1, linestyle=(0, (1, 1.5)), zorder=0.5)
 
 
-def _site_style(run: Run, site: str) -> dict[str, object]:
+def _site_style(run: Run, site: str) -> dict[str, Any]:
     index = list(run.sites).index(site) if site in run.sites else len(run.sites)
     return {
         "color": SITE_COLOURS[index % len(SITE_COLOURS)][0],
@@ -1266,15 +1266,16 @@ def _slim(figure: Figure, name: str, tips: Sequence[tuple[Axes, float, float, st
     for legend in figure.legends:
         for text in legend.get_texts():
             box = text.get_window_extent(renderer)
-            size = text.get_fontsize() * figure.dpi / 72
+            size = float(text.get_fontsize()) * figure.dpi / 72
             before = (legend.handlelength + legend.handletextpad + 0.3) * size
             whole = Bbox.from_extents(
                 box.x0 - before, box.y0 - 0.25 * size, box.x1 + 0.6 * size, box.y1 + 0.25 * size
             )
             entries.append(seen(whole, "", f' style="width:{whole.width * 96 / figure.dpi:.0f}px"'))
     panels = []
-    tight = {axis: axis.get_tightbbox(renderer) for axis in figure.axes}
-    for axis in (axis for axis, box in tight.items() if box is not None):
+    boxes = ((axis, axis.get_tightbbox(renderer)) for axis in figure.axes)
+    tight = {axis: box for axis, box in boxes if box is not None}
+    for axis in tight:
         inside = _points(figure, [tip for tip in tips if tip[0] is axis])
         box, frame = tight[axis].padded(4), axis.get_window_extent(renderer)
         left, below = _labelled_for(axis, figure.axes)
