@@ -12,6 +12,7 @@ from fedatlas import nets
 from fedatlas.data.batch import Batch
 from fedatlas.engine import wire
 from fedatlas.engine.clients import SiteClients
+from fedatlas.engine.egress import Declaration, NetForms
 from fedatlas.engine.exchange import ServerExchange
 from fedatlas.engine.host import Host
 from fedatlas.engine.local import InProcess
@@ -82,6 +83,7 @@ class Federation:
             InProcess(self._answer),
             folder / "scratch",
             exchange=ServerExchange(),
+            declaration=Declaration(sends_of(method), 4, NetForms(self.make_net)),
             make_net=self.make_net,
             sample_shape=(1, 8, 8),
         )

@@ -67,7 +67,7 @@ ALLOWED = {
     "report": {"report", "evaluation.statistics", "evaluation.classification"},
 }
 TOP = {
-    "experiment", "federation_yaml", "tasks", "build", "session", "trained", "trained_images", "usable", "site", "deploy", "audit", "check", "catalogue", "cli", "compare", "analyse",
+    "experiment", "federation_yaml", "tasks", "build", "session", "trained", "trained_images", "usable", "site", "facts", "deploy", "audit", "check", "catalogue", "cli", "compare", "analyse",
     "__init__", "__main__",
 }  # fmt: skip
 """Nothing below imports these."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedatlas.engine.egress import read_log
+from fedatlas.engine.egress import TORN, read_log
 from fedatlas.errors import RunFolderError
 
 LOG = "egress.jsonl"
@@ -27,8 +27,16 @@ def text_of(logs: Mapping[str, Sequence[Mapping[str, Any]]], *, full: bool = Fal
     lines = []
     for site, entries in logs.items():
         total = sum(entry.get("bytes", 0) for entry in entries)
-        lines.append(f"{site}: {len(entries)} messages, {total:,} bytes")
+        messages = sum("half" not in entry and TORN not in entry for entry in entries)
+        lines.append(f"{site}: {messages} messages, {total:,} bytes")
         for entry in entries:
+            if "half" in entry:
+                lines.append(
+                    f"  line {entry['line']}: HALF A LINE of {entry['half']:,} bytes, {_left(entry, entries)}"
+                )
+                continue
+            if TORN in entry and not entry["broken"]:
+                continue
             if entry["broken"]:
                 lines.append(f"  line {entry['line']}: BROKEN, it {entry['broken']}")
                 if "sha256" not in entry:
@@ -41,12 +49,24 @@ def text_of(logs: Mapping[str, Sequence[Mapping[str, Any]]], *, full: bool = Fal
             if full:
                 lines += [f"      {path}: {form}" for path, form in entry["contents"].items()]
         broken = sum(bool(entry["broken"]) for entry in entries)
+        halves = sum("half" in entry for entry in entries)
+        crashed = f"; torn by a crash: {halves}" if halves else ""
         lines.append(
-            f"  the log is NOT whole: {broken} of its lines do not fit the chain"
+            f"  the log is NOT whole: {broken} of its lines do not fit the chain{crashed}"
             if broken
+            else f"  every whole line fits the chain{crashed}"
+            if halves
             else "  every line fits the chain"
         )
     return "\n".join(lines)
+
+
+def _left(half: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> str:
+    """What is known of half a line."""
+    after = [entry for entry in entries if entry["line"] == half["line"] + 1]
+    if not after:
+        return "the last: a crash while it was written leaves this, or a cut; the next message will be preceded by a mark"
+    return f"torn by a crash while it was written: its message was not sent. Marked at {after[0]['time']}"
 
 
 def _told(contents: Mapping[str, str]) -> str:

@@ -148,6 +148,11 @@ class Design:
         return self.task.evaluator(self.federation, self.space)
 
     @property
+    def sends(self) -> dict[str, Mapping[str, str]]:
+        """What sites answer: function -> key -> kind, see `engine.egress.problem_of`."""
+        return {**sends_of(self.method), **self.task.sends}
+
+    @property
     def sample_shape(self) -> tuple[int, ...]:
         """(I, *S): one input of the net."""
         inputs = self.task.net_channels(self.federation, self.channels)
@@ -287,7 +292,8 @@ class Experiment(Design):
             functions_of(self.method) | functions_of(self.evaluator),
             partial(self.make_net, initial=False),
             folder,
-            sends={**sends_of(self.method), **self.task.sends},
+            sends=self.sends,
+            scores=dict.fromkeys(self.task.sends, self.evaluator.scores),
             seed=self.federation.seed,
             threads=self.federation.threads_per_site,
             device=self.federation.engine.device,

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedatlas.build import Experiment, cache_folder
+from fedatlas.engine.egress import NetForms, bytes_of
 from fedatlas.errors import DataError, FederationError
 from fedatlas.experiment import load_federation
 from fedatlas.memory import device_memory, gibibytes
@@ -116,13 +118,14 @@ def cost(experiment: Experiment) -> dict[str, Any]:
     values, comm = shapes_of(net), federation.comm
     model = n_bytes(values)
     sends = sends_of(experiment.method).get("local_update", {})
-    others = sum(
-        n_bytes(shapes_of(experiment.shapes(kind.partition(":")[2] or "main")))
-        for key, kind in sends.items()
-        if key != "model" and kind.partition(":")[0] == "model"
-    )
-    if "bits" in sends.values():
-        others += sum((parameter.numel() + 7) // 8 for parameter in net.parameters())
+    forms = NetForms(partial(experiment.make_net, initial=False))
+    others = 0
+    for key, kind in sends.items():
+        base, _, of = kind.partition(":")
+        if base in ("model", "some") and key != "model":
+            others += bytes_of(forms(of or "main"))
+        elif base == "bits":
+            others += sum((math.prod(shape) + 7) // 8 for _, shape in forms(of or "main").values())
     down = sent_bytes(values, comm.down, comm.fraction) + others
     up = others + (masked_bytes(values) if federation.secure else sent_bytes(values, comm.up, comm.fraction))
     return {

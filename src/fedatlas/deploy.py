@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,7 +298,8 @@ class Keeper:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            self.pid_file.write_text(str(self.process.pid))
+            with contextlib.suppress(OSError):  # a full disk ends no party
+                self.pid_file.write_text(str(self.process.pid))
 
     def _end_stale(self) -> None:
         """Ends the engine's process that a supervisor left behind when it was killed."""
@@ -503,8 +505,10 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
     """
     from fedatlas.build import POOLED, Design, space_of, versions
     from fedatlas.engine.clients import SiteClients
+    from fedatlas.engine.egress import Asked, Declaration
     from fedatlas.engine.run import read_run
     from fedatlas.experiment import hash_of, resolved, shareable
+    from fedatlas.facts import problem_of_hello, problem_of_join
     from fedatlas.labels import LabelSpace
     from fedatlas.session import Parties
     from fedatlas.site import Agreement, SiteDesk
@@ -517,10 +521,23 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
         else:  # all of them, and they may still be starting
             coming = min(federation.faults.deadline, COMING)
             faults = replace(federation.faults, on_lost="wait", deadline=coming, patience=coming)
-        clients = SiteClients(transport.sites, transport, folder.path / "scratch" / "join", faults, run)
-        tell(f"waits for {', '.join(transport.sites)}, at most {faults.patience:g} s")
         text = json.dumps(shareable(resolved(federation)), sort_keys=True)
         mine = {"versions": versions(), "hash": hash_of(federation)}
+
+        def asked(site: str, function: str, payload: Mapping[str, Any]) -> Asked:
+            if function == "hello":
+                several = site == POOLED
+                told = partial(problem_of_hello, site, mine["hash"], several=several)
+            else:
+                told = partial(problem_of_join, LabelSpace.from_plain(payload["agreement"]["labels"]))
+            return Asked(payload, facts=told)
+
+        declaration = Declaration(SiteDesk.sends, asked=asked)
+        scratch = folder.path / "scratch" / "join"
+        clients = SiteClients(
+            transport.sites, transport, scratch, faults, run, declaration=declaration, tell=tell
+        )
+        tell(f"waits for {', '.join(transport.sites)}, at most {faults.patience:g} s")
         replies = clients.call(SiteDesk.hello, federation=text, **mine)
         hellos = {site: reply["facts"] for site, reply in replies}
         _compare(json.loads(text), mine, hellos)

@@ -208,7 +208,7 @@ class Defaults:
 
     state: ClassVar[type[State]] = State
     nets: ClassVar[Mapping[str, NetSpec]] = {}
-    sends: ClassVar[Mapping[str, Any]] = {"model": "model", "n": "number"}
+    sends: ClassVar[Mapping[str, Any]] = {"model": "model", "n": "cases"}
     """What a site answers, key -> kind, and nothing else: here its model's tensors and its number of training
     cases. The kinds are those of `engine.egress.check`, which refuses any other answer before it leaves the site.
     A method whose functions answer differently gives {function: {key: kind}}."""

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from fedatlas.data.reading import refuse
 from fedatlas.engine import wire
 from fedatlas.engine.allocator import return_freed_blocks
 from fedatlas.engine.clients import NEVER, SiteClients, Transport
+from fedatlas.engine.egress import Asked, Declaration, NetForms
 from fedatlas.engine.exchange import ServerExchange
 from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
 from fedatlas.engine.local import InProcess, Workers
 from fedatlas.engine.run import Round, RunFolder, read_json, read_run, run, sealed, to_json
-from fedatlas.engine.store import DATA, MemoryStore, guard_data, read_whole, write_atomic
+from fedatlas.engine.store import DATA, MemoryStore, guard_data, read_whole, waiting_for_room, write_atomic
 from fedatlas.errors import FederationError, RunFolderError
 from fedatlas.evaluation.evaluate import Candidate, place_of, question, selection_score
 from fedatlas.evaluation.statistics import POST, read_rows, write_rows
@@ -141,12 +143,18 @@ class Running:
     With a pooled method the sites keep their own clients for evaluation.
     """
 
-    def __init__(self, parties: Parties, folder: RunFolder, watch: Watch | None = None) -> None:
+    def __init__(
+        self, parties: Parties, folder: RunFolder, watch: Watch | None = None, tell: Tell = lambda text: None
+    ) -> None:
         self.parties, self.folder, self.design = parties, folder, parties.design
         faults, scratch = parties.design.federation.faults, folder.path / "scratch"
 
         def reach(sites: Sequence[str], place: str, others: Sequence[str] = ()) -> SiteClients:
             about, exchange = dict(parties.about), ServerExchange(make_terms(parties.design.federation))
+            make_net = partial(self.design.make_net, initial=False)
+            declaration = Declaration(
+                self.design.sends, len(self.design.space), NetForms(make_net), self._asked
+            )
             return SiteClients(
                 list(sites),
                 parties.transport,
@@ -156,11 +164,13 @@ class Running:
                 parties.instances,
                 watch,
                 exchange,
+                declaration,
                 others=list(others),
                 make_net=self.design.make_net,
                 sample_shape=self.design.sample_shape,
                 threads=parties.design.federation.threads_per_site,
                 seed=parties.design.federation.seed,
+                tell=tell,
             )
 
         tested = [] if self.design.pooled else sorted(set(parties.summaries) - set(parties.training))
@@ -168,6 +178,14 @@ class Running:
         self.evaluators = self.clients
         if self.design.pooled:
             self.evaluators = reach(list(parties.summaries), "evaluate")
+
+    def _asked(self, site: str, function: str, payload: Mapping[str, Any]) -> Asked:
+        """What a site's answer must agree with: the question, and what the site told when it joined."""
+        summary = self.parties.summaries.get(site)
+        if function not in self.design.task.sends:
+            return Asked(payload, summary["cases"]["train"] if summary else None)
+        cases = summary["cases"][payload["split"]] if summary else None
+        return Asked(payload, scores=self.design.evaluator.scores(site, cases, **payload))
 
     def __enter__(self) -> "Running":
         return self
@@ -389,7 +407,7 @@ def run_federation(
     """
     return_freed_blocks()
     folder = RunFolder(path)
-    with folder.held(tell):
+    with waiting_for_room(tell, federation.faults.patience), folder.held(tell):
         _run(federation, folder, resume, tell, watch, after_round, gather)
 
 
@@ -419,7 +437,7 @@ def _run(
                 f"note: site {name}: images give labels away, in cases: {about['leaks']}. Scores on them do not count; "
                 "`fedatlas check` and the report tell which they are"
             )
-    with Running(parties, folder, watch) as running:
+    with Running(parties, folder, watch, tell) as running:
         net = design.make_net()
         _describe(folder, parties, net)
         if parties.changed:

@@ -10,11 +10,12 @@ import hmac
 import json
 import re
 import secrets
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -94,6 +95,11 @@ class SiteDesk:
     texts, case_names: do texts of errors, and names of cases, leave the site?
     """
 
+    sends: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "hello": {"facts": "facts"},
+        "join": {"facts": "facts"},
+    }
+
     def __init__(
         self,
         name: str,
@@ -163,7 +169,7 @@ class SiteDesk:
             functions,
             lambda name: torch.nn.Identity(),
             self.state,
-            sends={name: {"facts": "facts"} for name in functions},
+            sends=self.sends,
             seed=0,
             log=egress_log(self.federation, self.state / "egress.jsonl", run),
             texts=self.texts,
@@ -181,7 +187,7 @@ class SiteDesk:
         self.federation = self._load()
         self.hosts.clear()
         own = hash_of(self.federation)
-        facts: dict[str, Any] = {"versions": build.versions(), "hash": own}
+        facts: dict[str, Any] = {"versions": build.versions(), "hash": own, "clock": time.time()}
         facts["federation"] = json.dumps(shareable(resolved(self.federation)), sort_keys=True)
         if own == hash:
             layout = self._own_layout()

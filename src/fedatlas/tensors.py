@@ -51,9 +51,16 @@ def shapes_of(net: nn.Module) -> Tensors:
     return {name: torch.empty_like(tensor, device="meta") for name, tensor in _live(net).items()}
 
 
-def forms_of(net: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """name -> (dtype, shape) of what `tensors_of` gives; nothing is copied."""
-    return {name: (_dtype(tensor), tuple(tensor.shape)) for name, tensor in _live(net).items()}
+def forms_of(net: nn.Module, part: str = "") -> dict[str, tuple[str, tuple[int, ...]]]:
+    """name -> (dtype, shape) of what `tensors_of` gives; nothing is copied. part: "parameters" or "buffers", only
+    those; "": all."""
+    if part not in ("", "parameters", "buffers"):
+        raise ValueError(f"part {part!r} of a net's tensors; allowed: parameters, buffers, or none for all")
+    return {
+        name: (_dtype(tensor), tuple(tensor.shape))
+        for name, tensor in _live(net).items()
+        if not part or isinstance(tensor, nn.Parameter) == (part == "parameters")
+    }
 
 
 def _dtype(tensor: Tensor) -> str:

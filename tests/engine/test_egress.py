@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedatlas.audit import logs_of, text_of
 from fedatlas.engine import wire
 from fedatlas.engine.egress import EgressError, EgressLog, check, check_log, contents, read_log
 from fedatlas.engine.host import Host
@@ -15,7 +16,7 @@ from fedatlas.method import at_site
 from fedatlas.tensors import forms_of, tensors_of
 
 FORMS = {"conv.weight": ("float32", (4, 1, 3, 3)), "conv.bias": ("float32", (4,))}
-DECLARED = {"model": "model", "n": "number"}
+DECLARED = {"model": "model", "n": "cases"}
 
 
 def model(**changes) -> dict:
@@ -31,7 +32,7 @@ def refused(value, declared=DECLARED, classes=3) -> str:
 def test_what_is_declared_passes() -> None:
     check({"model": model(), "n": 3}, DECLARED, what="", classes=3, forms=lambda net: FORMS)
     part = {"model": {"conv.bias": torch.zeros(4)}, "n": 3}
-    check(part, DECLARED, what="", classes=3, forms=lambda net: FORMS)
+    check(part, DECLARED | {"model": "some"}, what="", classes=3, forms=lambda net: FORMS)
     declared = {"m": "mask:other", "c": "classes", "p": "per class"}
     value = {"m": {"conv.bias": torch.ones(4, dtype=torch.bool)}, "c": [2, 0], "p": torch.zeros(3)}
     asked = []
@@ -53,10 +54,11 @@ def test_what_is_declared_passes() -> None:
             r"'conv.bias' is float32[2, 32, 32], in the net it is float32[4]",
         ),
         ({"model": model(**{"conv.bias": torch.zeros(4).double()}), "n": 3}, "is float64[4], in the net"),
-        ({"model": model(), "n": [0.1, 0.2, 0.3]}, "'n' is declared as 'number', but is a list of 3"),
+        ({"model": model(), "n": [0.1, 0.2, 0.3]}, "'n' is declared as 'cases', but is a list of 3"),
         ({"model": model(), "n": torch.zeros(5)}, "but is a tensor float32[5]"),
         ({"model": model(), "n": "patient 7"}, "but is a str"),
         ({"model": {"conv.bias": ["patient 7"]}, "n": 1}, "holds 'conv.bias', a list"),
+        ({"model": {"conv.bias": torch.zeros(4)}, "n": 1}, "lacks the tensors conv.weight"),
         (torch.zeros(1, 32, 32), "a Tensor was to be sent"),
     ],
 )
@@ -81,7 +83,7 @@ def test_every_kind_has_its_limits(kind: str, value, text: str) -> None:
 
 
 def test_a_kind_that_does_not_exist_is_told() -> None:
-    assert "'n' is declared as 'numbr'; the kinds are model, mask, bits, number" in refused(
+    assert "'n' is declared as 'numbr'; the kinds are model, some, mask, bits, sparse, number" in refused(
         {"n": 1}, {"n": "numbr"}
     )
 
@@ -217,3 +219,51 @@ def test_forms_are_those_of_the_tensors_that_travel() -> None:
     forms = forms_of(net)
     assert forms == {n: (str(v.dtype)[6:], tuple(v.shape)) for n, v in tensors_of(net).items()}
     assert forms["num_batches_tracked"] == ("int64", ())
+
+
+def test_a_line_torn_by_a_crash_is_marked_at_the_next_start(tmp_path) -> None:
+    """So that a crash and a forgery can be told apart, then and later."""
+    path = tmp_path / "egress.jsonl"
+    lines = write(path)
+    for cut in (1, 40, 64, 65, 200, len(lines[3]) - 2):
+        path.write_bytes(b"".join(lines[:3]) + lines[3][:cut])
+        assert broken(path) == {} and read_log(path)[3]["half"] == cut
+        assert "the last: a crash while it was written leaves this" in text_of(logs_of(tmp_path))
+        more = write(path, 2)
+        assert len(more) == 7 and broken(path) == {}
+        found = read_log(path)
+        assert [line.get("half") for line in found] == [None, None, None, cut, None, None, None]
+        assert found[4]["torn"]["bytes"] == cut and found[4]["previous"] == found[2]["digest"]
+        told = text_of(logs_of(tmp_path))
+        assert f"line 4: HALF A LINE of {cut} bytes, torn by a crash" in told and "5 messages" in told
+        assert told.endswith("every whole line fits the chain; torn by a crash: 1")
+
+
+def test_a_forgery_is_no_crash(tmp_path) -> None:
+    path = tmp_path / "egress.jsonl"
+    lines = write(path)
+    path.write_bytes(b"".join(lines[:3]) + lines[3][:90])
+    *_, mark, after = write(path, 1)
+    whole = [*lines[:3], lines[3][:90] + b"\n", mark, after]
+    path.write_bytes(b"".join(whole))
+    assert broken(path) == {}
+    forged = {
+        "half a line within": [lines[0], lines[1][:90] + b"\n", *lines[2:]],
+        "a mark elsewhere": [lines[0], lines[1][:90] + b"\n", mark, *lines[2:]],
+        "another half line": [*lines[:3], lines[3][:80] + b"\n", mark, after],
+        "a mark of nothing": [*lines[:3], mark, after],
+        "a line taken out": [lines[0], lines[1], *whole[3:]],
+    }
+    for what, text in forged.items():
+        path.write_bytes(b"".join(text))
+        assert broken(path), what
+        assert "the log is NOT whole" in text_of(logs_of(tmp_path)), what
+
+
+def test_a_last_line_that_lacks_its_end_alone_is_whole(tmp_path) -> None:
+    path = tmp_path / "egress.jsonl"
+    lines = write(path)
+    path.write_bytes(b"".join(lines)[:-1])
+    assert not any("half" in line for line in read_log(path))
+    write(path, 1)
+    assert broken(path) == {} and len(read_log(path)) == 5 and not any("torn" in l for l in read_log(path))

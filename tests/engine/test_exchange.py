@@ -12,7 +12,7 @@ from torch import nn
 from fedatlas.compression import Comm
 from fedatlas.engine import wire
 from fedatlas.engine.clients import Faults, SiteClients
-from fedatlas.engine.egress import EgressLog, read_log
+from fedatlas.engine.egress import Declaration, EgressLog, NetForms, read_log
 from fedatlas.engine.exchange import ServerExchange, Terms, terms_of
 from fedatlas.engine.host import Host
 from fedatlas.engine.local import InProcess
@@ -88,7 +88,11 @@ def federation(
     }
     transport = InProcess(lambda question: hosts[question.site].answer(question))
     exchange = ServerExchange(agreed)
-    return SiteClients(list(SITES), transport, folder / "scratch", faults or Faults(), exchange=exchange)
+    declaration = Declaration(sends_of(method), 2, NetForms(lambda _: net()))
+    scratch = folder / "scratch"
+    return SiteClients(
+        list(SITES), transport, scratch, faults or Faults(), exchange=exchange, declaration=declaration
+    )
 
 
 def go(folder: Path, rounds: int = 3, **options: Any) -> tuple[State, SiteClients]:
@@ -288,7 +292,7 @@ class Richer(Drift):
 
 
 class Classes(Drift):
-    sends = {"model": "model", "n": "number", "classes": "classes"}  # noqa: RUF012
+    sends = {"model": "model", "n": "cases", "classes": "classes"}  # noqa: RUF012
 
 
 class Pooled(Drift):

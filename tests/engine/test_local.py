@@ -13,6 +13,7 @@ from torch import nn
 
 from fedatlas.engine import wire
 from fedatlas.engine.clients import Faults, SiteClients
+from fedatlas.engine.egress import Declaration, NetForms
 from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
 from fedatlas.engine.local import InProcess
@@ -95,7 +96,9 @@ def clients(folder: Path, method: Walk, *, faults: Faults | None = None, order: 
         for name in order
     }
     transport = InProcess(lambda question: hosts[question.site].answer(question))
-    return SiteClients(list(order), transport, folder / "scratch", faults or Faults())
+    declaration = Declaration(sends_of(method), len(SPACE), NetForms(lambda _: net()))
+    scratch = folder / "scratch"
+    return SiteClients(list(order), transport, scratch, faults or Faults(), declaration=declaration)
 
 
 def equal(one: State, other: State) -> bool:
@@ -214,8 +217,14 @@ def test_a_refused_answer_stops_or_drops(tmp_path, fail: str, text: str) -> None
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda t: t["value"].update(model={"other": torch.zeros(1)}), "missing: weight, bias"),
-        (lambda t: t["value"]["model"].update(weight=torch.zeros(3)), r"weight is float32\[3\], expected"),
+        (
+            lambda t: t["value"].update(model={"other": torch.zeros(1)}),
+            "holds the tensor 'other', which the net does not have",
+        ),
+        (
+            lambda t: t["value"]["model"].update(weight=torch.zeros(3)),
+            r"'weight' is float32\[3\], in the net it is float32\[1, 2\]",
+        ),
         (
             lambda t: t["value"]["model"].update(weight=torch.full((1, 2), torch.nan)),
             "not finite, in 'model'",

@@ -287,7 +287,7 @@ def test_without_local_distillation_nothing_is_pre_trained() -> None:
     assert [name for name, _, _ in server.heard] == ["local_update", "local_update"]
     assert all(TEACHERS not in site.memory for site in server.members.values())
     assert state.served == [] and method.summed == "equal" and KIM.summed is None
-    plain = {"model": "model", "n": "number"}
+    plain = {"model": "model", "n": "cases"}
     assert sends_of(cast(Any, method)) == {"local_update": plain, "pretrain_update": plain}
 
 

@@ -4,6 +4,7 @@ The same for every engine. What differs between engines is a `Transport`, which 
 with answers back.
 """
 
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +17,12 @@ import torch
 from torch import nn
 
 from fedatlas import secure
-from fedatlas.engine import wire
+from fedatlas.engine import egress, wire
+from fedatlas.engine.egress import Declaration, printable
 from fedatlas.engine.exchange import EXTRA, NotHeld, ServerExchange, new_context
 from fedatlas.engine.frames import Question
-from fedatlas.engine.store import read_whole, write_atomic
-from fedatlas.engine.wire import Data
+from fedatlas.engine.store import make_room, read_whole, write_atomic
+from fedatlas.engine.wire import Message
 from fedatlas.errors import FedAtlasError, NameMismatch, SiteLost, WireError
 from fedatlas.options import option, options
 from fedatlas.seeds import generator
@@ -123,9 +125,10 @@ class SiteClients:
 
     scratch: a folder for payloads and replies; only those of the last call, and of the last one that brought
     models, are kept.
+    declaration: what sites may answer; every other answer is refused, and its site is lost for the call.
     about: what goes with every question, see `Question`.
     instances: site -> the installation that may answer for it; one that is not named may be any.
-    watch: told of every usable answer: (site, function, log, cost).
+    watch: told of every usable answer: (site, function, log, cost). tell: is given sentences for a person.
     """
 
     sites: list[str]
@@ -136,6 +139,7 @@ class SiteClients:
     instances: Mapping[str, str] = field(default_factory=dict)
     watch: Callable[[str, str, dict[str, float], dict[str, float]], None] | None = None
     exchange: ServerExchange = field(default_factory=ServerExchange)
+    declaration: Declaration = field(default_factory=Declaration)
     lost: dict[str, str] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     models: Spool | None = None
@@ -157,6 +161,7 @@ class SiteClients:
     """Processor threads that the server computes with, as many as a site."""
     least: int = NEVER
     """The fewest sites that made a private update in any call so far."""
+    tell: Callable[[str], None] = lambda text: None
     _round: int = 0
     _call: int = 0
 
@@ -203,6 +208,8 @@ class SiteClients:
             raise FedAtlasError(
                 f"call of {function.__name__}: no site {unknown[0]!r}; known: {', '.join(self.everyone)}"
             )
+        if function.__name__ not in self.declaration.sends:
+            raise FedAtlasError(f"call of {function.__name__}: what it answers is not declared (`sends`)")
         form: dict[str, Any] = to_tree(payload)  # type: ignore[assignment]
         own: dict[str, dict[str, Any]] = {site: to_tree((each or {}).get(site, {})) for site in chosen}  # type: ignore[misc]
         record = Call(function.__name__, {}, {}, {})
@@ -238,7 +245,7 @@ class SiteClients:
         forms = {site: form | own.get(site, {}) for site in chosen}
         self._collect(questions, sizes, forms, record)
         behind = sorted(site for site, reason in record.lost.items() if reason.startswith(NotHeld.__name__))
-        if behind:
+        if behind and self.exchange.holds(form):
             whole = {site: self.exchange.whole(form) | own.get(site, {}) for site in behind}
             questions |= (again := self._questions(function, behind, shared, whole)[0])
             for site in behind:
@@ -338,25 +345,32 @@ class SiteClients:
         self,
         questions: Mapping[str, Question],
         sizes: Mapping[str, int],
-        forms: Mapping[str, Tree],
+        forms: Mapping[str, dict[str, Any]],
         record: Call,
     ) -> None:
         """Asks until every site has answered or is lost, as the federation's rule says."""
         began = time.monotonic()
-        open_ = dict(questions)
+        open_, told = dict(questions), dict[str, str]()
+        make_room(self.scratch, sum(self._most(question, forms[site])[1] for site, question in open_.items()))
         while open_:
             silent = {}
             waiting = sorted(open_.values(), key=lambda q: -self._expected(q))
             for site, reason in self.transport.ask(waiting, self.faults.deadline):
                 if reason is not None:
-                    silent[site] = reason
+                    silent[site] = printable(reason, LONGEST_REASON)
                     continue
-                self._receive(questions[site], sizes[site], forms[site], record)
+                try:
+                    self._receive(questions[site], sizes[site], forms[site], record)
+                except Passing as error:
+                    silent[site] = printable(str(error), LONGEST_REASON)
             record.lost.update(silent)
             over = time.monotonic() - began >= self.faults.patience
             if self.faults.on_lost != "wait" or over:
                 return
-            open_ = {site: questions[site] for site in sorted(silent)}
+            for site in sorted(silent):
+                if told.get(site) != silent[site]:
+                    self.tell(f"waits for {site} ({silent[site]}), which is asked again")
+            open_, told = {site: questions[site] for site in sorted(silent)}, silent
             for site in silent:
                 del record.lost[site]
             if silent:
@@ -368,26 +382,24 @@ class SiteClients:
         seconds = self.seconds.get(question.site, {})
         return seconds.get(question.function, seconds.get("", 0.0))
 
-    def _receive(self, question: Question, sent: int, form: Tree, record: Call) -> None:
-        """Checks an answer, and keeps it if it can be used."""
+    def _receive(self, question: Question, sent: int, form: dict[str, Any], record: Call) -> None:
+        """Checks an answer, and keeps it if it can be used. Raises Passing for an error that may pass by itself."""
         site = question.site
         try:
-            answer: Data = read_whole(question.reply)
+            tree, size = self._answer(question, form)
         except OSError as error:
             record.lost[site] = f"its answer cannot be read ({error.strerror or error})"
             return
-        try:
-            tree = opened(answer, question, self.instances.get(site))
-            if self.exchange.expand(tree["value"], form.get("model")):  # type: ignore[union-attr]
-                write_atomic(question.reply, wire.encode(tree), durable=False)
-            check_answer(tree["value"], form)
+        except Passing:
+            question.reply.unlink(missing_ok=True)
+            raise
         except (Refused, WireError, NameMismatch, FloatingPointError) as error:
-            record.lost[site] = str(error)
+            record.lost[site] = printable(str(error), LONGEST_REASON)
             question.reply.unlink(missing_ok=True)
             return
-        self.answering[site] = str(tree.get("from", ""))
-        self.remembered[site] = str(tree.get("memory", ""))
-        cost = {**tree["cost"], "bytes_down": sent, "bytes_up": len(answer)}
+        self.answering[site] = tree["from"]
+        self.remembered[site] = tree["memory"]
+        cost = {**tree["cost"], "bytes_down": sent, "bytes_up": size}
         spent = record.cost.setdefault(site, {})
         for key, value in cost.items():
             spent[key] = max(spent.get(key, 0.0), value) if key == "peak_mb" else spent.get(key, 0) + value
@@ -396,6 +408,49 @@ class SiteClients:
         record.logs[site] = {**record.logs.get(site, {}), **tree["log"]}
         if self.watch:
             self.watch(site, question.function, record.logs[site], cost)
+
+    def _kinds(self, question: Question, form: dict[str, Any]) -> tuple[dict[str, str], egress.Asked]:
+        """What a site sends as its answer, and what that must agree with."""
+        function = question.function
+        asked = self.declaration.asked(question.site, function, form)
+        return self.exchange.kinds(function, self.declaration.sends.get(function, {}), form), asked
+
+    def _most(self, question: Question, form: dict[str, Any]) -> tuple[int, int]:
+        """The bytes that names and plain values, and that tensors of an answer may have."""
+        kinds, asked = self._kinds(question, form)
+        return egress.largest(kinds, self.declaration, asked)
+
+    def _answer(self, question: Question, form: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """An answer as a tree with "value", "log", "cost", "from" and "memory", and its bytes; the model in it is
+        expanded, in its file too. Nothing is read that is larger than an answer as declared, and no tensor before
+        names, kinds and shapes were found to be right.
+
+        form: the question's payload as the site holds it. Raises Refused, WireError or NameMismatch for an answer
+        that cannot be used, OSError where it cannot be read.
+        """
+        function, path, declaration = question.function, question.reply, self.declaration
+        kinds, asked = self._kinds(question, form)
+        names, tensors = self._most(question, form)
+        size, most = path.stat().st_size, names + tensors
+        if size > most:
+            raise Refused(
+                f"its answer has {size:,} bytes; one that holds what is declared has at most {most:,}"
+            )
+        message = Message.of(read_whole(path), most=names)
+        plain = opened(message.forms(), question, self.instances.get(question.site))
+        problem = (
+            egress.problem_of(plain["value"], kinds, declaration, asked)
+            or egress.problem_of_log(plain["log"])
+            or self.exchange.problem_of_log(function, plain["log"])
+        )
+        tree: Any = message.tree(copy=False) if problem is None else {"value": {}}
+        problem = problem or egress.problem_of(tree["value"], kinds, declaration, asked)
+        if problem:
+            raise Refused(f"its answer is not as declared: {problem}")
+        if self.exchange.expand(tree["value"], form.get("model")):
+            write_atomic(path, wire.encode(tree), durable=False)
+        check_answer(tree["value"], form)
+        return tree, size
 
     def _judge(self, function: str, chosen: Sequence[str], answered: int) -> None:
         if not self.lost:
@@ -438,34 +493,62 @@ class Refused(FedAtlasError):
     """An answer that cannot be used."""
 
 
-def opened(answer: Data, question: Question, instance: str | None = None) -> dict[str, Any]:
-    """An answer as a tree with "value", "log" and "cost".
+class Passing(Refused):
+    """An error reply whose reason may pass by itself, as a full disk at the site: who may wait asks again."""
 
-    Raises WireError for damaged bytes, Refused for an error reply or an answer to another question.
+
+LONGEST_REASON = 4000
+"""Characters of what is told of a site that is lost."""
+_COST = ("seconds", "peak_mb")
+_CODE, _VERSION, _INSTANCE = (re.compile(form) for form in (r"\w{1,80}", r"[\w:.-]{0,80}", r"[\w-]{0,80}"))
+
+
+def opened(tree: Any, question: Question, instance: str | None = None) -> dict[str, Any]:
+    """An answer with "value", "log", "cost", "from" and "memory", each of its type; what is in "value" is not checked.
+
+    Raises Refused for an error reply, an answer to another question and everything that is no answer of ours.
     """
-    tree: Any = wire.decode(answer, copy=False)
     if not isinstance(tree, dict) or not isinstance(tree.get("to"), dict):
         raise Refused("its answer is not the reply of a site")
     asked_for = {name: getattr(question, name) for name in ("site", "function", "round", "call")}
     if tree["to"] != asked_for:
-        told = ", ".join(f"{name} {value}" for name, value in tree["to"].items())
+        told = ", ".join(f"{name} {printable(str(tree['to'].get(name)), 80)}" for name in asked_for)
         wanted = ", ".join(f"{name} {value}" for name, value in asked_for.items())
         raise Refused(f"it answered another question ({told}); asked was {wanted}")
-    if instance is not None and tree.get("from") != instance:
+    if not isinstance(tree.get("from"), str) or not _INSTANCE.fullmatch(tree["from"]):
+        raise Refused("its answer does not say which installation it is from")
+    if instance is not None and tree["from"] != instance:
         raise Refused(
             "another installation answered under its name than the one that joined this run; its folder was copied "
             "and is used in two places, or was made anew"
         )
     if "error" in tree:
-        error = tree["error"]
-        raise Refused(
-            f"{error['code']}: {error['text']}" if "text" in error else explained(str(error["code"]))
-        )
+        raise _told(tree["error"])
     if not isinstance(tree.get("value"), dict):
         raise Refused(f"answered a {type(tree.get('value')).__name__}; functions at a site return a dict")
-    if not isinstance(tree.get("log"), dict) or not isinstance(tree.get("cost"), dict):
-        raise Refused("its answer lacks its log or its cost")
+    if set(tree) != {"to", "from", "memory", "value", "log", "cost"}:
+        raise Refused("its answer lacks its log or its cost, or holds more than an answer does")
+    log, cost, memory = tree["log"], tree["cost"], tree["memory"]
+    if not isinstance(log, dict):
+        raise Refused(f"its log is a {type(log).__name__}")
+    if not isinstance(cost, dict) or set(cost) != set(_COST) or not all(map(_is_cost, cost.values())):
+        raise Refused(f"its cost is not {' and '.join(_COST)}, as numbers from 0 on")
+    if not isinstance(memory, str) or not _VERSION.fullmatch(memory):
+        raise Refused("its answer does not name the version of its memory")
     return tree
+
+
+def _is_cost(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1e9
+
+
+def _told(error: Any) -> Refused:
+    """What an error reply says."""
+    code, text = (error.get("code"), error.get("text")) if isinstance(error, dict) else (None, None)
+    if not isinstance(code, str) or not _CODE.fullmatch(code) or not isinstance(text, str | None):
+        return Refused("it answered with an error that says nothing")
+    kind = Passing if code == OSError.__name__ else Refused
+    return kind(explained(code) if text is None else f"{code}: {text}")
 
 
 def check_answer(value: Mapping[str, Any], asked: Any) -> None:

@@ -29,15 +29,18 @@ from fedatlas.compression import Comm
 from fedatlas.engine import wire
 from fedatlas.engine.store import read_whole, write_atomic
 from fedatlas.engine.wire import Data
-from fedatlas.errors import FedAtlasError, FederationError
+from fedatlas.errors import FedAtlasError, FederationError, WireError
 from fedatlas.method import Method, declared, sends_of
 from fedatlas.privacy import Privacy
 from fedatlas.secure import Secure
 from fedatlas.tensors import Tensors, Tree
 
-PLAIN_ANSWER = {"model": "model", "n": "number"}
+PLAIN_ANSWER = {"model": "model", "n": "cases"}
 EXTRA = "_exchange"
 """The key of a payload that is for this module and not for the method's function."""
+
+BUILT_IN = {"secure_advertise": "public", "secure_share": "shares", "secure_reveal": "revealed"}
+"""The steps of secure aggregation beside the masked answer: function -> kind of what it answers."""
 
 RESIDUAL = "exchange.residual"
 """The key of a site's memory with what compression has left out so far."""
@@ -121,8 +124,6 @@ def _places(payload: Mapping[str, Any]) -> dict[str, Any] | None:
 
 class SiteExchange:
     """A site's half. folder: its private one; everything here that must outlive the process is in it."""
-
-    BUILT_IN = ("secure_advertise", "secure_share", "secure_reveal")
 
     def __init__(self, terms: Terms, name: str, folder: Path) -> None:
         self.terms, self.name, self.folder = terms, name, folder / "exchange"
@@ -319,6 +320,10 @@ class ServerExchange:
         assert self.held is not None
         return _with(payload, sent), self.held
 
+    def holds(self, payload: dict[str, Any]) -> bool:
+        """Was the model of this payload sent as one that sites hold?"""
+        return self.held is not None and self.terms.comm.down != "none" and _places(payload) is not None
+
     def whole(self, payload: dict[str, Any]) -> dict[str, Any]:
         """The payload for a site that does not hold what the others do."""
         return _with(payload, {"whole": self.held, "as": self.name})
@@ -335,8 +340,32 @@ class ServerExchange:
         model = value.get("model")
         if not (isinstance(model, dict) and set(model) == {"difference"}) or sent is None:
             return False
-        value["model"] = compression.apply(sent, compression.restore(model["difference"], sent))
+        packed = model["difference"]
+        if not isinstance(packed, dict) or packed.get("kind") != self.terms.comm.up:
+            raise WireError(f"its model is not compressed by {self.terms.comm.up}, as was agreed")
+        value["model"] = compression.apply(sent, compression.restore(packed, sent))
         return True
+
+    def kinds(self, function: str, kinds: Mapping[str, str], payload: Mapping[str, Any]) -> dict[str, str]:
+        """The kinds of what a site sends in the place of an answer of these kinds, see `egress.problem_of`."""
+        if self.terms.secure and function in BUILT_IN:
+            return {"answer": BUILT_IN[function]}
+        if function not in self.terms.sending:
+            return dict(kinds)
+        if self.masks(function):
+            return {"masked": "masked"}
+        if self.terms.comm.up != "none" and isinstance(payload.get("model"), dict):
+            return dict(kinds) | {"model": "compressed"}
+        return dict(kinds)
+
+    def problem_of_log(self, function: str, log: Mapping[str, Any]) -> str | None:
+        """What is wrong with the numbers that come with an answer, as far as they are of privacy."""
+        if self.terms.privacy is None or function not in self.terms.sending:
+            return "it counts releases, which are of privacy" if "releases" in log else None
+        count = log.get("releases")
+        if set(log) == {"releases"} and type(count) is float and count in range(1, 1 << 31):
+            return None
+        return "under privacy it logs the number of its releases, and nothing else"
 
     def masks(self, function: str) -> bool:
         """Is the answer to this function summed under masks?"""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from fedatlas.engine import egress, wire
 from fedatlas.engine.allocator import keeping_freed_blocks
-from fedatlas.engine.egress import EgressLog, Forms
-from fedatlas.engine.exchange import EXTRA, SiteExchange, Terms
+from fedatlas.engine.egress import Asked, EgressLog, NetForms, Scores
+from fedatlas.engine.exchange import BUILT_IN, EXTRA, SiteExchange, Terms
 from fedatlas.engine.frames import Question
 from fedatlas.engine.store import MemoryStore, read_whole, write_atomic
 from fedatlas.engine.wire import Data
@@ -30,7 +30,7 @@ from fedatlas.errors import FedAtlasError
 from fedatlas.labels import SiteLabels
 from fedatlas.method import Batches
 from fedatlas.seeds import generator, isolated
-from fedatlas.tensors import Tensors, Tree, forms_of, load, to_tree
+from fedatlas.tensors import Tensors, Tree, load, to_tree
 
 
 class SiteSource(Protocol):
@@ -147,6 +147,7 @@ class Host:
 
     functions: name -> function(site, **payload); the only ones that are ever run.
     sends: name -> what that function answers, key -> kind; anything else is refused before it leaves.
+    scores: name -> what the rows of an evaluation by that function may hold, given the site and the payload.
     seed: the federation's; with site, round and call it decides everything random.
     log: where every message that leaves is written down first; None only where nothing leaves (a test).
     texts: False keeps the text of every exception at the site; the server gets a code.
@@ -166,6 +167,7 @@ class Host:
         folder: Path,
         *,
         sends: Mapping[str, Mapping[str, str]],
+        scores: Mapping[str, Callable[..., Scores]] | None = None,
         seed: int,
         threads: int = 1,
         device: str = "cpu",
@@ -179,11 +181,12 @@ class Host:
     ) -> None:
         self.name, self.source, self.functions, self.make_net = name, source, dict(functions), make_net
         self.folder, self.seed, self.threads, self.device = folder, seed, threads, torch.device(device)
-        self.sends, self.log, self.texts, self.case_name = dict(sends), log, texts, case_name
+        self.log, self.texts, self.case_name = log, texts, case_name
+        self.sends, self.scores = dict(sends), dict(scores or {})
+        self.forms = NetForms(make_net)
         self.instance, self.own_score = instance, own_score
         self.memory, self.remembers = MemoryStore(folder / "memory"), remembers
         self.exchange = SiteExchange(terms or Terms(), name, folder)
-        self._forms: dict[str, Forms] = {}
 
     def answer(self, question: Question) -> None:
         """Answers a question whose payloads are files, in a file. Raises OSError where not even an error reply
@@ -262,16 +265,14 @@ class Host:
             self._record(function, round, call, {"error/code": content["code"]}, reply)  # type: ignore[dict-item]
         return reply
 
-    def forms(self, net: str) -> Forms:
-        """The tensors of one of the federation's nets: name -> (dtype, shape)."""
-        if net not in self._forms:
-            self._forms[net] = forms_of(self.make_net(net))
-        return self._forms[net]
+    def _scores(self, function: str, payload: Mapping[str, Any]) -> Scores | None:
+        of = self.scores.get(function)
+        return of(self.name, None, **payload) if of else None
 
     def _run(
         self, function: str, round: int, call: int, shared: Data, own: Data | None, version: str | None
     ) -> tuple[Tree, dict[str, Tree]]:
-        built_in = SiteExchange.BUILT_IN if self.exchange.terms.secure else ()
+        built_in = tuple(BUILT_IN) if self.exchange.terms.secure else ()
         if function not in self.functions and function not in built_in:
             allowed = ", ".join(sorted((*self.functions, *built_in)))
             raise FedAtlasError(f"site {self.name}: asked to run {function!r}; allowed: {allowed}")
@@ -311,6 +312,7 @@ class Host:
             what=what,
             classes=len(self.source.labels.space),
             forms=self.forms,
+            asked=Asked(payload, scores=self._scores(function, payload)),
         )
         egress.check_log(site.logged, what=what)
         logged: dict[str, Tree] = dict(site.logged)

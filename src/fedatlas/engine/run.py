@@ -187,7 +187,6 @@ class RunFolder:
         part = self.rounds / f".{record.number:04d}.part"
         shutil.rmtree(part, ignore_errors=True)
         try:
-            part.mkdir()
             write_atomic(part / "state.fa", wire.encode(to_tree(record.state)))
             write_atomic(part / "log.json", to_json(sealed(record.log)))
             write_atomic(part / "rows.json", to_json(record.rows))

@@ -1,8 +1,14 @@
 """Files that are whole or absent, and the private memory of a site, versioned by round and call."""
 
+import contextlib
+import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedatlas.engine import wire
@@ -11,11 +17,87 @@ from fedatlas.errors import DataChanged, RunFolderError, WireError
 from fedatlas.tensors import Tree
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    tell: Callable[[str], None]
+    patience: float
+
+
+_WAITING: ContextVar[_Waiting | None] = ContextVar("waiting", default=None)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+PAUSE = 2.0
+"""Seconds between two looks at a disk that is full."""
+
+
+@contextlib.contextmanager
+def waiting_for_room(tell: Callable[[str], None], patience: float) -> Iterator[None]:
+    """While it is open, `write_atomic` and `make_room` of this thread wait where a disk is full, at most `patience`
+    seconds each, and tell when that begins and ends."""
+    token = _WAITING.set(_Waiting(tell, patience))
+    try:
+        yield
+    finally:
+        _WAITING.reset(token)
+
+
+def _waits(path: Path, why: str) -> Iterator[None]:
+    """Goes on for as long as somebody may wait for room; each step is a pause."""
+    waiting = _WAITING.get()
+    if waiting is None:
+        return
+    waiting.tell(
+        f"{path}: {why}; waits for room, at most {waiting.patience:g} s, and then goes on. Ctrl-C ends the run, which "
+        "--resume takes up"
+    )
+    end = time.monotonic() + waiting.patience
+    while time.monotonic() < end:
+        time.sleep(PAUSE)
+        yield
+
+
+def _has_room() -> None:
+    if waiting := _WAITING.get():
+        waiting.tell("there is room again; the run goes on")
+
+
+def make_room(folder: Path, needed: int) -> None:
+    """Waits until a folder's disk has room for so many bytes; does nothing outside of `waiting_for_room`, and gives up
+    when its patience is over."""
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return
+    for _ in _waits(
+        folder, f"{free / 1e6:,.1f} MB are free; what is to come may take {needed / 1e6:,.1f} MB"
+    ):
+        if shutil.disk_usage(folder).free >= needed:
+            _has_room()
+            return
+
+
 def write_atomic(path: Path, data: Data, *, durable: bool = True) -> None:
     """Writes a file so that, whatever happens, `path` holds the old bytes or all of the new ones.
 
-    durable: False for what need not outlive a crash of the machine. Raises OSError as the file system does (disk full); then `path` is as it was.
+    durable: False for what need not outlive a crash of the machine. Raises OSError as the file system does (disk full,
+    unless `waiting_for_room`); then `path` is as it was.
     """
+    try:
+        return _write(path, data, durable)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        full = error
+    for _ in _waits(path, full.strerror or "the disk is full"):
+        try:
+            _write(path, data, durable)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+        else:
+            return _has_room()
+    raise full
+
+
+def _write(path: Path, data: Data, durable: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:

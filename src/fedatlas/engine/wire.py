@@ -7,6 +7,8 @@ not by the safetensors package, so that a model is copied once each way and not 
 
 import hashlib
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,20 +32,14 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_AXES, _ENTRIES = 32, 1 << 40
+"""The most axes and entries of a tensor."""
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Data = bytes | bytearray | memoryview
 
-_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError)
-"""What reading bytes may raise that are no tree of ours, nesting too deep (RecursionError) among them."""
-
-
-@dataclass(frozen=True)
-class TensorForm:
-    """Stands for a tensor that was not loaded."""
-
-    dtype: str
-    shape: tuple[int, ...]
+MOST_DEPTH = 100
+"""How deep lists and dicts may lie in each other."""
 
 
 def encode(tree: Tree) -> bytearray:
@@ -79,59 +75,89 @@ def decode(data: Data, *, copy: bool = True) -> Tree:
 
     copy: False makes the tensors share the memory of `data`, which must be writable and used by nobody else.
     """
-    structure, header = _header(_checked(data))
-    start = _HEAD + 8 + int.from_bytes(data[_HEAD : _HEAD + 8], "little")
-    memory = bytearray(memoryview(data)[start:]) if copy else memoryview(data)[start:]
-    tensors = {}
-    try:
-        for number, form in header.items():
-            if number == "__metadata__":
-                continue
-            begin, end = form["data_offsets"]
-            dtype = _DTYPES[form["dtype"]]
-            if end > begin:
-                flat = torch.frombuffer(memory, dtype=torch.uint8, count=end - begin, offset=begin).view(
-                    dtype
-                )
-            else:
-                flat = torch.empty(0, dtype=dtype)
-            tensors[number] = flat.reshape(form["shape"])
-        return _unpack(structure, tensors)
-    except _MALFORMED as error:
-        raise WireError(f"message: its tensors cannot be read ({type(error).__name__})") from error
+    return Message.of(data).tree(copy=copy)
 
 
 def plain(data: Data) -> Tree:
-    """The tree with a `TensorForm` in the place of every tensor: no tensor is loaded, the digest not checked."""
-    structure, header = _header(memoryview(data)[_HEAD:])
-    try:
+    """`Message.forms` of bytes that were checked before: the digest is not checked again."""
+    return Message.of(data, digest=False).forms()
+
+
+@dataclass(frozen=True)
+class Message:
+    """Bytes of `encode` whose tensors were not read yet.
+
+    structure: as `_pack` gives it; entries: number of a tensor -> (dtype, shape, first byte, last byte + 1);
+    body: the bytes of all tensors.
+    """
+
+    structure: Any
+    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]
+    body: memoryview
+
+    @classmethod
+    def of(cls, data: Data, *, most: int | None = None, digest: bool = True) -> "Message":
+        """Checks the bytes as far as it can be done without reading a tensor.
+
+        most: bytes that the header may have, which holds everything but the values of tensors; a longer one is not
+        parsed. Raises WireError for bytes that are truncated, damaged or not ours.
+        """
+        view = memoryview(data)
+        if len(view) < _HEAD + 8 or bytes(view[: len(MAGIC)]) != MAGIC:
+            raise WireError(
+                f"message: {len(view)} bytes that do not begin as one of ours; it is truncated or of another format"
+            )
+        if digest and hashlib.sha256(view[_HEAD:]).digest() != bytes(view[len(MAGIC) : _HEAD]):
+            raise WireError(f"message: {len(view)} bytes whose digest differs; it is truncated or damaged")
+        length = int.from_bytes(view[_HEAD : _HEAD + 8], "little")
+        start = _HEAD + 8 + length
+        if start > len(view):
+            raise WireError(f"message: a header of {length} bytes in {len(view)}; it is truncated or damaged")
+        if most is not None and length > most:
+            raise WireError(f"message: plain values and names of {length:,} bytes; allowed are {most:,}")
+        try:
+            header = json.loads(bytes(view[_HEAD + 8 : start]))
+            structure = json.loads(header.pop("__metadata__")["tree"])
+            entries = {number: _entry(form, len(view) - start) for number, form in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise WireError(f"message: its header cannot be read ({type(error).__name__})") from error
+        return cls(structure, entries, view[start:])
+
+    def forms(self) -> Tree:
+        """The tree with tensors that have a dtype and a shape, and no memory (on the device "meta")."""
         forms = {
-            n: TensorForm(e["dtype"], tuple(e["shape"])) for n, e in header.items() if n != "__metadata__"
+            number: torch.empty(shape, dtype=dtype, device="meta")
+            for number, (dtype, shape, _, _) in self.entries.items()
         }
-        return _unpack(structure, forms)
-    except _MALFORMED as error:
-        raise WireError(f"message: its tensors cannot be read ({type(error).__name__})") from error
+        return _unpack(self.structure, forms, 0)
+
+    def tree(self, *, copy: bool = True) -> Tree:
+        """The tree itself; copy: as in `decode`. Raises WireError for values that no tensor of ours can have."""
+        memory = bytearray(self.body) if copy else self.body
+        tensors = {}
+        for number, (dtype, shape, begin, end) in self.entries.items():
+            if end == begin:
+                tensors[number] = torch.empty(shape, dtype=dtype)
+                continue
+            raw = torch.frombuffer(memory, dtype=torch.uint8, count=end - begin, offset=begin)
+            if dtype == torch.bool and int(raw.max()) > 1:
+                raise WireError("message: a truth value of a tensor is neither 0 nor 1")
+            tensors[number] = raw.view(dtype).reshape(shape)
+        return _unpack(self.structure, tensors, 0)
 
 
-def _checked(data: Data) -> memoryview:
-    view = memoryview(data)
-    if len(view) < _HEAD + 8 or bytes(view[: len(MAGIC)]) != MAGIC:
-        raise WireError(
-            f"message: {len(view)} bytes that do not begin as one of ours; it is truncated or of another format"
-        )
-    body = view[_HEAD:]
-    if hashlib.sha256(body).digest() != bytes(view[len(MAGIC) : _HEAD]):
-        raise WireError(f"message: {len(view)} bytes whose digest differs; it is truncated or damaged")
-    return body
-
-
-def _header(body: memoryview) -> tuple[Any, dict[str, Any]]:
-    try:
-        length = int.from_bytes(body[:8], "little")
-        header = json.loads(bytes(body[8 : 8 + length]))
-        return json.loads(header["__metadata__"]["tree"]), header
-    except _MALFORMED as error:
-        raise WireError(f"message: its header cannot be read ({type(error).__name__})") from error
+def _entry(form: Any, most: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+    """dtype, shape, begin and end of a tensor in a body of `most` bytes. Raises ValueError, KeyError or TypeError
+    unless they fit together."""
+    dtype, shape = _DTYPES[form["dtype"]], tuple(form["shape"])
+    begin, end = form["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise ValueError(shape)
+    if begin % dtype.itemsize or end > most or end - begin != math.prod(shape) * dtype.itemsize:
+        raise ValueError(shape)
+    if len(shape) > _AXES or math.prod(max(number, 1) for number in shape) > _ENTRIES:  # where one axis is 0
+        raise ValueError(shape)
+    return dtype, shape, begin, end
 
 
 def _pack(value: Any, path: str, tensors: list[Tensor]) -> Any:
@@ -157,14 +183,16 @@ def _pack(value: Any, path: str, tensors: list[Tensor]) -> Any:
     )
 
 
-def _unpack(packed: Any, tensors: Any) -> Any:
-    if not isinstance(packed, list):
+def _unpack(packed: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
+    if packed is None or isinstance(packed, bool | int | float | str):
         return packed
-    kind, value = packed
-    if kind == "t":
-        return tensors[value]
-    if kind == "l" and isinstance(value, list):
-        return [_unpack(item, tensors) for item in value]
-    if kind == "d":
-        return {key: _unpack(item, tensors) for key, item in value.items()}
-    raise ValueError(kind)
+    if depth > MOST_DEPTH:
+        raise WireError(f"message: its values lie more than {MOST_DEPTH} deep in each other")
+    match packed:
+        case ["t", str(number)] if number in tensors:
+            return tensors[number]
+        case ["l", list(items)]:
+            return [_unpack(item, tensors, depth + 1) for item in items]
+        case ["d", dict(items)]:
+            return {key: _unpack(item, tensors, depth + 1) for key, item in items.items()}
+    raise WireError("message: its structure cannot be read")

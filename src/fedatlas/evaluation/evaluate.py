@@ -3,6 +3,7 @@
 Shapes: C classes, *S spatial.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ from fedatlas import inference
 from fedatlas.data.batch import Volume
 from fedatlas.errors import FederationError
 from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
+from fedatlas.evaluation.findings import METRICS as FINDING_METRICS
 from fedatlas.evaluation.findings import Findings
-from fedatlas.evaluation.metrics import METRICS, EmptyPolicy, Score, score, whole_organs
+from fedatlas.evaluation.metrics import LARGEST, METRICS, EmptyPolicy, Score, score, whole_organs
 from fedatlas.evaluation.pictures import Pictures
 from fedatlas.evaluation.postprocess import Postprocess, classes_of, postprocess
 from fedatlas.evaluation.statistics import POST, client_wise_index, macro_over_classes, select
@@ -137,6 +139,26 @@ class Row:
         return {name.rstrip("_"): value for name, value in vars(self).items()}
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What the rows and histograms of one evaluation at one site may hold: `engine.egress.Scores`.
+
+    columns: of a row -> the values that it may have; ranges: metric -> its least and largest value; most: rows;
+    bins: of a histogram; cases: that are scored, None where it is not known; names: of classes with a histogram.
+    """
+
+    columns: Mapping[str, frozenset[Any]]
+    ranges: Mapping[str, tuple[float, float]]
+    most: int | None
+    cases: int | None = None
+    bins: int = 0
+    names: frozenset[str] = frozenset()
+
+
+COUNTS = ("n_positive", "n_negative")
+"""The rows with which `classification.cells` begins a class."""
+
+
 class EvaluationSite(Protocol):
     """What evaluation needs of a site."""
 
@@ -215,6 +237,39 @@ class Evaluator:
         for name in self.options.empty if isinstance(self.options.empty, dict) else ():
             if name != "default" and name not in self.space.names:
                 raise not_known("evaluation: empty: the class", name, [*self.space.names, "default"])
+
+    def scores(
+        self,
+        site: str,
+        cases: int | None,
+        *,
+        split: str,
+        grid: str,
+        metrics: Sequence[str],
+        model: str = "",
+        round: int = 0,
+        asked: Sequence[Mapping[str, Any]] = (),
+        **_: Any,
+    ) -> Scores:
+        """What `evaluate`, or `evaluate_several`, may answer to these arguments at a site with so many cases in the
+        split."""
+        rounds = {one["name"]: one["round"] for one in asked} or {model: round}
+        models = set(rounds)
+        if grid == "original" and self.options.postprocess:
+            models |= {POST + name for name in rounds}
+        names, findings = self.space.names, self.space.findings
+        sets = {
+            key: frozenset({value}) for key, value in {"split": split, "grid": grid, "site": site}.items()
+        }
+        sets |= {"model": frozenset(models), "round": frozenset(rounds.values())}
+        sets |= {"class": frozenset((*names, *findings))}
+        most = math.inf if cases is None else cases
+        ranges = {metric: (0.0, LARGEST.get(metric, 1.0)) for metric in metrics}
+        if findings:
+            ranges |= dict.fromkeys(FINDING_METRICS, (0.0, 1.0)) | dict.fromkeys(COUNTS, (0.0, most))
+        per_finding = len(FINDING_METRICS) + len(COUNTS)
+        rows, more = len(names) * len(metrics) * len(models), len(findings) * per_finding * len(rounds)
+        return Scores(sets, ranges, None if cases is None else cases * rows + more, cases)
 
     @at_site
     def evaluate(

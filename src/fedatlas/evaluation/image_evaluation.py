@@ -4,6 +4,7 @@ Shapes: N images, C classes, I input channels, H, W the image.
 """
 
 import itertools
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from fedatlas.evaluation.classification import (
     score,
     score_edges,
 )
-from fedatlas.evaluation.evaluate import Evaluation, Row
+from fedatlas.evaluation.evaluate import COUNTS, Evaluation, Row, Scores
 from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.method import Member, at_site
 from fedatlas.seeds import seed_of
@@ -61,6 +62,28 @@ class ImageEvaluator:
 
     options: Evaluation
     space: LabelSpace
+
+    def scores(
+        self,
+        site: str,
+        cases: int | None,
+        *,
+        split: str,
+        model: str,
+        round: int,
+        grid: str,
+        metrics: Sequence[str],
+        **_: Any,
+    ) -> Scores:
+        """What `evaluate` may answer to these arguments at a site with so many images in the split."""
+        columns = {"split": split, "grid": grid, "model": model, "round": round, "site": site, "case": ""}
+        sets = {key: frozenset({value}) for key, value in columns.items()}
+        ends = ("", "_low", "_high", "_undefined")
+        ranges = {f"{metric}{end}": (0.0, 1.0) for metric in metrics for end in ends}
+        ranges |= dict.fromkeys(COUNTS, (0.0, math.inf if cases is None else cases))
+        names = frozenset(self.space.names)
+        most = len(names) * len(ranges)
+        return Scores(sets | {"class": names}, ranges, most, cases, self.options.histogram, names)
 
     @at_site
     def evaluate(

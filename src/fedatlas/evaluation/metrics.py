@@ -48,6 +48,9 @@ OVERLAPS = ("dice", "jaccard", "nsd")
 DISTANCES = ("hd95", "hd", "asd")
 """What a rule for empty masks speaks of; the other metrics follow their formula wherever there is a truth."""
 
+LARGEST = dict.fromkeys((*DISTANCES, "hd_rows"), 1e6) | {"rve": 1e12}
+"""metric -> a value that none of a scan exceeds; 1 for the others."""
+
 EmptyPolicy = Literal["nan", "zero", "siim"]
 EmptyPolicies = EmptyPolicy | Mapping[str, EmptyPolicy]
 """One rule, or one per class by name, with "default" for the others ("nan" without it)."""

@@ -110,7 +110,11 @@ class FedMatch(Match):
     state: ClassVar[type[State]] = MatchState
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     sends: ClassVar[dict[str, dict[str, str]]] = {
-        "local_update": {"sigma": "sparse", "psi": "sparse", "buffers": "model:main"},
+        "local_update": {
+            "sigma": "sparse:main.parameters",
+            "psi": "sparse:main.parameters",
+            "buffers": "model:main.buffers",
+        },
         "keep_helpers": {},
     }
 
@@ -373,7 +377,7 @@ class FedMatchPlus(Match):
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     sends: ClassVar[dict[str, dict[str, str]]] = {
         # not "model", which would be evaluated as the site's own at the end of the run
-        "pretrain_update": {"net": "model:main", "heads": f"model:{HEADS}", "n": "number"},
+        "pretrain_update": {"net": "model:main", "heads": f"model:{HEADS}", "n": "cases"},
         **FedMatch.sends,
     }
 

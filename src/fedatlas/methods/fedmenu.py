@@ -155,7 +155,7 @@ class FedMENU:
 
     @property
     def sends(self) -> dict[str, str]:
-        return make_strategy(self.strategy).sends | {"n": "number", "annotated": "classes"}
+        return make_strategy(self.strategy).sends | {"n": "cases", "annotated": "classes"}
 
     def start(self, net: nn.Module, clients: Clients) -> MENUState:
         menu = menu_of(net, agd=self.agd != "none")

@@ -121,7 +121,8 @@ class Selector:
     def sends(self) -> dict[str, str]:
         """What `train_selector` answers."""
         kind = f"model:{SELECTOR}"
-        return {"selector": kind} | (dict.fromkeys(MOMENTS, kind) if self.optimizer == "adam" else {})
+        moments = dict.fromkeys(MOMENTS, f"{kind}.parameters")
+        return {"selector": kind} | (moments if self.optimizer == "adam" else {})
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class FedSSP:
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     sends: ClassVar[dict[str, dict[str, str]]] = {
         "pretrain_update": simsiam.SENDS,
-        "local_update": {"model": "model", "n": "number"},
+        "local_update": {"model": "model", "n": "cases"},
     }
 
     pretrain_rounds: int | None = option(

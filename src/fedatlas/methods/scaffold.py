@@ -49,7 +49,7 @@ class Scaffold:
 
     state: ClassVar[type[State]] = StepState
     """Its only moment is c."""
-    sends: ClassVar[dict[str, str]] = {"model": "model", "control": "model", "n": "number"}
+    sends: ClassVar[dict[str, str]] = {"model": "model", "control": "some", "n": "cases"}
 
     eta_g: float = option(1.0, "eta_g: step of the server along the mean change; 1 takes the mean.", gt=0)
     control: Literal["steps", "weights", "start"] = option(

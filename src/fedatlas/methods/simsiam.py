@@ -30,7 +30,7 @@ from fedatlas.training import Local, train
 HEADS = "simsiam_heads"
 """The heads' name among a method's nets, and in the registry of nets."""
 
-SENDS = {"model": "model", "heads": f"model:{HEADS}", "n": "number"}
+SENDS = {"model": "model", "heads": f"model:{HEADS}", "n": "cases"}
 """What a site answers in this phase."""
 
 MEMORY = "optimizer.pretrain"

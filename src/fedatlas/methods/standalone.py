@@ -45,7 +45,7 @@ class Standalone:
     """Each site alone; evaluated alone and as the merged ensemble."""
 
     state: ClassVar[type[State]] = StandaloneState
-    sends: ClassVar[dict[str, str]] = {"model": "model", "n": "number", "classes": "classes"}
+    sends: ClassVar[dict[str, str]] = {"model": "model", "n": "cases", "classes": "classes"}
 
     choose: Literal["site", "common"] = option(
         "site",

@@ -255,7 +255,7 @@ class DynamicRegularisation(Stepped):
 class ControlVariates(Stepped):
     """SCAFFOLD; a control is the mean gradient of all steps of a round."""
 
-    sends: ClassVar[dict[str, str]] = {"model": "model", "control": "model"}
+    sends: ClassVar[dict[str, str]] = {"model": "model", "control": "some"}
 
     def __init__(self, method: Scaffold) -> None:
         if method.control != "steps":

@@ -329,11 +329,11 @@ class UFPS:
 
     @property
     def sends(self) -> dict[str, dict[str, str]]:
-        update = {"model": "model", "n": "number"}
+        update = {"model": "model", "n": "cases"}
         if self.ua is not None:
             update |= {"mean": "number", "variance": "number"}
         if self.exchanged:
-            update |= {"mask": "bits"}
+            update |= {"mask": "bits:main.parameters"}
         return {"teacher_update": SENDS, "local_update": update}
 
     def start(self, net: nn.Module, clients: Clients) -> UFPSState:

@@ -17,7 +17,7 @@ from fedatlas.tensors import Tensors, average, forms_of, parts, tensors_of
 
 Weighting = Literal["cases", "equal"]
 
-SENDS = {"model": "model", "n": "number"}
+SENDS = {"model": "model", "n": "cases"}
 SENDS_PER_CLASS = SENDS | {"labelled": "per class"}
 """What a site answers where every row of the head has weights of its own."""
 
