@@ -34,7 +34,7 @@ from fedatlas import __version__
 from fedatlas.engine.deployment import RELAY, Job, Launch, Plan
 from fedatlas.engine.frames import Question
 from fedatlas.engine.local import Workers
-from fedatlas.engine.relay import ServerRelay, SiteRelay
+from fedatlas.engine.relay import ServerRelay, SiteRelay, skewed
 from fedatlas.errors import FedAtlasError, FederationError
 
 ENGINES = {"nvflare": "fedatlas.engine.nvflare", "flower": "fedatlas.engine.flower"}
@@ -373,6 +373,8 @@ class Deployed:
 
     PATIENCE = 90.0
     """Seconds in which no job could be started, after which the server counts as not running."""
+    STARTING = 180.0
+    """Seconds in which a job that was accepted must have begun."""
     GONE = 3.0
     """Seconds after which a job that was connected and is not any more counts as ended, whatever the engine says."""
     MOST = 5
@@ -404,7 +406,7 @@ class Deployed:
             self.relay.fail(f"the engine's job could not be looked after ({type(error).__name__}: {error})")
 
     def _keep_on(self) -> None:
-        without, answers, refused_since, jobs, seen = 0, 0, None, 0, 0.0
+        without, answers, refused_since, jobs, seen, submitted = 0, 0, None, 0, 0.0, 0.0
         while not self.over.wait(0.5):
             if self.job is None:
                 jobs = self.relay.jobs
@@ -412,7 +414,7 @@ class Deployed:
                     self.job = self.engine.submit(
                         self.kit, self.deploy / "authority", self.kit / "relay", self.sites
                     )
-                    refused_since = None
+                    refused_since, submitted = None, time.monotonic()
                 except (FedAtlasError, OSError) as error:
                     refused_since = refused_since or time.monotonic()
                     if time.monotonic() - refused_since > self.PATIENCE:
@@ -425,6 +427,9 @@ class Deployed:
             how = self.job.ended()
             if how is None and time.monotonic() - seen > self.GONE:
                 how = "its process has gone"
+                self.job.stop()
+            if how is None and self.relay.jobs == jobs and time.monotonic() - submitted > self.STARTING:
+                how = f"it was accepted and did not begin within {self.STARTING:g} s"
                 self.job.stop()
             if how is None:
                 continue
@@ -538,8 +543,13 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
             transport.sites, transport, scratch, faults, run, declaration=declaration, tell=tell
         )
         tell(f"waits for {', '.join(transport.sites)}, at most {faults.patience:g} s")
+        asked_at = time.time()
         replies = clients.call(SiteDesk.hello, federation=text, **mine)
         hellos = {site: reply["facts"] for site, reply in replies}
+        clocks = {site: ahead_of(facts["clock"], asked_at, time.time()) for site, facts in hellos.items()}
+        for site, ahead in clocks.items():
+            if ahead:
+                tell(skewed(f"site {site}: its clock", ahead))
         _compare(json.loads(text), mine, hellos)
         brings = {name: names for facts in hellos.values() for name, names in facts["brings"].items()}
         channels = {site: facts["channels"] for site, facts in hellos.items()}
@@ -557,7 +567,10 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
         dropping = federation.faults.on_lost == "drop" and not before
         clients.faults = replace(federation.faults, on_lost="stop") if dropping else federation.faults
         begins = not folder.complete()
-        replies = clients.call(SiteDesk.join, agreement=agreement, begins=begins, data_changed=data_changed)
+        told = {site: {"ahead": ahead} if ahead else {} for site, ahead in clocks.items()}
+        replies = clients.call(
+            SiteDesk.join, each=told, agreement=agreement, begins=begins, data_changed=data_changed
+        )
         joined = {site: reply["facts"] for site, reply in replies}
         tell(f"joined: {', '.join(joined)}")
         for site, reason in clients.lost.items():
@@ -578,6 +591,21 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
     except BaseException:
         transport.close()
         raise
+
+
+APART = 60.0
+"""Seconds by which a site's clock may differ without a word."""
+
+
+def ahead_of(clock: float, asked: float, answered: float) -> float:
+    """Seconds by which a clock that was read between two moments is surely ahead of ours (below 0: behind); 0 where
+    it is by less than `APART`."""
+    ahead = clock - answered if clock > answered else min(clock - asked, 0.0)
+    return ahead if abs(ahead) > APART else 0.0
+
+
+SAME = ("fedatlas", "torch", "monai", "numpy", "scipy", "nibabel")
+"""The packages whose versions decide numbers; they must be equal everywhere, builds for CPU or GPU aside."""
 
 
 def _compare(plain: Mapping[str, Any], mine: Mapping[str, Any], hellos: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ It says hello (versions, the federation file it was given), joins (the label spa
 after that answers what `engine.host` allows. Every answer is checked, written into the egress log, then sent.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -23,6 +24,7 @@ from fedatlas import build
 from fedatlas.build import POOLED, Experiment, egress_log
 from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
+from fedatlas.engine.relay import skewed
 from fedatlas.engine.store import DATA, guard_data, write_atomic
 from fedatlas.errors import FedAtlasError, FederationError
 from fedatlas.experiment import Federation, flat_difference, hash_of, load_federation, resolved, shareable
@@ -210,12 +212,21 @@ class SiteDesk:
 
     @at_site
     def join(
-        self, site: Any, agreement: dict[str, Any], begins: bool = True, data_changed: bool = False
+        self,
+        site: Any,
+        agreement: dict[str, Any],
+        begins: bool = True,
+        data_changed: bool = False,
+        ahead: float = 0.0,
     ) -> dict[str, Any]:
         """Prepares the data, and tells what the report shows of a site: counts, spacings, orientations, ranges.
 
         begins: the run has no complete round yet. data_changed: the coordinator lets it go on with data that are not
-        those with which it began; whether they are is told, and not how. Raises DataChanged where he does not."""
+        those with which it began; whether they are is told, and not how. ahead: seconds by which the server has found
+        this site's clock to be ahead of its own. Raises DataChanged where the data changed and may not have."""
+        if ahead:
+            with contextlib.suppress(OSError), (self.state / "errors.log").open("a") as log:
+                log.write(f"ClockSkew: {skewed('the clock of this site', ahead)}\n")
         agreed = agreement_of(agreement)
         host = self._joined(agreed, begins, data_changed)
         source: Any = host.source

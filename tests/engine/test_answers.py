@@ -3,6 +3,7 @@ rule. Every hostile answer here comes from a site that is otherwise as the other
 
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fedatlas.engine import wire
 from fedatlas.engine.clients import Faults, SiteClients
 from fedatlas.engine.egress import Asked, Declaration
 from fedatlas.engine.frames import Question
+from fedatlas.engine.relay import JobEnd, ServerRelay, SiteRelay, forward
 from fedatlas.engine.run import run
 from fedatlas.errors import SiteLost
 from fedatlas.evaluation.classification import Histogram, equal_edges
@@ -202,10 +204,10 @@ def test_no_tensor_is_read_of_an_answer_that_is_not_as_declared(tmp_path, monkey
         return tree(self, copy=copy)
 
     monkeypatch.setattr(wire.Message, "tree", listen)
-    monkeypatch.setattr("fedatlas.engine.clients.wire.decode", lambda *_, **__: {"value": {}})
     asked.call(Walk().step, model={k: v for k, v in net().state_dict().items()}, scale=1.0)
     assert "not declared: secret" in asked.lost["b"]
-    assert read and not any("1000" in entry for entries in read for entry in entries)
+    assert any("(1, 2)" in entry for entries in read for entry in entries)
+    assert not any("(1000,)" in entry for entries in read for entry in entries)
 
 
 # ------------------------------------------------------------------------------------------ as `exchange` sends
@@ -429,3 +431,46 @@ def test_what_a_site_says_when_it_joins(change: dict[str, Any], reason: str | No
     facts = {"summary": SUMMARY | change, "classes": {"a": "a"}, "memory": []}
     found = problem_of_join(SPACE, facts)
     assert found is None if reason is None else reason in str(found), found
+
+
+# ------------------------------------------------------------------------------- through the relays of the engines
+
+
+def test_a_hostile_answer_through_the_relays(tmp_path) -> None:
+    """Both ends of the relay with nothing between them: a site's process that answers what it likes costs its call."""
+    asked = clients(tmp_path / "run", Walk(), faults=DROP)
+    hosts = asked.transport.answer  # type: ignore[attr-defined]
+
+    def serve(question: Question, late: threading.Event) -> str | None:
+        hosts(question)
+        if question.site == "b":
+            tree: Any = wire.decode(question.reply.read_bytes())
+            tree["value"] |= {"n": 1e308, "model": {"weight": "=cmd|x"}}
+            question.reply.write_bytes(wire.encode(tree))
+        return None
+
+    site = SiteRelay(tmp_path / "site", serve)
+    server = ServerRelay(tmp_path / "server")
+    job = JobEnd(tmp_path / "server")
+
+    def pass_on() -> None:
+        for ask in job.asks():
+            for question in ask.questions:
+                lost = forward(tmp_path / "site", question)
+                if lost is None:
+                    job.answered(ask, question.site)
+                else:
+                    job.lost(ask, question.site, lost)
+
+    threading.Thread(target=pass_on, daemon=True).start()
+    asked.transport = server  # type: ignore[assignment]
+    try:
+        state = run(Walk(), net(), asked, 1)
+    finally:
+        job.close()
+        server.close()
+        site.close()
+    assert asked.lost == {
+        "b": "its answer is not as declared: 'model' is declared as 'model', but holds 'weight', a str"
+    }
+    assert equal(state, alone(tmp_path))

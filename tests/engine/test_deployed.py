@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from test_local import Tampered
 
 from fedatlas.audit import logs_of
 from fedatlas.cli import main
-from fedatlas.deploy import ENGINES, News, gather_trial, init
+from fedatlas.deploy import ENGINES, News, ahead_of, gather_trial, init
 from fedatlas.engine.egress import EgressLog
+from fedatlas.engine.relay import skewed
 from fedatlas.engine.run import RunFolder, read_json
 from fedatlas.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.experiment import parse_federation
@@ -327,3 +329,33 @@ def test_people_at_a_hospital_are_told_what_leaves_and_what_fails(tmp_path) -> N
         "s0: sent 1,234 bytes, round 3 local_update of run",
         f"s0: error: fedatlas.errors.DataError: site s0: no such file ({errors})",
     ]
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_certificates_are_valid_for_a_clock_that_is_behind(engine: str, small, tmp_path) -> None:
+    """A site whose clock is hours behind could not connect, and nobody would know why."""
+    pytest.importorskip({"nvflare": "nvflare", "flower": "flwr"}[engine])
+    from cryptography import x509
+
+    init(parse_federation(small, base=Path()), tmp_path / "deploy", engine=engine)
+    before = datetime.now(UTC) - timedelta(hours=23)
+    files = [path for path in (tmp_path / "deploy").rglob("*") if path.suffix in (".crt", ".pem")]
+    made = {path: x509.load_pem_x509_certificate(path.read_bytes()) for path in files}
+    roots = {path: one for path, one in made.items() if one.issuer == one.subject}
+    assert len({one.fingerprint(one.signature_hash_algorithm) for one in roots.values()}) == 1 and roots
+    assert len(made) > len(roots)
+    for path, one in made.items():
+        assert one.not_valid_before_utc < before, path
+        one.verify_directly_issued_by(next(iter(roots.values())))
+
+
+def test_a_clock_is_told_by_what_it_surely_differs() -> None:
+    """An answer may be long under way: only what lies outside of that time is the clock's."""
+    assert ahead_of(1000.0, asked=900.0, answered=1100.0) == 0
+    assert ahead_of(1150.0, asked=900.0, answered=1100.0) == 0
+    assert ahead_of(1100.0 + 7200, asked=900.0, answered=1100.0) == 7200
+    assert ahead_of(900.0 - 7200, asked=900.0, answered=1100.0) == -7200
+    assert skewed("site s1: its clock", -7200).startswith(
+        "site s1: its clock is 120 minutes behind the server's"
+    )
+    assert skewed("its clock", 7200).startswith("its clock is 120 minutes ahead of the server's")

@@ -758,3 +758,49 @@ def test_a_site_answers_nonsense_with_a_code(tmp_path: Path) -> None:
     reply = flower_app.answer(nonsense, tmp_path, tmp_path / "nobody")
     assert reply.content["head"]["lost"] == flower_app.FAILED
     assert "patient" not in str(reply.content)
+
+
+def test_the_servers_executor_is_started_again() -> None:
+    """Without it no job starts any more: the run would wait for ever."""
+    kept = flower_app.Kept(["sleep", "60"])
+    kept.PAUSE = 0.05  # type: ignore[misc]
+    try:
+        first = kept.process
+        first.kill()
+        end = time.monotonic() + 20
+        while kept.process is first and time.monotonic() < end:
+            time.sleep(0.05)
+        assert kept.process is not first and kept.process.poll() is None
+    finally:
+        kept.end()
+    assert kept.process.poll() is not None and not kept.keeper.is_alive()
+
+
+@pytest.mark.parametrize("hours", [-2, 2, 0])
+def test_a_node_signs_with_the_time_of_its_server(hours: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever its own clock says: by its second request the server takes it."""
+    from flwr.common.constant import TIMESTAMP_HEADER
+
+    there = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=hours)
+    date = there.strftime("%a, %d %b %Y %H:%M:%S GMT")
+    signed = flower_app.Signed(flower._new_key())
+    context = SimpleNamespace(request=SimpleNamespace(headers={}))
+    flower_app.log.propagate = True
+    for _ in range(2):
+        signed.intercept(context, lambda context: SimpleNamespace(headers={"date": date}))
+    flower_app.log.propagate = False
+    told = datetime.datetime.fromisoformat(context.request.headers[TIMESTAMP_HEADER])
+    assert abs((told - there).total_seconds()) < 60
+    how = {-2: "120 minutes ahead of the server's", 2: "120 minutes behind the server's"}
+    texts = [record.getMessage() for record in caplog.records]
+    assert [how[hours] in text for text in texts] == [True] if hours else texts == []
+    signed.see("never")
+    assert abs(signed.ahead - hours * 3600) < 60
+
+
+def test_a_reply_lives_as_long_as_its_question() -> None:
+    """By the server's clock: a site's own, hours ahead, would have its answers refused as expired."""
+    question = Message(RecordDict(), dst_node_id=1, message_type="query", ttl=45.0)
+    question.metadata.created_at -= 7200
+    reply = flower_app.refusal(question, "no")
+    assert reply.metadata.created_at == question.metadata.created_at and reply.metadata.ttl == 45.0

@@ -18,6 +18,7 @@ from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
 from fedatlas.engine.local import InProcess
 from fedatlas.engine.run import Round, RunFolder, run
+from fedatlas.engine.store import MemoryStore, waiting_for_room
 from fedatlas.errors import FedAtlasError, RunFolderError, SiteLost
 from fedatlas.labels import LabelSpace, SiteLabels
 from fedatlas.method import State, at_site, functions_of, sends_of
@@ -330,6 +331,79 @@ def test_a_full_disk_keeps_the_last_complete_round(tmp_path, monkeypatch) -> Non
     monkeypatch.undo()
     latest = folder.latest(method)
     assert latest is not None and latest.round == 1 and os.listdir(folder.rounds) == ["0001"]
+
+
+@pytest.fixture
+def full(monkeypatch) -> list[int]:
+    """A disk that is full for as many durable writes as the list's number says."""
+    left, sync = [0], os.fsync
+
+    def fsync(file: int) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr("fedatlas.engine.store.os.fsync", fsync)
+    monkeypatch.setattr("fedatlas.engine.store.PAUSE", 0.01)
+    return left
+
+
+def test_a_coordinator_waits_for_room_and_says_so(tmp_path, full) -> None:
+    folder, method, told = RunFolder(tmp_path / "run"), Walk(), []
+    whole = go(tmp_path / "whole")
+    with waiting_for_room(told.append, patience=60):
+
+        def keep(record: Round) -> None:
+            full[0] = 3 if record.number == 2 else 0
+            folder.save(record)
+
+        state = run(method, net(), clients(folder.path, method), 4, after_round=keep)
+    assert equal(whole, state) and folder.complete() == [0, 1, 2, 3, 4]
+    assert len(told) == 2 and "No space left on device; waits for room, at most 60 s" in told[0], told
+    assert told[1] == "there is room again; the run goes on"
+    full[0] = 1000
+    with (
+        waiting_for_room(told.append, patience=0.05),
+        pytest.raises(RunFolderError, match="could not be written"),
+    ):
+        folder.save(Round(5, replace(state, round=5), {}, []))
+    assert folder.complete()[-1] == 4
+
+
+def test_answers_for_which_there_is_no_room_are_not_asked_for_yet(tmp_path, monkeypatch) -> None:
+    free = iter([10, 10, 10**12])
+    usage = lambda path: type("usage", (), {"free": next(free, 10**12)})()  # noqa: E731
+    monkeypatch.setattr("fedatlas.engine.store.shutil.disk_usage", usage)
+    monkeypatch.setattr("fedatlas.engine.store.PAUSE", 0.01)
+    told: list[str] = []
+    with waiting_for_room(told.append, patience=60):
+        go(tmp_path, 1)
+    assert len(told) == 2 and "0.0 MB are free; what is to come may take 0.0 MB" in told[0]
+
+
+def test_a_site_whose_disk_is_full_is_waited_for_to_the_same_bits(tmp_path, monkeypatch) -> None:
+    """It cannot write its log, then not even its answer; with wait it is asked again, and the coordinator says so."""
+    told: list[str] = []
+    late = clients(tmp_path / "late", Walk(), faults=Faults(on_lost="wait"))  # type: ignore[call-arg]
+    late.tell = told.append
+    inner, fails = late.transport, {"b": 2}
+    save = MemoryStore.save
+
+    def full(self: MemoryStore, *rest: object) -> None:
+        if self.folder.parent.name == "b" and fails["b"]:
+            fails["b"] -= 1
+            raise OSError(28, "No space left on device")
+        save(self, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MemoryStore, "save", full)
+    assert inner is late.transport
+    assert equal(go(tmp_path / "whole"), run(Walk(), net(), late, 4))
+    assert len(told) == 1 and told[0].startswith("waits for b (OSError: "), told
+    stops = clients(tmp_path / "stops", Walk())
+    fails["b"] = 1
+    with pytest.raises(SiteLost, match="b: OSError: .*No space left"):
+        run(Walk(), net(), stops, 1)
 
 
 def test_a_damaged_newest_round_falls_back_to_the_one_before(tmp_path) -> None:

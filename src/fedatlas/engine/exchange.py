@@ -363,7 +363,7 @@ class ServerExchange:
         if self.terms.privacy is None or function not in self.terms.sending:
             return "it counts releases, which are of privacy" if "releases" in log else None
         count = log.get("releases")
-        if set(log) == {"releases"} and type(count) is float and count in range(1, 1 << 31):
+        if set(log) == {"releases"} and type(count) is float and count.is_integer() and 1 <= count < 1 << 31:
             return None
         return "under privacy it logs the number of its releases, and nothing else"
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedatlas.engine.deployment import Job, Launch, Plan
+from fedatlas.engine.deployment import EARLIER, Job, Launch, Plan
 from fedatlas.errors import FederationError
 
 APP = "fedatlas-relay"
@@ -99,7 +99,7 @@ def _certificate(
 ) -> Any:
     """A certificate for `key`; for a certificate authority where `issuer` is None.
 
-    days: valid from an hour ago (clocks differ) until that many days from now; negative: already expired.
+    days: valid from `EARLIER` ago (clocks differ) until that many days from now; negative: already expired.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
@@ -126,7 +126,7 @@ def _certificate(
         .issuer_name(name if authority else issuer.subject)
         .public_key(public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, end) - datetime.timedelta(hours=1))
+        .not_valid_before(min(now, end) - EARLIER)
         .not_valid_after(end)
         .add_extension(
             x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True

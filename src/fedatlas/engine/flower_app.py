@@ -10,7 +10,10 @@ and not three, and a message does not wait for a new Python process.
 Imported by processes of Flower alone: it needs the package flwr. Imports no torch.
 """
 
+import base64
 import contextlib
+import datetime
+import email.utils
 import json
 import logging
 import os
@@ -55,7 +58,7 @@ from flwr.supercore.inflatable.inflatable_utils import (
 from fedatlas.engine.deployment import RELAY
 from fedatlas.engine.flower import SECRET_HEADER, public_key_of
 from fedatlas.engine.frames import Question, question_of
-from fedatlas.engine.relay import Ask, JobEnd, Lost, forward
+from fedatlas.engine.relay import Ask, JobEnd, Lost, forward, skewed
 from fedatlas.errors import FedAtlasError
 
 KIT = "FEDATLAS_KIT"
@@ -224,12 +227,20 @@ def answer(message: Message, place: Path, relay: Path) -> Message:
     except Exception:
         log.exception("a question could not be answered")
         return refusal(message, FAILED)
-    return refusal(message, lost) if lost else Message(RecordDict(content), reply_to=message)
+    return refusal(message, lost) if lost else reply_to(message, content)
 
 
 def refusal(message: Message, lost: Lost) -> Message:
     """The reply of a site that has no answer."""
-    return Message(RecordDict({"head": ConfigRecord({"lost": lost})}), reply_to=message)
+    return reply_to(message, {"head": ConfigRecord({"lost": lost})})
+
+
+def reply_to(message: Message, content: dict[str, Any]) -> Message:
+    """A reply that carries the times of the question, which the server's clock has given: by a clock that goes wrong
+    it would have expired."""
+    made = Message(RecordDict(content), reply_to=message)  # type: ignore[arg-type]
+    made.metadata.created_at, made.metadata.ttl = message.metadata.created_at, message.metadata.ttl
+    return made
 
 
 FAILED = "the site's client failed (its log says why)"
@@ -271,6 +282,46 @@ class _Patient:
             pause = min(2 * pause, 5.0)
 
 
+class Signed:
+    """Signs every request of a node with its key and the time, as Flower's `NodeAuthHttpInterceptor` does; the time is
+    the server's, which every response tells, so that a clock that goes wrong at a site shuts nobody out."""
+
+    APART = 30.0
+    """Seconds by which clocks may differ without a word."""
+
+    def __init__(self, key: Any) -> None:
+        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+        self.key, self.public = key, public_key_to_bytes(key.public_key())
+        self.ahead = 0.0
+        """Seconds by which the server's clock is ahead of this machine's."""
+
+    def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
+        from flwr.common.constant import TIMESTAMP_HEADER
+        from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+        from flwr.supercore.primitives.asymmetric import sign_message
+
+        time = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.ahead)
+        text = time.isoformat()
+        signature = sign_message(self.key, text.encode("ascii"))
+        headers = context.request.headers
+        headers[FLEET_HTTP_PUBLIC_KEY_HEADER] = base64.b64encode(self.public).decode("ascii")
+        headers[TIMESTAMP_HEADER] = text
+        headers[FLEET_HTTP_SIGNATURE_HEADER] = base64.b64encode(signature).decode("ascii")
+        response = call_next(context)
+        self.see(response.headers.get("date"))
+        return response
+
+    def see(self, date: str | None) -> None:
+        """Takes the server's time from a response; what cannot be read is not taken."""
+        with contextlib.suppress(TypeError, ValueError):
+            told = email.utils.parsedate_to_datetime(str(date))
+            ahead = (told - datetime.datetime.now(datetime.UTC)).total_seconds()
+            if abs(ahead - self.ahead) > self.APART:
+                self.ahead = 0.0 if abs(ahead) <= self.APART else ahead
+                log.warning("%s", skewed("this machine's clock", -self.ahead))
+
+
 class Node:
     """A site's node: one per process. Raises FedAtlasError for a kit that is not usable."""
 
@@ -278,7 +329,6 @@ class Node:
         from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
         from flwr.supercore.primitives.asymmetric import public_key_to_bytes
         from flwr.supernode.fleet_http_client import FleetHttpClient
-        from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
         from fedatlas.engine.flower import read_json, site_key_of
 
@@ -296,7 +346,7 @@ class Node:
             (engine / "ca.crt").read_bytes(),
             [
                 RuntimeVersionHttpInterceptor(component_name="SuperNode"),
-                NodeAuthHttpInterceptor(key, key.public_key()),
+                Signed(key),
             ],
             retry_invoker=self.patient,  # type: ignore[arg-type]
         )
@@ -868,6 +918,32 @@ class _ToldTls(ssl.SSLObject):
             raise
 
 
+class Kept:
+    """A process that is started again when it ends by itself: without Flower's executor no job would ever start."""
+
+    PAUSE = 1.0
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
+        self.over = threading.Event()
+        self.process = subprocess.Popen(self.command)
+        self.keeper = threading.Thread(target=self._keep, daemon=True)
+        self.keeper.start()
+
+    def _keep(self) -> None:
+        while not self.over.wait(self.PAUSE):
+            code = self.process.poll()
+            if code is not None:
+                log.warning("%s ended (%d); it is started again", self.command[0], code)
+                self.process = subprocess.Popen(self.command)
+
+    def end(self) -> None:
+        self.over.set()
+        self.keeper.join()
+        self.process.terminate()
+        self.process.wait()
+
+
 def _listen(host: str, port: int) -> Any:
     """Raises FedAtlasError where the port is taken."""
     import socket
@@ -915,7 +991,7 @@ def serve(kit: Path) -> int:
         command = ["flower-superexec", "--root-certificates", str(engine / "ca.crt")]
         command += ["--runtime-api-address", f"127.0.0.1:{admin}", "--parent-pid", str(os.getpid())]
         command += ["--superexec-auth-secret-file", str(engine / "executor.secret")]
-        executor = subprocess.Popen(command)
+        executor = Kept(command)
         config = uvicorn.Config(Gate(app, admin, secret), **settings)
         config.load()
         assert config.ssl is not None
@@ -923,8 +999,7 @@ def serve(kit: Path) -> int:
         try:
             uvicorn.Server(config).run(sockets=sockets)
         finally:
-            executor.terminate()
-            executor.wait()
+            executor.end()
 
     superlink: Any = import_module("flwr.superlink.cli.flower_superlink")
     superlink.uvicorn = SimpleNamespace(run=run)  # the one place where Flower starts its web server

@@ -42,7 +42,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fedatlas.engine.deployment import Job, Launch, Plan
+from fedatlas.engine.deployment import EARLIER, Job, Launch, Plan
 from fedatlas.errors import FederationError
 
 ADMIN = "admin@fedatlas.local"
@@ -122,12 +122,14 @@ def provision(plan: Plan, out: Path) -> None:
         authority.chmod(0o700)
         (authority / "rootCA.pem").write_text(state["root_cert"])
         _write_private(authority / "rootCA.key", state["root_pri_key"].encode())
+        (authority / "rootCA.pem").write_bytes(_earlier(authority))
         for party, kit in [("server", out / "server" / "engine"), (ADMIN, authority / "admin")] + [
             (site, out / site / "engine") for site in plan.sites
         ]:
             kit.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(kits / party, kit)
             _dress(kit, plan)
+            shutil.copy(authority / "rootCA.pem", kit / "startup" / "rootCA.pem")
             _recertify(kit, authority, plan.days)
 
 
@@ -259,6 +261,27 @@ def _recertify(kit: Path, authority: Path, days: int) -> None:
     shutil.copy(path, issued / f"{_common_name(old.subject)}.crt")
 
 
+def _earlier(authority: Path) -> bytes:
+    """The certificate of the authority, valid `EARLIER` than FLARE has made it."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+
+    root = _certificate(authority / "rootCA.pem")
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(root.subject)
+        .issuer_name(root.issuer)
+        .public_key(root.public_key())
+        .serial_number(root.serial_number)
+        .not_valid_before(root.not_valid_before_utc - EARLIER)
+        .not_valid_after(root.not_valid_after_utc)
+    )
+    for extension in root.extensions:
+        made = made.add_extension(extension.value, critical=extension.critical)
+    signed = made.sign(_key(authority / "rootCA.key"), hashes.SHA256())
+    return signed.public_bytes(serialization.Encoding.PEM)
+
+
 def _issue(like: Any, key: Any, authority: Path, days: int) -> bytes:
     """A certificate for `key` with the subject and the host names of the certificate `like`."""
     from cryptography import x509
@@ -275,7 +298,7 @@ def _issue(like: Any, key: Any, authority: Path, days: int) -> bytes:
         .issuer_name(root.subject)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, end) - datetime.timedelta(hours=1))
+        .not_valid_before(min(now, end) - EARLIER)
         .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(

@@ -30,6 +30,14 @@ Lost = str
 """Why a site did not answer, for a person: no text of the site's exception is ever in it."""
 
 
+def skewed(whose: str, ahead: float) -> str:
+    """A sentence for a clock that is so many seconds ahead of the server's (below 0: behind)."""
+    if not ahead:
+        return f"{whose} agrees with the server's again"
+    how = "ahead of" if ahead > 0 else "behind"
+    return f"{whose} is {abs(ahead) / 60:.0f} minutes {how} the server's; set it, nothing of the run depends on it"
+
+
 class RelayError(Exception):
     """The other end of a relay is not there, or has gone."""
 
