@@ -604,10 +604,6 @@ def ahead_of(clock: float, asked: float, answered: float) -> float:
     return ahead if abs(ahead) > APART else 0.0
 
 
-SAME = ("fedatlas", "torch", "monai", "numpy", "scipy", "nibabel")
-"""The packages whose versions decide numbers; they must be equal everywhere, builds for CPU or GPU aside."""
-
-
 def _compare(plain: Mapping[str, Any], mine: Mapping[str, Any], hellos: Mapping[str, Any]) -> None:
     """Raises FederationError if a site has other versions, or another federation file."""
     from fedatlas.experiment import flat_difference

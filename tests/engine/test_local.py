@@ -385,9 +385,10 @@ def test_answers_for_which_there_is_no_room_are_not_asked_for_yet(tmp_path, monk
 def test_a_site_whose_disk_is_full_is_waited_for_to_the_same_bits(tmp_path, monkeypatch) -> None:
     """It cannot write its log, then not even its answer; with wait it is asked again, and the coordinator says so."""
     told: list[str] = []
+    whole = go(tmp_path / "whole")
     late = clients(tmp_path / "late", Walk(), faults=Faults(on_lost="wait"))  # type: ignore[call-arg]
     late.tell = told.append
-    inner, fails = late.transport, {"b": 2}
+    fails = {"b": 2}
     save = MemoryStore.save
 
     def full(self: MemoryStore, *rest: object) -> None:
@@ -397,8 +398,7 @@ def test_a_site_whose_disk_is_full_is_waited_for_to_the_same_bits(tmp_path, monk
         save(self, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(MemoryStore, "save", full)
-    assert inner is late.transport
-    assert equal(go(tmp_path / "whole"), run(Walk(), net(), late, 4))
+    assert equal(whole, run(Walk(), net(), late, 4))
     assert len(told) == 1 and told[0].startswith("waits for b (OSError: "), told
     stops = clients(tmp_path / "stops", Walk())
     fails["b"] = 1
