@@ -800,7 +800,7 @@ def test_a_node_signs_with_the_time_of_its_server(hours: int, caplog: pytest.Log
 
 def test_a_reply_lives_as_long_as_its_question() -> None:
     """By the server's clock: a site's own, hours ahead, would have its answers refused as expired."""
-    question = Message(RecordDict(), dst_node_id=1, message_type="query", ttl=45.0)
-    question.metadata.created_at -= 7200
+    about = Metadata(1, "id", 1, 2, "", "", time.time() - 7200, 45.0, "query")
+    question = Message(content=RecordDict(), metadata=about)  # type: ignore[call-overload]
     reply = flower_app.refusal(question, "no")
     assert reply.metadata.created_at == question.metadata.created_at and reply.metadata.ttl == 45.0

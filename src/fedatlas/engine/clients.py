@@ -214,7 +214,7 @@ class SiteClients:
         own: dict[str, dict[str, Any]] = {site: to_tree((each or {}).get(site, {})) for site in chosen}  # type: ignore[misc]
         record = Call(function.__name__, {}, {}, {})
         shared, model = self.exchange.pack(form)
-        if model is not None and "model" in form:
+        if model is not None and isinstance(form.get("model"), dict):  # an evaluation's is a name
             form = form | {"model": model}  # as the sites hold it
         if self.exchange.masks(function.__name__):
             replies = self._summed(function.__name__, chosen, shared, form, own, record)

@@ -293,7 +293,13 @@ _MOST_NUMBER = 1e15
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and -_MOST_NUMBER <= value <= _MOST_NUMBER
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain and -_MOST_NUMBER <= value <= _MOST_NUMBER
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """A truth value is no number."""
+    return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
 
 
 def _is_count(value: Any) -> bool:
@@ -361,7 +367,7 @@ def _rows(value: Any, about: _About) -> str | None:
             return "holds something else than rows of evaluation"
         for key, kind in ROW.items():
             item = row[key]
-            fits = (_is_number(item) or item is None) if kind is float else type(item) is kind
+            fits = (_is_number(item) or item is None) if kind is float else _is_a(item, kind)
             if not fits:
                 return f"a row's {key!r} is {_described(item)}"
             if kind is str and (wrong := problem_of_text(item)):
@@ -578,7 +584,7 @@ def problem_of_log(numbers: Mapping[str, Any]) -> str | None:
     if len(numbers) > MOST_NUMBERS:
         return f"logs {len(numbers)} numbers; at most {MOST_NUMBERS} leave a site per call"
     for name, value in numbers.items():  # one that is not finite is shown as such
-        if type(value) is not float and not _is_number(value):
+        if not isinstance(value, float) and not _is_number(value):
             return f"logs {name!r}, which is {_described(value)}"
     return None
 
