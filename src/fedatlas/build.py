@@ -293,7 +293,7 @@ class Experiment(Design):
             partial(self.make_net, initial=False),
             folder,
             sends=self.sends,
-            scores=dict.fromkeys(self.task.sends, self.evaluator.scores),
+            scores={name: self.evaluator.scores for name in self.task.sends},
             seed=self.federation.seed,
             threads=self.federation.threads_per_site,
             device=self.federation.engine.device,
