@@ -486,12 +486,12 @@ def malformed(tree: Any) -> bytes:
         (
             "models/best.fa",
             lambda old: malformed(["d", "text"]),
-            "best.fa: cannot be read (message: its tensors",
+            "best.fa: cannot be read (message: its structure",
         ),
         (
             "models/best.fa",
             lambda old: malformed(["d", {"round": ["l", 5]}]),
-            "cannot be read (message: its tensors",
+            "cannot be read (message: its structure",
         ),
         (
             "models/best.fa",
