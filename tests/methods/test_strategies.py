@@ -90,7 +90,8 @@ def test_what_a_site_answers(name: str, agd: Any) -> None:
     method, server = fedmenu(name, agd), federation(affine)
     start = tensors_of(affine())
     state = dataclasses.replace(play(method, server, rounds=1, net=affine()), rounds=2)
-    named, forms = parts(affine()), {"main": forms_of(affine()), "selector": forms_of(selector())}
+    named, chosen = parts(affine()), forms_of(selector())
+    forms = {"main": forms_of(affine()), "selector": chosen, "selector.parameters": chosen}
     strategy: Any = method
     for site in ANNOTATED:
         member = cast(Any, server.members[site])

@@ -157,7 +157,7 @@ def test_the_number_of_its_parameters() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"filters": [8]}, "filters: got"),
+        ({"filters": [8]}, "filters: has 1 "),
         ({"filters": [8, 12]}, r"filters are \[8, 12\]; allowed with norm group: multiples of 8"),
         ({"filters": [8, 0], "norm": "instance"}, "allowed: 1 or more"),
         ({"strides": [1]}, "allowed: 2 entries"),

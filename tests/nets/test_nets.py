@@ -290,7 +290,7 @@ def test_a_net_that_does_not_fit_the_label_space() -> None:
     [
         ("unett", {}, "did you mean 'unet'"),
         ("unet", {"filter": [4, 8, 16]}, "did you mean 'filters'"),
-        ("unet", {"filters": [4, 8]}, "filters: got"),
+        ("unet", {"filters": [4, 8]}, "filters: has 2 "),
         ("unet", {"filters": [4, 8, 16], "norm": "group"}, "multiples of 8"),
         ("unet", {**SMALL, "strides": [1, 2]}, "allowed: 3 entries"),
         ("unet", {**SMALL, "strides": [2, 2, 2]}, "1 into the first level"),
@@ -299,7 +299,7 @@ def test_a_net_that_does_not_fit_the_label_space() -> None:
         ("unet", {**SMALL, "supervised": 1}, "supervised is 1, deep_supervision False; allowed: 1 to 1"),
         ("unet", {**SMALL, "deep_supervision": True, "supervised": 2}, "allowed: 1 to 1 for 3 levels"),
         ("kim_unet", {"filters": [8, 12]}, r"filters are \[8, 12\]; allowed: multiples of 8"),
-        ("kim_unet", {"filters": [8]}, "filters: got"),
+        ("kim_unet", {"filters": [8]}, "filters: has 1 "),
         ("mednext", {"size": "XL"}, "size: got 'XL'"),
     ],
 )
