@@ -226,4 +226,4 @@ def _picture(
     path.parent.mkdir(parents=True, exist_ok=True)
     value = dice[list(classes).index(about)] if about else dice.mean()
     told |= {"names": np.array(classes, dtype=str), "dice": dice, "scored": np.ones(len(classes), bool)}
-    np.savez(path, **told, case=f"{site}-{kept}", value=value, **{"class": about})  # type: ignore[arg-type]
+    np.savez(path, **told, case=f"{site}-{kept.rpartition('--')[2]}", value=value, **{"class": about})  # type: ignore[arg-type]
