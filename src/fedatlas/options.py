@@ -117,7 +117,9 @@ def explain(
         elif kind == "too_short":
             about = item.get("ctx", {})
             least, there = about.get("min_length", 1), about.get("actual_length", 0)
-            lines.append(f"{where}: has {there} {'entry' if there == 1 else 'entries'}; {least} or more are needed")
+            lines.append(
+                f"{where}: has {there} {'entry' if there == 1 else 'entries'}; {least} or more are needed"
+            )
         elif kind in ("tuple_type", "list_type") and isinstance(item["input"], Mapping):
             lines.append(f"{where}: is a mapping; expected a list, whose entries begin with a dash (-) each")
         elif kind in ("tuple_type", "list_type"):

@@ -266,7 +266,7 @@ def test_a_run_goes_on_with_any_other_engine(first, second, small, tmp_path) -> 
     run_federation(federation, path, gather=gather_trial(second), **quiet)
     assert (path / "models" / "last.fa").read_bytes() == local(small, tmp_path / "local")
     engines = {line["function"] for line in logs_of(path)["s0"]}
-    assert {"hello", "join", "local_update", "evaluate"} == engines
+    assert {"hello", "join", "local_update", "evaluate", "evaluate_several"} == engines
 
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))
