@@ -98,5 +98,5 @@ def test_rows_survive_on_disk(tmp_path) -> None:
     write_rows(tmp_path / "rows.csv", rows)
     assert read_rows(tmp_path / "rows.csv") == rows
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(RunFolderError, match="not a table of results"):
+    with pytest.raises(RunFolderError, match="no whole table of results"):
         read_rows(tmp_path / "rows.csv")
