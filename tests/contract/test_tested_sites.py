@@ -64,7 +64,7 @@ def test_a_tested_site_changes_no_bit_of_training(small: dict[str, Any], tmp_pat
         and [name for name, _ in one[1]] == [f"{name}.fa" for name in sorted(training)]
     )
     asked = read_log(within / "sites" / "a-tested" / "egress.jsonl")
-    assert {entry["function"] for entry in asked} <= {"evaluate", "evaluate_several"}
+    assert asked and {entry["function"] for entry in asked} <= {"evaluate", "evaluate_several"}
     rows = read_rows(within / "rows.csv")
     mine = [row for row in rows if row["site"] == "a-tested"]
     assert {row["split"] for row in mine} == {"test"} and len({row["case"] for row in mine}) == 5
