@@ -24,7 +24,7 @@ from fedatlas.engine.frames import Question
 from fedatlas.engine.relay import JobEnd, ServerRelay, SiteRelay, forward
 from fedatlas.engine.run import run
 from fedatlas.errors import SiteLost
-from fedatlas.evaluation.classification import Histogram, equal_edges
+from fedatlas.evaluation.classification import Histogram, score_edges
 from fedatlas.evaluation.evaluate import Evaluation, Evaluator
 from fedatlas.evaluation.image_evaluation import ImageEvaluator
 from fedatlas.facts import problem_of_hello, problem_of_join
@@ -350,17 +350,17 @@ def test_hostile_rows_reach_no_table(tmp_path, rows: Any, reason: str) -> None:
 
 def bins(n: int = 10, positive: int = 1) -> dict[str, Any]:
     scores = np.full(positive + 1, 0.5)
-    return Histogram.of(scores, np.arange(positive + 1) > 0, equal_edges(n)).to_dict()
+    return Histogram.of(scores, np.arange(positive + 1) > 0, score_edges(n)).to_dict()
 
 
 @pytest.mark.parametrize(
     ("histograms", "reason"),
     [
         ({"liver": bins()}, "a histogram of 'liver', which is no class"),
-        ({"a": bins(5)}, "has 5 bins; asked was for 10"),
+        ({"a": bins(5)}, "bins that are not those of 10"),
         ({"a": bins(positive=7)}, "counts 8 of 2 cases"),
-        ({"a": bins() | {"positives": [True] * 10}}, "not whole numbers"),
-        ({"a": bins() | {"edges": [0.0, 1e308]}}, "1 bins|not those of bins"),
+        ({"a": bins() | {"positives": [True] * (len(score_edges(10)) - 1)}}, "not whole numbers"),
+        ({"a": bins() | {"edges": [0.0, 1e308]}}, "not those of `score_edges`"),
         ([1], "is a list of 1"),
     ],
 )
