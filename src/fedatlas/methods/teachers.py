@@ -35,7 +35,7 @@ from fedatlas.method import Batches, Clients, Replies, Site, State
 from fedatlas.options import from_dict, option, options
 from fedatlas.outputs import voxel_logits
 from fedatlas.pseudo import Merge, Merged, completed, completed_overlapping
-from fedatlas.tensors import Tensors, Tree, load, n_bytes, tensors_of
+from fedatlas.tensors import Tensors, Tree, load, n_bytes, shapes_of, tensors_of
 from fedatlas.training import Local, autocast, train
 
 MEMORY = "teachers"
@@ -113,7 +113,7 @@ class Teaching:
         """What `check` should tell of teachers at so many sites. Raises FederationError where they cannot be trained so."""
         if sites < 2:
             return ["one site trains, so that nobody has a teacher for it: labels are its own"]
-        size = n_bytes(tensors_of(net)) / 2**20
+        size = n_bytes(shapes_of(net)) / 2**20
         long = "as many rounds as the federation has"
         if self.rounds is not None:
             long = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
