@@ -204,10 +204,10 @@ def lr_factor(local: Local, step: int, total: int) -> float:
 
 
 def make_optimizer(net: nn.Module, local: Local) -> torch.optim.Optimizer:
-    """A fresh optimizer over the parameters of `net` that require a gradient. On a processor its step is one pass over
-    each parameter and its moments (`fused`)."""
+    """A fresh optimizer over the parameters of `net` that require a gradient. On a processor a step of adam and adamw is
+    one pass over each parameter and its moments (`fused`); torch's fused sgd fails where some parameters have had a
+    gradient before and others not."""
     parameters = [p for p in net.parameters() if p.requires_grad]
-    fused = all(p.device.type == "cpu" for p in parameters) or None
     if local.optimizer == "sgd":
         return torch.optim.SGD(
             parameters,
@@ -215,8 +215,8 @@ def make_optimizer(net: nn.Module, local: Local) -> torch.optim.Optimizer:
             momentum=local.momentum,
             nesterov=local.nesterov,
             weight_decay=local.weight_decay,
-            fused=fused,
         )
+    fused = all(p.device.type == "cpu" for p in parameters) or None
     kind = torch.optim.AdamW if local.optimizer == "adamw" else torch.optim.Adam
     return kind(parameters, lr=local.lr, eps=local.eps, weight_decay=local.weight_decay, fused=fused)
 
