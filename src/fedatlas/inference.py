@@ -137,7 +137,7 @@ def window_size(
             f"inference.windows: whole needs a net that says by what its inputs divide, which {type(net).__name__} does not; "
             "use patch"
         )
-    least = [max(pair) for pair in zip(shape, patch, strict=False)]
+    least = [max(pair) for pair in zip(shape[: len(patch)], patch, strict=True)]
     return tuple(-(-size // by) * by for size, by in zip(least, divisor, strict=True))
 
 

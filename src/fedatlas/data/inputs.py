@@ -119,6 +119,9 @@ def other_kind(known: Ranges, look: Look) -> str:
         return f"is {words[look['kind']]}, and the model was trained on {were}"
     if look["axes"] < min(known["axes"]):
         return "is a single slice, and the model was trained on volumes"
+    have, had = len(look["percentiles"]), len(known["percentiles"])
+    if have != had:
+        return f"has {have} input channels, and the model was trained on {had}"
     modality, modalities = _group(look["modality"]), {_group(name) for name in known["modalities"]} - {""}
     if modality and modalities and modality not in modalities:
         return f"is of the modality {modality}, says its header, and the model was trained on {', '.join(sorted(modalities))}"
@@ -127,7 +130,7 @@ def other_kind(known: Ranges, look: Look) -> str:
     few = look["values"] <= (FEW if look["whole"] else FEW // 4)
     if few and known["values"] >= MANY and (look["whole"] or look["kind"] == "picture"):
         return f"holds {look['values']} different values: it looks like a label map, and the model was trained on images"
-    for of, now in zip(known["percentiles"], look["percentiles"], strict=False):
+    for of, now in zip(known["percentiles"], look["percentiles"], strict=True):
         told = f"holds values of {now[0]:g} to {now[2]:g} (1st to 99th percentile)"
         if of[0][1] <= FAT and now[0] >= 0:
             return (
@@ -161,7 +164,9 @@ def outside(known: Ranges, look: Look) -> list[str]:
         found.append("a volume; the training images were single slices")
     if look["modality"] and set(known["modalities"]) == {""}:
         found.append(f"of the modality {look['modality']}; that of the training images is not known")
-    for of, now in zip(known["percentiles"], look["percentiles"], strict=False):
+    if len(look["percentiles"]) != len(known["percentiles"]):
+        return found  # `other_kind` says so
+    for of, now in zip(known["percentiles"], look["percentiles"], strict=True):
         low, high = of[0][0], of[2][1]
         spare = (high - low) / 4
         if now[0] < low - spare or now[2] > high + spare or not low <= now[1] <= high:

@@ -181,8 +181,8 @@ def _verdicts(run: Run) -> str:
         body.append("".join(cells))
     every = markup.table(f"{title} of every model in the same three numbers", head, body, sort=True)
     told = "".join(
-        f'<p class="{kind}">{markup.text(sentence)}</p>'
-        for sentence, kind in zip(sentences(run), ("verdict", "aid", "aid"), strict=False)
+        f'<p class="{"aid" if i else "verdict"}">{markup.text(sentence)}</p>'
+        for i, sentence in enumerate(sentences(run))
     )
     return (
         f'<div class="told">{told}</div>'
