@@ -424,9 +424,6 @@ def test_colour_modality_and_label_maps_of_pictures() -> None:
     assert "of the modality CT" in other_kind(known, look_of(grey, picture=True, modality="CT"))
     labels = rng.integers(0, 4, (1, 40, 40)) / np.float32(255)
     assert "label map" in other_kind(known, look_of(labels, picture=True))
-    assert "has 2 input channels, and the model was trained on 1" in other_kind(
-        known, look_of(np.concatenate([grey, grey]), picture=True, modality="DX")
-    )
 
 
 # ------------------------------------------------------------------------------------------- what is in the way

@@ -119,9 +119,6 @@ def other_kind(known: Ranges, look: Look) -> str:
         return f"is {words[look['kind']]}, and the model was trained on {were}"
     if look["axes"] < min(known["axes"]):
         return "is a single slice, and the model was trained on volumes"
-    have, had = len(look["percentiles"]), len(known["percentiles"])
-    if have != had:
-        return f"has {have} input channels, and the model was trained on {had}"
     modality, modalities = _group(look["modality"]), {_group(name) for name in known["modalities"]} - {""}
     if modality and modalities and modality not in modalities:
         return f"is of the modality {modality}, says its header, and the model was trained on {', '.join(sorted(modalities))}"
@@ -130,7 +127,7 @@ def other_kind(known: Ranges, look: Look) -> str:
     few = look["values"] <= (FEW if look["whole"] else FEW // 4)
     if few and known["values"] >= MANY and (look["whole"] or look["kind"] == "picture"):
         return f"holds {look['values']} different values: it looks like a label map, and the model was trained on images"
-    for of, now in zip(known["percentiles"], look["percentiles"], strict=True):
+    for of, now in _channels(known, look):
         told = f"holds values of {now[0]:g} to {now[2]:g} (1st to 99th percentile)"
         if of[0][1] <= FAT and now[0] >= 0:
             return (
@@ -144,6 +141,14 @@ def other_kind(known: Ranges, look: Look) -> str:
 
 def _group(modality: str) -> str:
     return "X-ray" if modality in PROJECTION else modality
+
+
+def _channels(known: Ranges, look: Look) -> list[tuple[Any, Any]]:
+    """Percentiles of the training images and of an image, channel by channel; none where these are not equally many,
+    which whoever gives the image to the net refuses."""
+    if len(known["percentiles"]) != len(look["percentiles"]):
+        return []
+    return list(zip(known["percentiles"], look["percentiles"], strict=True))
 
 
 def outside(known: Ranges, look: Look) -> list[str]:
@@ -164,9 +169,7 @@ def outside(known: Ranges, look: Look) -> list[str]:
         found.append("a volume; the training images were single slices")
     if look["modality"] and set(known["modalities"]) == {""}:
         found.append(f"of the modality {look['modality']}; that of the training images is not known")
-    if len(look["percentiles"]) != len(known["percentiles"]):
-        return found  # `other_kind` says so
-    for of, now in zip(known["percentiles"], look["percentiles"], strict=True):
+    for of, now in _channels(known, look):
         low, high = of[0][0], of[2][1]
         spare = (high - low) / 4
         if now[0] < low - spare or now[2] > high + spare or not low <= now[1] <= high:
