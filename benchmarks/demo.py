@@ -6,7 +6,7 @@ the federation has workers, and takes as many steps in all. Both are watched fro
 page faults and peak memory.
 
     python -m benchmarks.demo                    # 2.5D, 3D and whole images, one and two workers
-    python -m benchmarks.demo --case 2.5D --workers 2 --precision bf16
+    python -m benchmarks.demo --case 2.5D --workers 2 --precision bf16    # else as in the federation file
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.timing import show
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
-FEW, MANY = 1, 4
+FEW, MANY = 1, 7
 """Rounds of the two runs."""
 
 VOXELS = ["method.name=fedavg", "evaluation.overlays=false", "evaluation.metrics=[dice]", "local.steps=25"]
@@ -31,7 +31,7 @@ CASES: Mapping[str, tuple[str, list[str]]] = {
     "2D": ("quickstart.yaml", [*VOXELS, "preprocessing.context=0"]),
     "3D": (
         "quickstart.yaml",
-        [*VOXELS, "preprocessing.patch=[48, 48, 32]", "preprocessing.context=0", "net.filters=[16, 32, 64]", "local.batch=2"],
+        [*VOXELS, "preprocessing.patch=[48, 48, 32]", "preprocessing.context=0", "net.filters=[16, 32, 64]", "local.batch=2", "evaluation.inference.windows=patch"],
     ),
     "whole images": ("quickstart-xray.yaml", ["method.name=fedavg", "local.batch=32", "local.steps=100", "images.size=[64, 64]"]),
 }  # fmt: skip
@@ -61,6 +61,9 @@ def federated(file: Path, changes: list[str], rounds: int, workers: int, folder:
         "peak_mb": used.ru_maxrss / 1024,
         "steps": sum(site.get("steps", 0) for log in logs for site in log["sites"].values()),
         "step_seconds": sum(site.get("step_seconds", 0.0) for log in logs for site in log["sites"].values()),
+        "site_seconds": sum(site["seconds"] for log in logs for site in log["cost"].values()),
+        "first_site_seconds": sum(site["seconds"] for site in logs[1]["cost"].values()),
+        "first_step_seconds": sum(site["step_seconds"] for site in logs[1]["sites"].values()),
         "first_wall": logs[1]["phases"]["round"],
     }
 
@@ -86,24 +89,26 @@ def _one_thread() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def measure(case: str, workers: int, precision: str) -> dict[str, float]:
+def measure(case: str, workers: int, precision: str | None) -> dict[str, float]:
     name, changes = CASES[case]
-    file, changes = EXPERIMENTS / name, [*changes, f"local.precision={precision}"]
+    file, changes = EXPERIMENTS / name, [*changes, *([f"local.precision={precision}"] if precision else [])]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         few, many = (federated(file, changes, rounds, workers, folder) for rounds in (FEW, MANY))
         steps = int(many["steps"] - few["steps"])
         alone = bare(file, changes, "a", steps, workers, folder)
-    run: dict[str, Any] = {key: many[key] - few[key] for key in ("user", "system", "faults", "step_seconds")}
+    run: dict[str, Any] = {key: many[key] - few[key] for key in ("user", "system", "faults")}
     # the first round warms up in both; what is left is rounds 2 to MANY
-    run["wall"] = many["wall"] - many["first_wall"]
+    for key in ("wall", "step_seconds", "site_seconds"):
+        run[key] = many[key] - many["first_" + key]
     found = {
         "steps": float(steps),
         "wall, fedatlas over bare": run["wall"] / alone["wall"],
         "user and system, fedatlas over bare": (run["user"] + run["system"])
         / (alone["user"] + alone["system"]),
-        "share of a round that is no forward, backward or step": 1
-        - run["step_seconds"] / workers / run["wall"],
+        "share of a site's time that is no forward, backward or step": 1
+        - run["step_seconds"] / run["site_seconds"],
+        "share of a round in which a worker has no site": 1 - run["site_seconds"] / workers / run["wall"],
         "peak of the largest process, MiB: fedatlas": many["peak_mb"],
         "peak of the largest process, MiB: bare": alone["peak_mb"],
     }
@@ -122,11 +127,14 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--case", choices=list(CASES), action="append")
     parser.add_argument("--workers", type=int, choices=(1, 2), action="append")
-    parser.add_argument("--precision", choices=("float32", "bf16"), default="bf16")
+    parser.add_argument("--precision", choices=("float32", "bf16"))
     given = parser.parse_args(arguments)
     for case in given.case or ("2.5D", "3D", "whole images"):
         for workers in given.workers or (1, 2):
-            print(f"-- {case}, {given.precision}, {workers} worker{'s' if workers > 1 else ''}", flush=True)
+            print(
+                f"-- {case}, {given.precision or 'precision of the file'}, {workers} worker{'s' if workers > 1 else ''}",
+                flush=True,
+            )
             show(measure(case, workers, given.precision))
 
 

@@ -12,9 +12,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from findings import findings_federation, write_findings
-from one_worker import OneWorker
 
 from fedatlas.data.phantom import phantom_sites, write_phantom
+from fedatlas.engine import local
 
 torch.set_num_threads(1)
 
@@ -76,15 +76,14 @@ def small_images(findings: Path, phantom_cache: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def worker_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneWorker]:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
-        made = OneWorker(tmp_path_factory.mktemp("workers") / "workers.log")
-        yield made
-        made.close()
+def idle_workers() -> Iterator[list[local.Worker]]:
+    workers: list[local.Worker] = []
+    yield workers
+    for worker in workers:
+        worker.end()
 
 
 @pytest.fixture
-def one_worker(worker_process: OneWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs with `engine.workers` share one worker process, which is started for the first of them."""
-    monkeypatch.setattr("fedatlas.session.Workers", worker_process)
+def shared_workers(idle_workers: list[local.Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs with `engine.workers` use the same worker processes, which are started for the first of them."""
+    monkeypatch.setattr(local, "_kept", idle_workers)

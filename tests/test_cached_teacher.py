@@ -248,7 +248,9 @@ CACHED = {"name": "condistfl", "teacher": "cached"}
 
 
 @pytest.mark.parametrize("exclusive", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_equal_bits_in_process_in_workers_and_resumed(exclusive: bool, small, one_worker, tmp_path) -> None:
+def test_equal_bits_in_process_in_workers_and_resumed(
+    exclusive: bool, small, shared_workers, tmp_path
+) -> None:
     small["method"] = CACHED | ({} if exclusive else {"cached": {"classes": 2}})
     small["evaluation"] |= {"models": ["last"]}
     if not exclusive:

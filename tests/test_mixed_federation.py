@@ -119,7 +119,7 @@ def test_findings_are_rows_of_a_site(run: Path) -> None:
 
 
 def test_in_process_equals_workers_equals_resumed(
-    folder: Path, run: Path, one_worker: None, tmp_path: Path
+    folder: Path, run: Path, shared_workers: None, tmp_path: Path
 ) -> None:
     workers = finished(federation(folder, engine={"workers": 1}), tmp_path / "workers")
     one = (run / "models" / "last.fa").read_bytes()

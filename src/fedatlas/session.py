@@ -46,6 +46,7 @@ from fedatlas.experiment import (
 from fedatlas.federation_yaml import read_yaml
 from fedatlas.method import Member, Method, State, declared, eval_members
 from fedatlas.tensors import Tensors, n_bytes, tensors_of, to_tree
+from fedatlas.training import make_optimizer
 from fedatlas.usable import differing_versions
 
 Watch = Callable[[str, str, dict[str, float], dict[str, float]], None]
@@ -87,6 +88,26 @@ def gather_local(
     problems = [p for p in experiment.task.quick(experiment.indexes, experiment.space) if p.fatal]
     if problems:
         raise FederationError("\n".join(str(problem) for problem in problems))
+    transport: Transport
+    if federation.engine.workers:
+        arguments = {"run": str(folder.path), "cache": str(cache)}
+        log = folder.path / "sites" / "workers.log"
+        transport = Workers("fedatlas.session:open_hosts", arguments, federation.engine.workers, log)
+        transport.start()
+    else:
+        transport = InProcess(Hosts(experiment, folder).answer)
+    try:
+        return _local_parties(experiment, folder, transport, tell, data_changed)
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _local_parties(
+    experiment: Experiment, folder: RunFolder, transport: Transport, tell: Tell, data_changed: bool
+) -> Parties:
+    """Checks the net and the data, and brings these onto the grid."""
+    federation = experiment.federation
     experiment.check_net()
     experiment.prepare(tell)
     refuse(shared_scans([scan for source in experiment.sources.values() for scan in source.scans()]))
@@ -98,13 +119,6 @@ def gather_local(
             folder.site(name) / DATA, source.fingerprint(), name, begins=begins, accept=data_changed
         )
     ]
-    transport: Transport
-    if federation.engine.workers:
-        arguments = {"run": str(folder.path), "cache": str(cache)}
-        log = folder.path / "sites" / "workers.log"
-        transport = Workers("fedatlas.session:open_hosts", arguments, federation.engine.workers, log)
-    else:
-        transport = InProcess(Hosts(experiment, folder).answer)
     summaries = {name: source.summary() for name, source in experiment.sources.items()}
     for name, source in experiment.sources.items():
         if federation.evaluation.overlays and summaries[name].get("leaks"):
@@ -134,7 +148,11 @@ class Hosts:
 def open_hosts(run: str, cache: str) -> Callable[[Question], None]:
     """`answer(question)` for a worker process that can serve any site of a run on this machine."""
     folder = RunFolder(Path(run))
-    return Hosts(Experiment(load_federation(folder.path / "federation.yaml"), Path(cache)), folder).answer
+    experiment = Experiment(load_federation(folder.path / "federation.yaml"), Path(cache))
+    make_optimizer(
+        experiment.make_net(initial=False), experiment.federation.local
+    )  # imports what the first call needs
+    return Hosts(experiment, folder).answer
 
 
 class Running:

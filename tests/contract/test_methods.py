@@ -83,7 +83,9 @@ def replies_of(small: dict[str, Any], path: Path, cache: Path) -> dict[str, list
 
 
 @pytest.mark.parametrize(("name", "task"), PAIRS)
-def test_equal_bits_in_process_in_workers_and_resumed(name, task, federation, one_worker, tmp_path) -> None:
+def test_equal_bits_in_process_in_workers_and_resumed(
+    name, task, federation, shared_workers, tmp_path
+) -> None:
     small = federation
     small["evaluation"] |= {"models": ["best", "last", "local"]}
     whole = run_small(small, tmp_path / "whole")

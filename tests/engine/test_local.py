@@ -16,7 +16,7 @@ from fedatlas.engine.clients import Faults, SiteClients
 from fedatlas.engine.egress import Declaration, NetForms
 from fedatlas.engine.frames import Question
 from fedatlas.engine.host import Host
-from fedatlas.engine.local import InProcess
+from fedatlas.engine.local import InProcess, Workers, keeping_workers
 from fedatlas.engine.run import Round, RunFolder, run
 from fedatlas.engine.store import MemoryStore, waiting_for_room
 from fedatlas.errors import FedAtlasError, RunFolderError, SiteLost
@@ -452,6 +452,45 @@ def children() -> list[int]:
         if parent == os.getpid() and b"fedatlas.engine.worker" in command:
             found.append(int(entry.name))
     return found
+
+
+def test_idle_workers_serve_the_next_run_and_end_with_the_context(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+
+    def asked_of(workers: Workers, name: str) -> str:
+        question = Question("a", "f", 1, 0, tmp_path / "q", None, tmp_path / f"{name}.txt")
+        assert list(workers.ask([question], 60)) == [("a", None)]
+        return (tmp_path / f"{name}.txt").read_text()
+
+    def of(name: str) -> Workers:
+        return Workers("worker_targets:telling", {"name": name}, 1, tmp_path / f"{name}.log")
+
+    with keeping_workers():
+        first, second = of("first"), of("second")
+        first.start()
+        pids = children()
+        assert len(pids) == 1
+        assert asked_of(first, "first") == "first"
+        with keeping_workers():  # within another: nothing ends before that does
+            first.close()
+        second.start()
+        assert children() == pids
+        assert asked_of(second, "second") == "second"
+        second.end("a")  # serves nobody
+        second.close()
+        assert children() == pids
+        os.kill(pids[0], 9)
+        third = of("third")
+        assert asked_of(third, "third") == "third", "one that ended while nobody used it is replaced"
+        third.close()
+    assert children() == []
+    assert [(tmp_path / f"{name}.log").read_text() for name in ("first", "second", "third")] == [
+        f"{name} prints\n" for name in ("first", "second", "third")
+    ]
+    fourth = of("fourth")
+    assert asked_of(fourth, "fourth") == "fourth"
+    fourth.close()
+    assert children() == []
 
 
 def test_another_installation_of_a_name_is_refused(tmp_path) -> None:

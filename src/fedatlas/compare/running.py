@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedatlas.compare.plan import Comparison, of_findings
+from fedatlas.engine.local import keeping_workers
 from fedatlas.engine.run import RunFolder, read_json
 from fedatlas.errors import FedAtlasError, RunFolderError
 from fedatlas.evaluation.statistics import (
@@ -45,6 +46,7 @@ def state_of(comparison: Comparison, arm: str, seed: int) -> Literal["finished",
     return "finished" if about["finished"] is not None else "begun"
 
 
+@keeping_workers()
 def run_comparison(
     comparison: Comparison,
     *,

@@ -3,14 +3,15 @@
 Both give the same bits: every payload passes through `wire` either way, and nothing of a call survives it.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from concurrent.futures import TimeoutError as Late
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -40,6 +41,64 @@ class InProcess:
         return
 
 
+@dataclass(eq=False)
+class Worker:
+    """A worker process, and what it was last told to open."""
+
+    process: "subprocess.Popen[bytes]"
+    opened: bytes = b""
+
+    def open(self, opened: bytes) -> None:
+        """Tells the process what the questions that follow are asked of, unless it knows."""
+        if opened != self.opened:
+            assert self.process.stdin
+            with contextlib.suppress(BrokenPipeError):  # whoever asks then finds that it has ended
+                write_frame(self.process.stdin, opened)  # type: ignore[arg-type]
+            self.opened = opened
+
+    def exchange(self, question: Question) -> bytearray | None:
+        """The reply to a question; None if the process ended."""
+        assert self.process.stdin and self.process.stdout
+        try:
+            write_frame(self.process.stdin, question.to_json())  # type: ignore[arg-type]
+            return read_frame(self.process.stdout)  # type: ignore[arg-type]
+        except BrokenPipeError:
+            return None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def how_it_ended(self) -> str:
+        try:
+            code = self.process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self.end()
+            code = self.process.returncode
+        if code >= 0:
+            return f"exit code {code}"
+        return f"signal {-code}" + (", perhaps for memory" if code == -9 else "")
+
+
+_kept: list[Worker] | None = None
+"""Idle workers of runs that are over, within `keeping_workers`."""
+
+
+@contextlib.contextmanager
+def keeping_workers() -> Iterator[None]:
+    """Within the context, idle worker processes of a run that is over serve the next: torch and MONAI are imported
+    once, not once a run. They end with the context."""
+    global _kept
+    before, _kept = _kept, [] if _kept is None else _kept
+    try:
+        yield
+    finally:
+        if before is None:
+            ending, _kept = _kept, None
+            for worker in ending:
+                worker.end()
+
+
 class Workers:
     """Worker processes, each of which can serve any site. A worker that dies is replaced, and what it was doing
     is asked again once: a call depends on nothing but its payload and the site's memory.
@@ -48,16 +107,25 @@ class Workers:
     """
 
     def __init__(self, target: str, arguments: Mapping[str, Any], n: int, log: Path) -> None:
-        self.command = [sys.executable, "-m", "fedatlas.engine.worker", target, json.dumps(dict(arguments))]
         self.log, self.n = log, n
+        self.opened = json.dumps(
+            {"open": target, "arguments": dict(arguments), "log": str(log.absolute())}
+        ).encode()
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.free: SimpleQueue[subprocess.Popen[bytes] | None] = SimpleQueue()
+        self.free: SimpleQueue[Worker | None] = SimpleQueue()
         self.lock = threading.Lock()
-        self.running: list[subprocess.Popen[bytes]] = []
-        self.serving: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: list[Worker] = []
+        self.serving: dict[str, Worker] = {}
         self.closed = False
         for _ in range(n):
             self.free.put(None)
+
+    def start(self) -> None:
+        """Starts all workers now, so that they import while the caller makes ready. Otherwise each is started by its
+        first question."""
+        for _ in range(self.n):
+            worker = self.free.get()
+            self.free.put(worker or self._start())
 
     def ask(self, questions: Sequence[Question], deadline: float) -> Iterator[tuple[str, str | None]]:
         pool = ThreadPoolExecutor(self.n)
@@ -90,10 +158,10 @@ class Workers:
                     worker = self._start()
                 with self.lock:
                     self.serving[question.site] = worker
-                reply = _exchange(worker, question)
+                reply = worker.exchange(question)
                 if reply is not None:
                     return json.loads(reply)["lost"]
-                ended = _how_it_ended(worker)
+                ended = worker.how_it_ended()
                 self.running.remove(worker)
                 worker = None
             return f"its worker process ended twice ({ended}); see {self.log.name} at the site"
@@ -106,48 +174,35 @@ class Workers:
         """Ends the worker that serves a site, if one does; it is replaced at the next question."""
         with self.lock:
             if worker := self.serving.get(site):
-                worker.kill()
+                worker.process.kill()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        with self.log.open("ab") as log:
-            worker = subprocess.Popen(
-                self.command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-            )
+    def _start(self) -> Worker:
+        worker = None
+        while _kept and worker is None:
+            worker = _kept.pop()
+            worker = None if worker.process.poll() is not None else worker
+        if worker is None:
+            with self.log.open("ab") as log:
+                worker = Worker(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "fedatlas.engine.worker"],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+        worker.open(self.opened)
         self.running.append(worker)
         return worker
 
     def close(self) -> None:
-        """Ends all workers, at once."""
+        """Ends all workers, at once; within `keeping_workers` those at work, and keeps the idle ones."""
         self.closed = True
+        with self.lock:
+            at_work = list(self.serving.values())
         for worker in list(self.running):
-            worker.kill()
-        for worker in list(self.running):
-            worker.wait()
-
-
-def _exchange(worker: "subprocess.Popen[bytes]", question: Question) -> bytearray | None:
-    assert worker.stdin and worker.stdout
-    try:
-        write_frame(worker.stdin, question.to_json())  # type: ignore[arg-type]
-        return read_frame(worker.stdout)  # type: ignore[arg-type]
-    except BrokenPipeError:
-        return None
-
-
-def _how_it_ended(worker: "subprocess.Popen[bytes]") -> str:
-    deadline = time.monotonic() + 5
-    while worker.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if worker.returncode is None:
-        worker.kill()
-        worker.wait()
-    code = worker.wait()
-    return (
-        f"signal {-code}" + (", perhaps for memory" if code == -9 else "")
-        if code < 0
-        else f"exit code {code}"
-    )
+            if _kept is not None and worker not in at_work:
+                _kept.append(worker)
+            else:
+                worker.end()

@@ -1,9 +1,11 @@
-"""A worker process: reads questions from standard input, tells on standard output when they are answered.
+"""A worker process: reads requests from standard input, tells on standard output when they are answered.
 
-    python -m fedatlas.engine.worker module:function '{"argument": …}'
+    python -m fedatlas.engine.worker
 
-The function, called with the arguments, returns `answer(question)`, which writes the answer into the question's
-file. A request is one frame, `Question.to_json`; a reply one frame, {"lost": null or why there is no answer}.
+A request is one frame. {"open": "module:function", "arguments": {…}, "log": file}: the function, called with the
+arguments, returns `answer(question)`, which writes the answer into the question's file; what the process prints from
+then on goes to the end of the log. A `Question.to_json` is answered by what was opened last; the reply is one frame,
+{"lost": null or why there is no answer}.
 """
 
 import importlib
@@ -18,23 +20,36 @@ from fedatlas.engine.allocator import return_freed_blocks
 from fedatlas.engine.frames import Question, question_of, read_frame, write_frame
 
 
-def main(target: str, arguments: str) -> None:
+def main() -> None:
     replies = os.fdopen(os.dup(1), "wb")
     return_freed_blocks()
     os.dup2(2, 1)  # what a library prints must not fall among the frames
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    module, name = target.split(":")
-    answer: Callable[[Question], None] = getattr(importlib.import_module(module), name)(
-        **json.loads(arguments)
-    )
+    answer: Callable[[Question], None] | None = None
     requests = sys.stdin.buffer
     while (frame := read_frame(requests)) is not None:
+        request = json.loads(bytes(frame))
+        if "open" in request:
+            answer = None  # what was opened before goes first
+            _print_into(request["log"])
+            module, name = request["open"].split(":")
+            answer = getattr(importlib.import_module(module), name)(**request["arguments"])
+            continue
+        assert answer, "opened before it is asked"
         lost = None
         try:
             answer(question_of(frame))
         except OSError as error:
             lost = f"no reply could be written ({error.strerror or type(error).__name__})"
         write_frame(replies, json.dumps({"lost": lost}).encode())
+
+
+def _print_into(log: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(log, "ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
 
 
 def _end_with_parent(parent: int) -> None:
@@ -44,4 +59,4 @@ def _end_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
