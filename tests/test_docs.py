@@ -3,14 +3,16 @@
 import dataclasses
 import re
 import runpy
+import shutil
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
+from fedatlas.data.phantom import write_phantom
 from fedatlas.engine import wire
-from fedatlas.experiment import parse_federation
+from fedatlas.experiment import load_federation, parse_federation
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/**/*.md")])
@@ -58,3 +60,60 @@ def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
     assert difference < 1e-6, "without momentum it is FedAvg, up to the rounding of old - (old - mean)"
     assert wire.encode(moved["model"]) != wire.encode(still["model"])
     assert dataclasses.is_dataclass(module.FedAvgMState)
+
+
+def _three_sites(folder: Path) -> None:
+    """The folders that the complete federation file of bring-your-data names, of a phantom's scans."""
+    raw = write_phantom(folder / "raw", sites=3, cases=5, test_cases=1, classes=("liver", "spleen", "kidney"))
+    for place, name in enumerate(("north", "south", "west")):
+        (raw / f"site-{place}").rename(folder / name)
+    table = folder / "south" / "dataset.json"
+    table.write_text(table.read_text().replace("spleen", "Milz").replace("kidney", "Niere"))
+    for name in ("imagesTs", "labelsTs"):
+        shutil.rmtree(folder / "south" / name)
+
+
+def test_the_complete_federation_file_for_scans_works(tmp_path) -> None:
+    from fedatlas.check import check_federation_file
+    from fedatlas.session import run_federation
+
+    page = (ROOT / "docs" / "how-to" / "bring-your-data.md").read_text()
+    part = page[page.index("### A complete federation file") :]
+    (text,) = re.findall(r"```yaml\n(.*?)```", part[: part.index("### Three layouts")], re.S)
+    assert all("#" in line for line in text.splitlines() if not line.endswith(":") and "path:" not in line)
+    (tmp_path / "data").mkdir()
+    _three_sites(tmp_path / "data")
+    file = tmp_path / "federation.yaml"
+    file.write_text(text)
+
+    found = check_federation_file(file, [], tmp_path / "runs")
+    assert not [problem["text"] for problem in found["problems"] if problem["fatal"]]
+    annotated = {name: set(site["annotated"]) for name, site in found["sites"].items()}
+    assert annotated == {"north": {"liver", "spleen"}, "south": {"spleen", "kidney"}, "west": {"kidney"}}
+    assert found["sites"]["south"]["cases"]["test"] == 1
+
+    quick = ["rounds=1", "local.steps=2", "net.filters=[4,8,8]", "preprocessing.spacing=[4,4,4]"]
+    quick += ["preprocessing.patch=[16,16]", "engine.workers=0"]
+    federation = load_federation(file, quick)
+    run_federation(federation, tmp_path / "run", tell=lambda text: None)
+    assert (tmp_path / "run" / "rows.csv").exists()
+
+
+def test_the_twenty_keys_are_keys() -> None:
+    """Every key of that page is in the reference, with the default that the page says."""
+    reference, section = {}, "top"
+    for line in (ROOT / "docs" / "reference" / "federation-file.md").read_text().splitlines():
+        section = line.removeprefix("## ") if line.startswith("## ") else section
+        if line.startswith("| `"):
+            key, _, default, _ = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:5])
+            reference[section, key.strip("`")] = default
+    blocks = {"": "top", "labels": "Labels", "sites[]": "SiteConfig", "preprocessing": "Preprocessing"}
+    blocks |= {"net": "net: unet", "local": "Local", "evaluation": "Evaluation", "engine": "Engine"}
+    page = (ROOT / "docs" / "how-to" / "twenty-keys.md").read_text()
+    rows = re.findall(r"^\| `([a-z_.\[\]]+)` \| ([^|]+) \|", page, re.M)
+    assert len(rows) == 20
+    for key, default in rows:
+        block, _, name = key.rpartition(".")
+        assert (blocks[block], name) in reference, key
+        told = reference[blocks[block], name]
+        assert not told or told == default.strip(), key

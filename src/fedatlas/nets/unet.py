@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 class UNet:
     """U-Net in 2D or 3D, with instance norm and strided convolutions (MONAI's DynUNet)."""
 
-    filters: list[int] = option([16, 32, 64, 128], "Channels per level, from the top.", min_length=3)
+    filters: list[int] = option(
+        [16, 32, 64, 128],
+        "Channels per level, from the top; three levels or more. [16, 32, 64, 128] by default.",
+        min_length=3,
+    )
     strides: list[int] | list[list[int]] | None = option(
         None, "Stride into each level, one number or one per axis; 1, then 2 at every level by default."
     )
