@@ -26,11 +26,22 @@ def test_the_reference_is_current() -> None:
     assert made["KNOWN"].read_text() == made["known"](), "run `make docs`"
 
 
+def _anchors(page: Path) -> set[str]:
+    """Of a page's headings, as they are made where Markdown is shown."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    plain = (
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in re.findall(r"^#+ (.*)$", text, re.M)
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in plain}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         if not target.startswith(("http:", "https:", "mailto:")):
-            assert (page.parent / target).exists(), target
+            to = page.parent / target if target else page
+            assert to.exists(), target
+            assert not anchor or to.suffix != ".md" or anchor in _anchors(to), f"{target}#{anchor}"
 
 
 def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
