@@ -134,7 +134,7 @@ def test_seed_by_seed_and_a_stopped_run_goes_on_to_the_same_bits(
     capsys.readouterr()
     assert call(file, "--data", data, "--runs", tmp_path / "runs", "--only-table") == 0
     out = capsys.readouterr().out
-    assert "| prox | 0 of 2 | not run | not run | not run | not run |" in out
+    assert "Not run (1 of 2 arms): prox." in out and "| prox |" not in out
     assert "| fedavg | 1 of 2 |" in out and "**0" not in out, "an arm with seeds to come is not the best"
     assert call(file, "--data", data, "--runs", tmp_path / "runs", "--arms", "prox") == 0
     assert "1 left, about" in capsys.readouterr().out
@@ -163,7 +163,7 @@ def test_an_arm_that_fails_is_named_and_the_others_go_on(
     assert "fedavg-s0: failed: FloatingPointError: the loss is not finite" in captured.out
     assert "failed: fedavg-s0" in captured.err
     assert "Traceback" in (runs / "tiny-smoke" / "fedavg-s0" / "error.txt").read_text()
-    assert "| fedavg | 0 of 1 | not run" in captured.out and "| prox | 1 |" in captured.out
+    assert "Not run (1 of 2 arms): fedavg." in captured.out and "| prox | 1 |" in captured.out
     monkeypatch.setattr(running, "run_federation", plain)
     assert call(file, "--data", findings, "--runs", runs, profile="smoke") == 0
     assert not (runs / "tiny-smoke" / "fedavg-s0" / "error.txt").exists()
@@ -177,7 +177,7 @@ def test_a_run_of_another_configuration_is_no_result(done, small_images, tmp_pat
     assert call(file, "--data", data, "--runs", runs) == 1
     out = capsys.readouterr().out
     assert "method.mu: 0.1 there, 0.2 now" in out and "Put the values back" in out
-    assert "| prox | 0 of 2 | not run" in out and "| fedavg | 2 |" in out
+    assert "Not run (1 of 2 arms): prox." in out and "| fedavg | 2 |" in out
     assert (runs / "tiny-full" / "prox-s0" / "rows.csv").read_bytes() == before
 
 
@@ -474,7 +474,7 @@ def test_the_best_of_the_finished_is_bold() -> None:
 def test_printed_numbers_stand_beside_ours() -> None:
     text = markdown(results(one=[0.5, 0.6], two=[]))
     assert "| one | 0.700 (0.550) |" in text
-    assert "| two | 0 of 2 | not run | not run |" in text
+    assert "Not run (1 of 2 arms): two." in text and "| two |" not in text
     assert "`fedatlas compare made.yaml`" in text and "1.00 hours" in text and "`012345678+`" in text
     assert "Seeds 0, 1; 2 rounds of 3 steps; profile full" in text
 
@@ -661,10 +661,7 @@ def test_a_column_per_site_and_class_with_both_averages(tmp_path) -> None:
         "| condistfl | 0.9803 (0.980) | 0.9674 (0.967) |" in text
         and "| 0.9325 (0.932) | 0.9489 (0.949) |" in text
     )
-    assert (
-        "| fedavg | 0 of 2 | not run |" in text
-        and "| left lung | right lung | heart | pneumothorax | mean |" in text
-    )
+    assert "arms): fedavg." in text and "| left lung | right lung | heart | pneumothorax | mean |" in text
     page = html(found)
     assert '<th scope="colgroup" colspan="3">jsrt</th>' in page and "right lung&#42;" in page
     assert "<em>exclude&#42;</em>" in page
@@ -764,7 +761,7 @@ def test_costs_stand_beside_those_of_the_first_arm(tmp_path) -> None:
     values = {"best": {"jsrt/heart": 0.5}}
     pretend(comparison, "fedavg", 0, values, seconds=3600)
     text = markdown(collect(comparison))
-    assert "| condistfl | not run | not run |" in text
+    assert "Not run (1 of 2 arms): condistfl." in text
     pretend(comparison, "condistfl", 0, values, seconds=3967)
     found = collect(comparison)["costs"]
     assert found["condistfl"]["step_relative"] == pytest.approx(1.102, abs=1e-3)

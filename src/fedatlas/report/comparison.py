@@ -69,7 +69,29 @@ def _parts(found: Mapping[str, Any]) -> dict[str, list[str | Table]]:
         "costs": _costs(found),
         "made": [_footer(found)],
     }
-    return {name: kept for name, of in parts.items() if (kept := [part for part in of if part])}
+    return {
+        name: kept
+        for name, of in parts.items()
+        if (kept := [short for part in of if part for short in _without_not_run(part)])
+    }
+
+
+def _without_not_run(part: str | Table) -> list[str | Table]:
+    """A table without rows in which nothing was run, and a line that names these; all other parts as they are."""
+    if isinstance(part, str):
+        return [part]
+    empty = [row for row in part.rows if _is_not_run(row)]
+    if not empty:
+        return [part]
+    line = f"Not run ({len(empty)} of {len(part.rows)} arms): {', '.join(row[0] for row in empty)}."
+    if len(empty) == len(part.rows):
+        return [line]
+    return [part._replace(rows=[row for row in part.rows if not _is_not_run(row)]), line]
+
+
+def _is_not_run(row: Sequence[str]) -> bool:
+    cells = [cell for cell in row[1:] if not cell.startswith("0 of ") and cell != "0"]
+    return bool(cells) and set(cells) == {NOT_RUN}
 
 
 def _means(found: Mapping[str, Any]) -> list[str | Table]:
