@@ -31,7 +31,7 @@ CASES: Mapping[str, tuple[str, list[str]]] = {
     "2D": ("quickstart.yaml", [*VOXELS, "preprocessing.context=0"]),
     "3D": (
         "quickstart.yaml",
-        [*VOXELS, "preprocessing.patch=[48, 48, 32]", "preprocessing.context=0", "net.filters=[16, 32, 64]", "local.batch=2", "evaluation.inference.windows=patch"],
+        [*VOXELS, "preprocessing.patch=[48, 48, 32]", "preprocessing.context=0", "net.filters=[16, 32, 64]", "local.batch=2", "local.steps=8", "evaluation.inference.windows=patch"],
     ),
     "whole images": ("quickstart-xray.yaml", ["method.name=fedavg", "local.batch=32", "local.steps=100", "images.size=[64, 64]"]),
 }  # fmt: skip
