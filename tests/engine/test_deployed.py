@@ -242,7 +242,7 @@ def test_a_second_party_of_one_name_is_refused(started, busy, tmp_path) -> None:
 
 
 def test_a_site_that_is_not_there_is_told(started, busy, tmp_path) -> None:
-    busy["faults"] = {"deadline": 8}
+    busy["faults"] = {"deadline": 20}
     deployment = started(busy)
     deployment.kill("s1")
     try:
