@@ -295,7 +295,7 @@ def test_the_verdict_names_the_best_arm_and_how_sure_that_is(tmp_path) -> None:
     assert verdict(collect(comparison)) == [] and above(collect(comparison)) == ""
     pretend(comparison, "unet", {"best": cells})
     told = verdict(collect(comparison))
-    assert told[0].startswith("Best: unet. Mean over the columns: dice in %, test cases")
+    assert told[0].startswith("Best: unet. Mean over the columns of dice in %, test cases")
     assert told[0].endswith(": unet 70.00, localized 60.00.")
     assert told[1] == "Difference to localized, 95 % interval by case: unet +10.00 (+10.00 to +10.00)."
     assert told[2] == "One seed: how much another seed would change is not known." and len(told) == 3

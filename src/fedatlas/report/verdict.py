@@ -21,7 +21,7 @@ def verdict(found: Mapping[str, Any]) -> list[str]:
     best = " and ".join(arm for arm, value in ranked if value == ranked[0][1])
     close = _not_told_apart(found, ranked[0][0])
     best += f", not told apart from {' and '.join(close)}" if close else ""
-    told = [f"Best: {best}. Mean over the columns: {_means(found, ranked)}"]
+    told = [f"Best: {best}. {_means(found, ranked)}"]
     if apart := _apart(found):
         told.append(apart)
     told += [_means(table, of) for table in found["tables"] if (of := _ranked(table))]
@@ -52,7 +52,8 @@ def _ranked(found: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 def _means(found: Mapping[str, Any], ranked: list[tuple[str, float]]) -> str:
     digits = unit(found)[1]
-    return f"{heading(found)}: {', '.join(f'{arm} {value:.{digits}f}' for arm, value in ranked)}."
+    head = found["title"] or f"Mean over the columns of {heading(found)}"
+    return f"{head}: {', '.join(f'{arm} {value:.{digits}f}' for arm, value in ranked)}."
 
 
 def _not_told_apart(found: Mapping[str, Any], best: str) -> list[str]:
