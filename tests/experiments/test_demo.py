@@ -21,12 +21,14 @@ def test_make_demo_runs_this_file() -> None:
 
 
 def test_arms_differ_in_their_method_alone(demo: Comparison) -> None:
-    """Same data, net, loss and local training; what is evaluated at the end may differ."""
+    """Same data, net and local training. The loss of the models of all sites is one; that of standalone is the one that was
+    better for it on validation cases (docs/results.md). What is evaluated at the end may differ."""
     assert list(demo.federations) == ["fedopt", "fedavg", "standalone"] and list(demo.seeds) == [0]
     arms = [of[0] for of in demo.federations.values()]
     for name in ("sites", "labels", "preprocessing", "net", "local", "rounds", "sampling", "augmentation"):
         assert all(getattr(arm, name) == getattr(arms[0], name) for arm in arms), name
-    assert {arm.method["loss"]["name"] for arm in arms} == {"marginal_dice_ce_exclusion"}
+    losses = [arm.method["loss"]["name"] for arm in arms]
+    assert losses == ["marginal_dice_ce_exclusion", "marginal_dice_ce_exclusion", "marginal_dice_ce"]
     assert len({arm.method["name"] for arm in arms}) == 3
 
 
