@@ -7,6 +7,7 @@ import shutil
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,19 +17,29 @@ from fedatlas.experiment import load_federation, parse_federation
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/**/*.md")])
+LINK = re.compile(r"\]\(([^)#]*)(?:#([^)]*))?\)")
 
 
-def test_the_reference_is_current() -> None:
-    made = runpy.run_path(str(ROOT / "tools" / "make_reference.py"))
-    folder = ROOT / "docs" / "reference"
-    assert (folder / "federation-file.md").read_text() == made["federation_file"](), "run `make docs`"
-    assert (folder / "registered.md").read_text() == made["registered"](), "run `make docs`"
-    assert made["KNOWN"].read_text() == made["known"](), "run `make docs`"
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "tools" / "make_reference.py"))
 
 
-def _anchors(page: Path) -> set[str]:
+def test_what_the_command_line_knows_is_current(reference) -> None:
+    assert reference["KNOWN"].read_text() == reference["known"](), "run `make reference`"
+
+
+@pytest.mark.parametrize("name", ["federation_file", "registered"])
+def test_pages_of_the_reference_hold_together(reference, name) -> None:
+    page = reference[name]()
+    anchors = _anchors(page)
+    for target, anchor in LINK.findall(page):
+        assert (ROOT / "docs" / "reference" / target).exists() if target else anchor in anchors, anchor
+
+
+def _anchors(page: str) -> set[str]:
     """Of a page's headings, as they are made where Markdown is shown."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    text = re.sub(r"```.*?```", "", page, flags=re.S)
     plain = (
         re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in re.findall(r"^#+ (.*)$", text, re.M)
     )
@@ -37,11 +48,13 @@ def _anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+    for target, anchor in LINK.findall(page.read_text()):
         if not target.startswith(("http:", "https:", "mailto:")):
             to = page.parent / target if target else page
             assert to.exists(), target
-            assert not anchor or to.suffix != ".md" or anchor in _anchors(to), f"{target}#{anchor}"
+            assert not anchor or to.suffix != ".md" or anchor in _anchors(to.read_text()), (
+                f"{target}#{anchor}"
+            )
 
 
 def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
@@ -110,14 +123,29 @@ def test_the_complete_federation_file_for_scans_works(tmp_path) -> None:
     assert (tmp_path / "run" / "rows.csv").exists()
 
 
-def test_the_twenty_keys_are_keys() -> None:
+def test_the_site_has_every_page() -> None:
+    """The navigation of the site, which is made from the table in README.md, leaves no page out."""
+    made = runpy.run_path(str(ROOT / "tools" / "documentation.py"))
+    places = {there for pages in made["groups"]().values() for there in pages.values()}
+    assert places == {page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")} | {
+        "changes.md"
+    }
+    text = (
+        "[a](../../README.md#methods) [b](deploy.md) [c](../../src/fedatlas/__init__.py) [d](https://e.org/f)"
+    )
+    assert made["relinked"](text, "docs/how-to/x.md", "how-to/x.md") == (
+        "[a](../index.md#methods) [b](deploy.md) [c](../api/fedatlas.md) [d](https://e.org/f)"
+    )
+
+
+def test_the_twenty_keys_are_keys(reference) -> None:
     """Every key of that page is in the reference, with the default that the page says."""
-    reference, section = {}, "top"
-    for line in (ROOT / "docs" / "reference" / "federation-file.md").read_text().splitlines():
+    keys, section = {}, "top"
+    for line in reference["federation_file"]().splitlines():
         section = line.removeprefix("## ") if line.startswith("## ") else section
         if line.startswith("| `"):
             key, _, default, _ = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:5])
-            reference[section, key.strip("`")] = default
+            keys[section, key.strip("`")] = default
     blocks = {"": "top", "labels": "Labels", "sites[]": "SiteConfig", "preprocessing": "Preprocessing"}
     blocks |= {"net": "net: unet", "local": "Local", "evaluation": "Evaluation", "engine": "Engine"}
     page = (ROOT / "docs" / "how-to" / "twenty-keys.md").read_text()
@@ -125,8 +153,8 @@ def test_the_twenty_keys_are_keys() -> None:
     assert len(rows) == 20
     for key, default in rows:
         block, _, name = key.rpartition(".")
-        assert (blocks[block], name) in reference, key
-        told = reference[blocks[block], name]
+        assert (blocks[block], name) in keys, key
+        told = keys[blocks[block], name]
         assert not told or told == default.strip(), key
 
 

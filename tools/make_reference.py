@@ -1,5 +1,5 @@
-"""Writes docs/reference/ from the code: the federation file's keys, and what is registered; and both as
-src/fedatlas/known.json, for a command line that starts at once."""
+"""Writes the reference's pages into build/reference from the code: the federation file's keys, and what is registered; and
+both as src/fedatlas/known.json, for a command line that starts at once."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from fedatlas.catalogue import catalogue
 from fedatlas.experiment import Federation, json_schema
 from fedatlas.federation_yaml import KNOWN
 
-OUT = Path(__file__).parents[1] / "docs" / "reference"
+OUT = Path(__file__).parents[1] / "build" / "reference"
 
 
 def kind(entry: dict[str, Any]) -> str:
