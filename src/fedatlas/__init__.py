@@ -1,3 +1,3 @@
 """FedAtlas: one model that knows every class, from sites that each labelled only some."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
