@@ -1,8 +1,10 @@
 # Everything lives in .venv; `make demo` and `make test` work from a bare clone.
 PYTHON ?= python3
 BIN := .venv/bin
+# a part of the suite: make test TESTS=tests/losses
+TESTS ?=
 
-.PHONY: demo demo-xray test test-slow lint types check bench docs clean
+.PHONY: demo demo-xray test test-slow test-lowest test-latest coverage lint types check bench reference docs clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -16,10 +18,13 @@ demo-xray: .venv/installed
 	$(BIN)/fedatlas run experiments/quickstart-xray.yaml --resume
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 test-slow: .venv/installed
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow $(TESTS)
+
+coverage: .venv/installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=html $(TESTS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -33,8 +38,39 @@ check: lint types test
 bench: .venv/installed
 	$(BIN)/python -m benchmarks
 
-docs: .venv/installed
+# The suite with the lowest and with the latest versions that pyproject.toml allows; torch is the one of constraints.txt.
+RESOLUTION_lowest := lowest-direct
+RESOLUTION_latest := highest
+
+.venv/uv: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
+	touch $@
+
+build/%.txt: pyproject.toml constraints.txt | .venv/uv
+	mkdir -p build
+	grep '^torch==' constraints.txt > build/torch.txt
+	$(BIN)/uv pip compile --quiet --extra test --constraint build/torch.txt \
+	  --resolution $(RESOLUTION_$*) pyproject.toml --output-file $@
+
+build/%/installed: build/%.txt
+	$(PYTHON) -m venv build/$*
+	build/$*/bin/python -m pip install --quiet --constraint build/$*.txt --editable '.[test]'
+	touch $@
+
+test-lowest test-latest: test-%: build/%/installed
+	build/$*/bin/python -m pytest -n 2 --dist worksteal $(TESTS)
+
+# Pages made from the code, and src/fedatlas/known.json; then the site with all pages.
+reference: .venv/installed
 	$(BIN)/python tools/make_reference.py
+
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: reference .venv/docs
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache
