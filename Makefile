@@ -42,11 +42,7 @@ bench: .venv/installed
 RESOLUTION_lowest := lowest-direct
 RESOLUTION_latest := highest
 
-.venv/uv: .venv/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt uv
-	touch $@
-
-build/%.txt: pyproject.toml constraints.txt | .venv/uv
+build/%.txt: pyproject.toml constraints.txt | .venv/installed
 	mkdir -p build
 	grep '^torch==' constraints.txt > build/torch.txt
 	$(BIN)/uv pip compile --quiet --extra test --constraint build/torch.txt \
@@ -69,7 +65,7 @@ reference: .venv/installed
 	touch $@
 
 docs: reference .venv/docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open build/site/index.html"
 
 clean:

@@ -25,6 +25,12 @@ def modules() -> dict[str, Path]:
     return found
 
 
+def beside() -> dict[str, str]:
+    """Pages that lie beside what they are about, as of experiments and samples -> their place in the site."""
+    files = (file for folder in ("experiments", "src") for file in sorted((ROOT / folder).rglob("*.md")))
+    return {(name := file.relative_to(ROOT).as_posix()): f"more/{name}" for file in files}
+
+
 def place(file: str) -> str | None:
     """Where the site has a file of the repository; None: nowhere."""
     if file.startswith("docs/"):
@@ -32,7 +38,7 @@ def place(file: str) -> str | None:
     for name, module in modules().items() if file.startswith("src/") else ():
         if module == ROOT / file:
             return f"api/{name}.md"
-    return FIRST.get(file)
+    return (FIRST | beside()).get(file)
 
 
 def relinked(text: str, origin: str, here: str) -> str:
@@ -79,7 +85,7 @@ def nested(names: list[str]) -> list[Any]:
 
 def navigation(reference: list[str]) -> list[Any]:
     """The site's navigation; `reference` are places of the pages that were made from the code."""
-    made: list[Any] = [{"FedAtlas": [{"FedAtlas": "index.md"}]}]
+    made: list[Any] = [{"FedAtlas": "index.md"}]
     for group, pages in groups().items():
         entries: list[Any] = [{title: there} for title, there in pages.items()]
         if group == "Reference":
@@ -101,7 +107,7 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, *, config: Any) -> Any:
     from mkdocs.structure.files import File
 
-    for name, there in FIRST.items():
+    for name, there in (FIRST | beside()).items():
         text = relinked((ROOT / name).read_text(), name, there)
         files.append(File.generated(config, there, content=text))
     for page in REFERENCE.glob("*.md"):
@@ -111,11 +117,11 @@ def on_files(files: Any, *, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    if page.file.generated_by is None:
+def on_page_markdown(markdown: str, *, page: Any, **others: Any) -> str:
+    if page.file.generated_by is None:  # a page of docs/
         markdown = relinked(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
     if page.file.src_uri == "reference/index.md":
-        made = [file for file in files.documentation_pages() if file.src_uri.startswith("reference/")]
-        links = [f"* [{file.name}]({file.name}.md)" for file in made if file is not page.file]
-        markdown += "\n".join(["", "## Pages", "", *sorted(links), ""])
+        made = sorted(REFERENCE.glob("*.md"))
+        links = [f"* [{file.read_text().partition(chr(10))[0].strip('# ')}]({file.name})" for file in made]
+        markdown += "\n".join(["", "## Pages", "", *links, ""])
     return markdown
