@@ -1,7 +1,9 @@
 """Shared by all tests: the phantom federation, and one thread."""
 
+import contextlib
 import copy
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,3 +89,21 @@ def idle_workers() -> Iterator[list[local.Worker]]:
 def shared_workers(idle_workers: list[local.Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs with `engine.workers` use the same worker processes, which are started for the first of them."""
     monkeypatch.setattr(local, "_kept", idle_workers)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_that_are_measured() -> Iterator[None]:
+    """With `make coverage` a worker may write what it ran before it is ended; otherwise it is ended at once."""
+    end = local.Worker.end
+
+    def later(worker: local.Worker) -> None:
+        assert worker.process.stdin
+        with contextlib.suppress(BrokenPipeError, subprocess.TimeoutExpired):
+            worker.process.stdin.close()  # a worker that has no more to read leaves its loop
+            worker.process.wait(timeout=10)
+        end(worker)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if "COVERAGE_PROCESS_CONFIG" in os.environ:
+            patch.setattr(local.Worker, "end", later)
+        yield

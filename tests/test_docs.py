@@ -6,6 +6,7 @@ import runpy
 import shutil
 import sys
 import types
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ def reference() -> dict[str, Any]:
 
 
 def test_what_the_command_line_knows_is_current(reference) -> None:
+    pinned = re.search(r"^pydantic==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
+    if (here := metadata.version("pydantic")) != pinned[1]:  # type: ignore[index]
+        pytest.skip(f"pydantic {here} may write the same schema in other words than the pinned one")
     assert reference["KNOWN"].read_text() == reference["known"](), "run `make reference`"
 
 
