@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fedatlas.deploy import free_ports
-from fedatlas.engine import flower, nvflare
-from fedatlas.engine.deployment import Job, Launch
+from fedatlas.federation.deploy import free_ports
+from fedatlas.transport.deployment import Job, Launch
+from fedatlas.transport.flower import engine as flower
+from fedatlas.transport.nvflare import engine as nvflare
 
 ROOT = Path(__file__).parents[1]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from fedatlas import losses
-from fedatlas.build import Experiment
-from fedatlas.experiment import load_federation
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import load_federation
 
 PREPARED = 8
 """Batches that are made before the loop."""

@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 from benchmarks.timing import alternate, show
-from fedatlas.build import Experiment
 from fedatlas.data.transforms import load_scan
-from fedatlas.experiment import load_federation
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import load_federation
 
 ROOT = Path(__file__).parents[1]
 

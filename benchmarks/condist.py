@@ -20,15 +20,15 @@ import torch
 
 from benchmarks.timing import show
 from fedatlas import losses, methods
-from fedatlas.augment import OFF, STRONG
-from fedatlas.build import Experiment
-from fedatlas.data.phantom import phantom_sites, write_phantom
-from fedatlas.engine.host import HostedSite, peak_mb, reset_peak
-from fedatlas.experiment import parse_federation
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import tensors_of
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import parse_federation
+from fedatlas.learning.augment import OFF, STRONG
+from fedatlas.learning.loop import Local, Step, make_optimizer, train
 from fedatlas.losses import LossChoice
-from fedatlas.seeds import generator
-from fedatlas.tensors import tensors_of
-from fedatlas.training import Local, Step, make_optimizer, train
+from fedatlas.phantoms.organs import phantom_sites, write_phantom
+from fedatlas.transport.host import HostedSite, peak_mb, reset_peak
 
 NETS: dict[str, tuple[dict[str, Any], int, int]] = {
     "U-Net 16-64, patches of 24": ({"name": "unet", "filters": [16, 32, 64]}, 24, 40),

@@ -29,19 +29,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedatlas.deploy import Deployed, Keeper, adapter, free_ports
-from fedatlas.engine.allocator import return_freed_blocks
-from fedatlas.engine.clients import SiteClients
-from fedatlas.engine.deployment import Job, Launch, Plan
-from fedatlas.engine.egress import EgressLog
-from fedatlas.engine.frames import Question
-from fedatlas.engine.host import Host, peak_mb, reset_peak
-from fedatlas.engine.local import Workers
-from fedatlas.engine.relay import SiteRelay
-from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.method import State, at_site
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, average
+from fedatlas.core.contract import State, at_site
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, average
+from fedatlas.federation.deploy import Deployed, Keeper, adapter, free_ports
+from fedatlas.transport.allocator import return_freed_blocks
+from fedatlas.transport.clients import SiteClients
+from fedatlas.transport.deployment import Job, Launch, Plan
+from fedatlas.transport.egress import EgressLog
+from fedatlas.transport.frames import Question
+from fedatlas.transport.host import Host, peak_mb, reset_peak
+from fedatlas.transport.local import Workers
+from fedatlas.transport.relay import SiteRelay
 
 ROOT = Path(__file__).parents[1]
 SITES = tuple(f"site-{number}" for number in range(1, 5))

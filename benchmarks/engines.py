@@ -221,9 +221,9 @@ def startup(engine: str, repeats: int = 3) -> None:
 
 def share(engines: Sequence[str]) -> None:
     """ConDistFL on the demo's data, four rounds of real training on every engine, the first of which warms up."""
-    from fedatlas.deploy import gather_trial
-    from fedatlas.experiment import load_federation
-    from fedatlas.session import gather_local, run_federation
+    from fedatlas.federation.deploy import gather_trial
+    from fedatlas.federation.file import load_federation
+    from fedatlas.federation.session import gather_local, run_federation
 
     changes = ["rounds=4", "engine.workers=4", "evaluation.every=1000", "evaluation.overlays=false"]
     changes += ["evaluation.models=[last]", "evaluation.metrics=[dice]"]

@@ -37,8 +37,8 @@ WAYS = {
 
 def demo(folder: Path, changes: list[str]) -> Any:
     """The demo's federation with the data of its sites, every one with the full truth as its own labels."""
-    from fedatlas.build import Experiment
-    from fedatlas.experiment import load_federation
+    from fedatlas.federation.design import Experiment
+    from fedatlas.federation.file import load_federation
 
     file = Path(__file__).parents[1] / "experiments" / "quickstart.yaml"
     full = [f"sites.{s}.{key}" for s in "abcd" for key in LABELS]
@@ -71,7 +71,7 @@ def prepare(folder: Path, steps: int, cases: int) -> None:
 
 
 def ours(folder: Path, changes: list[str], cases: int) -> dict[str, float]:
-    from fedatlas.tensors import tensors_of
+    from fedatlas.core.tensors import tensors_of
 
     experiment = demo(folder, changes)
     net = torch.load(folder / "net.pt", weights_only=False)

@@ -29,13 +29,13 @@ from torch import Tensor, nn
 
 from benchmarks.timing import show
 from fedatlas import losses, methods, nets
-from fedatlas.data.batch import Batch
-from fedatlas.engine.host import peak_mb, reset_peak
-from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.core.batch import Batch
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.learning.loop import Local, Step, make_optimizer
 from fedatlas.methods.fedmenu import TwoSteps
 from fedatlas.nets.menunet import MENUNet, MENUNetModule
-from fedatlas.seeds import generator
-from fedatlas.training import Local, Step, make_optimizer
+from fedatlas.transport.host import peak_mb, reset_peak
 
 ORGANS = (1, 2, 4, 8, 13)
 FORMS = {"one by one": False, "grouped": True}

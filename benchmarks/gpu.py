@@ -28,11 +28,11 @@ import torch
 from torch import nn
 
 from fedatlas import losses, methods, nets
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.seeds import generator
-from fedatlas.tensors import load, tensors_of
-from fedatlas.training import Local, Step, make_optimizer
+from fedatlas.core.batch import Batch
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import load, tensors_of
+from fedatlas.learning.loop import Local, Step, make_optimizer
 
 Shape = tuple[int, ...]
 NETS: dict[str, tuple[str, dict[str, Any], Shape]] = {

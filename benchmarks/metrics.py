@@ -10,8 +10,8 @@ from monai.metrics.surface_dice import compute_surface_dice
 from monai.metrics.surface_distance import compute_average_surface_distance
 from scipy.ndimage import gaussian_filter
 
+from fedatlas.core.labels import LabelSpace
 from fedatlas.evaluation.metrics import score
-from fedatlas.labels import LabelSpace
 
 SPACING = (1.5, 1.0, 2.0)
 METRICS = ("dice", "hd95", "asd", "nsd")

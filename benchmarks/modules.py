@@ -29,17 +29,15 @@ from torch import Tensor, nn
 from benchmarks.experts import clock_of, in_turn, ratio
 from benchmarks.timing import show
 from fedatlas import losses, methods, nets
-from fedatlas.cmidg import CMIDG, cmidg
-from fedatlas.data.batch import Batch
-from fedatlas.engine.host import peak_mb, reset_peak
-from fedatlas.engine.wire import encode
-from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.core.batch import Batch
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.options import from_dict
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, average, load, tensors_of
+from fedatlas.learning.loop import Local, Step, make_optimizer
 from fedatlas.losses import LossChoice
-from fedatlas.methods.teachers import MEMORY
-from fedatlas.methods.ufps import BANK, MASKS
-from fedatlas.options import from_dict
-from fedatlas.seeds import generator
-from fedatlas.sharpness import (
+from fedatlas.methods.shared.cmidg import CMIDG, cmidg
+from fedatlas.methods.shared.sharpness import (
     AscentStep,
     Masks,
     Sharpness,
@@ -49,8 +47,10 @@ from fedatlas.sharpness import (
     pack_bits,
     unpack_bits,
 )
-from fedatlas.tensors import Tensors, average, load, tensors_of
-from fedatlas.training import Local, Step, make_optimizer
+from fedatlas.methods.shared.teachers import MEMORY
+from fedatlas.methods.ufps import BANK, MASKS
+from fedatlas.transport.host import peak_mb, reset_peak
+from fedatlas.transport.wire import encode
 
 LOSS = {"name": "dice_bce"}
 LOCAL = {"lr": 1e-4, "weight_decay": 1e-6, "eps": 1e-5, "clip": 12, "schedule": "constant"}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from benchmarks.timing import alternate, show
 from fedatlas import nets
-from fedatlas.outputs import voxel_logits
+from fedatlas.core.outputs import voxel_logits
 
 NETS = {
     "U-Net, 2D, 8 × 128²": ("unet", {"filters": [16, 32, 64, 128]}, (8, 1, 128, 128)),

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.timing import show
-from fedatlas.engine import wire
-from fedatlas.engine.clients import SiteClients
-from fedatlas.engine.frames import Question
-from fedatlas.engine.host import peak_mb, reset_peak
-from fedatlas.engine.local import InProcess
-from fedatlas.method import State, at_site
-from fedatlas.seeds import generator
-from fedatlas.tensors import average
+from fedatlas.core.contract import State, at_site
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import average
+from fedatlas.transport import wire
+from fedatlas.transport.clients import SiteClients
+from fedatlas.transport.frames import Question
+from fedatlas.transport.host import peak_mb, reset_peak
+from fedatlas.transport.local import InProcess
 
 MODEL_MB = 64
 

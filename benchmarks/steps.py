@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from benchmarks.timing import alternate, show
 from fedatlas import losses, methods, nets
-from fedatlas.data.batch import Batch
-from fedatlas.engine.allocator import keeping_freed_blocks
-from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.outputs import voxel_logits
-from fedatlas.seeds import generator
-from fedatlas.tensors import load, tensors_of
-from fedatlas.training import Local, Step, autocast, make_optimizer
+from fedatlas.core.batch import Batch
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.outputs import voxel_logits
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import load, tensors_of
+from fedatlas.learning.loop import Local, Step, autocast, make_optimizer
+from fedatlas.transport.allocator import keeping_freed_blocks
 
 NAMES = (
     "background",

@@ -17,14 +17,14 @@ import torch
 
 from benchmarks.timing import alternate, show
 from fedatlas import losses, methods, nets
-from fedatlas.data.batch import Batch
-from fedatlas.experiment import load_federation
-from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.core.batch import Batch
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.federation.file import load_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.learning.loop import Local, Step, make_optimizer
 from fedatlas.methods.fedpsl import DecoupledStep
-from fedatlas.methods.weighting import head_of
-from fedatlas.seeds import generator
-from fedatlas.session import run_federation
-from fedatlas.training import Local, Step, make_optimizer
+from fedatlas.methods.shared.weighting import head_of
 
 ROOT = Path(__file__).parents[1]
 SPACE = LabelSpace(("a", "b", "c", "d", "e", "f"), exclusive=False, level="image")

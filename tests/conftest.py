@@ -15,8 +15,8 @@ import pytest
 import torch
 from findings import findings_federation, write_findings
 
-from fedatlas.data.phantom import phantom_sites, write_phantom
-from fedatlas.engine import local
+from fedatlas.phantoms.organs import phantom_sites, write_phantom
+from fedatlas.transport import local
 
 torch.set_num_threads(1)
 

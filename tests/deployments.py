@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedatlas.deploy import accept, free_ports, gather, init
-from fedatlas.experiment import Federation, parse_federation
-from fedatlas.session import run_federation
+from fedatlas.federation.deploy import accept, free_ports, gather, init
+from fedatlas.federation.file import Federation, parse_federation
+from fedatlas.federation.session import run_federation
 
 
 class Deployment:
@@ -46,7 +46,7 @@ class Deployment:
 
     def accept(self, small: dict[str, Any]) -> None:
         """All parties agree to another federation file."""
-        from fedatlas.deploy import write_shared
+        from fedatlas.federation.deploy import write_shared
 
         file = self.out / "next.yaml"
         write_shared(parse_federation(small, base=Path()), file)
@@ -82,7 +82,7 @@ class Deployment:
         """The process that holds a site's data and trains, if it is running."""
         for pid in self.descendants(party):
             try:
-                if b"fedatlas.engine.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"fedatlas.transport.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     return pid
             except OSError:
                 continue

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fedatlas.seeds import seed_of
+from fedatlas.core.seeds import seed_of
 
 CLASSES = ("blob", "bar", "ring")
 

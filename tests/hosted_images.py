@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.data.batch import Batch
-from fedatlas.engine import wire
-from fedatlas.engine.clients import SiteClients
-from fedatlas.engine.egress import Declaration, NetForms
-from fedatlas.engine.exchange import ServerExchange
-from fedatlas.engine.host import Host
-from fedatlas.engine.local import InProcess
-from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.method import declared, functions_of, sends_of
-from fedatlas.seeds import generator
-from fedatlas.tensors import from_tree, to_tree
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import declared, functions_of, sends_of
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import from_tree, to_tree
+from fedatlas.transport import wire
+from fedatlas.transport.clients import SiteClients
+from fedatlas.transport.egress import Declaration, NetForms
+from fedatlas.transport.exchange import ServerExchange
+from fedatlas.transport.host import Host
+from fedatlas.transport.local import InProcess
 
 SPACE = LabelSpace(("a", "b", "c", "d"), exclusive=False, level="image")
 SITES = {"x": {0, 1}, "y": {1, 2}, "z": {2, 3}}

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, load
+from fedatlas.core.batch import Batch
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, load
 
 FINDINGS = ("Infiltration", "Effusion", "Atelectasis", "Nodule", "Consolidation", "Pneumothorax")
 SPACE = LabelSpace(FINDINGS, exclusive=False, level="image")

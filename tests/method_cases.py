@@ -3,7 +3,7 @@
 from typing import Any
 
 from fedatlas import methods
-from fedatlas.method import declared
+from fedatlas.core.contract import declared
 
 METHODS = sorted(methods.REGISTRY)
 PAIRS = [(name, task) for name in METHODS for task in declared(methods.get(name), "tasks")]

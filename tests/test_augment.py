@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedatlas.augment import OFF, Augmentation, augment, blurred
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.learning.augment import OFF, Augmentation, augment, blurred
 
 STILL: dict[str, Any] = {
     f"p_{name}": 0

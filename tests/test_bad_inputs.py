@@ -19,24 +19,24 @@ import yaml
 from PIL import Image
 from test_check import checked, copied, texts
 
-from fedatlas import memory
-from fedatlas.build import Experiment
 from fedatlas.cli import main
+from fedatlas.core import memory
+from fedatlas.core.contract import State
+from fedatlas.core.errors import DataChanged, DataError, FederationError, RunFolderError, SiteLost
 from fedatlas.data.datasets.images import CsvForm, Splitting, read_csv
 from fedatlas.data.inputs import FAT, look_of, other_kind, ranges_of, trained_on
-from fedatlas.data.phantom import phantom_sites
-from fedatlas.deploy import join, write_shared
-from fedatlas.engine import wire
-from fedatlas.engine.local import InProcess
-from fedatlas.engine.run import Round, RunFolder
-from fedatlas.engine.store import guard_data
-from fedatlas.errors import DataChanged, DataError, FederationError, RunFolderError, SiteLost
 from fedatlas.evaluation.statistics import read_rows, write_rows
-from fedatlas.experiment import load_federation, parse_federation
-from fedatlas.federation_yaml import KNOWN, require_known
-from fedatlas.method import State
-from fedatlas.session import gather_local, run_federation
-from fedatlas.site import SiteDesk
+from fedatlas.federation.deploy import join, write_shared
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import load_federation, parse_federation
+from fedatlas.federation.session import gather_local, run_federation
+from fedatlas.federation.site import SiteDesk
+from fedatlas.federation.yaml import KNOWN, require_known
+from fedatlas.phantoms.organs import phantom_sites
+from fedatlas.transport import wire
+from fedatlas.transport.local import InProcess
+from fedatlas.transport.rounds import Round, RunFolder
+from fedatlas.transport.store import guard_data
 
 GIB = 2**30
 

@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.augment import OFF, STRONG, Augmentation, augment, augment_along
-from fedatlas.build import Experiment
-from fedatlas.data.batch import Batch
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Site
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import tensors_of
 from fedatlas.data.site_data import CaseMaps
-from fedatlas.engine.host import HostedSite
-from fedatlas.engine.run import RunFolder
-from fedatlas.errors import DataError, FederationError
-from fedatlas.experiment import parse_federation
-from fedatlas.labels import LabelSpace
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.learning.augment import OFF, STRONG, Augmentation, augment, augment_along
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Site
 from fedatlas.methods.condistfl import ConDistFL, logits_of
-from fedatlas.seeds import generator
-from fedatlas.session import run_federation
-from fedatlas.tensors import tensors_of
-from fedatlas.training import Local, train
+from fedatlas.transport.host import HostedSite
+from fedatlas.transport.rounds import RunFolder
 
 HOW: dict[str, Any] = {"overlap": 0.0, "windows": 2, "keep": None, "partly": True, "gigabytes": 1.0}
 EXCLUSIVE = LabelSpace(("background", "a", "b", "c"))

@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 
-from fedatlas import compression, secure
-from fedatlas.check import check_federation_file, masked_bytes, sent_bytes, text_of
-from fedatlas.engine import wire
-from fedatlas.secure import Secure
+from fedatlas.federation.check import check_federation_file, masked_bytes, sent_bytes, text_of
+from fedatlas.transport import wire
+from fedatlas.transport.protection import compression, secure
+from fedatlas.transport.protection.secure import Secure
 
 
 def checked(values: dict[str, Any], folder: Path, *overrides: str) -> dict[str, Any]:

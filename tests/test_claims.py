@@ -12,8 +12,8 @@ from test_compare_tables import menu
 
 from fedatlas.compare import Comparison, collect, load_comparison, write_page
 from fedatlas.compare.parts import BESIDE, PARTS, Page, claimed, unmet
-from fedatlas.errors import FederationError
-from fedatlas.federation_yaml import read_yaml
+from fedatlas.core.errors import FederationError
+from fedatlas.federation.yaml import read_yaml
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 PAPERS = {"condistfl": "ConDistFL", "fedmenu": "Fed-MENU", "fedpsl": "FedPSL", "ufps": "UFPS"}

@@ -30,7 +30,7 @@ def said() -> list[str]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, phantom, phantom_cache, said) -> Path:
     """A run of three rounds on the phantom, with its report."""
-    from fedatlas.data.phantom import phantom_sites
+    from fedatlas.phantoms.organs import phantom_sites
 
     folder = tmp_path_factory.mktemp("cli")
     federation = {
@@ -117,8 +117,8 @@ def test_dice_of_the_files_of_predict_is_that_of_evaluate(
 ) -> None:
     """The scans have noise below half precision, in which preprocessed scans are kept on disk: the net must be given the
     same bits from both."""
-    from fedatlas import inference
-    from fedatlas.trained import evaluate_folder, predict_scans
+    from fedatlas.federation.trained import evaluate_folder, predict_scans
+    from fedatlas.learning import inference
 
     site = shutil.copytree(phantom / "site-0", tmp_path / "site")
     scan = next((site / "imagesTr").glob("*.nii.gz"))

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from scipy.interpolate import BSpline
 from torch import Tensor
 
-from fedatlas.cmidg import (
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.options import from_dict
+from fedatlas.methods.shared.cmidg import (
     CMIDG,
     UFPS_CODE,
     Network,
@@ -24,8 +26,6 @@ from fedatlas.cmidg import (
     smooth_mask,
     spline_weights,
 )
-from fedatlas.errors import DataError, FederationError
-from fedatlas.options import from_dict
 
 with np.load(Path(__file__).parent / "vectors" / "cmidg_gin_ipa.npz") as file:
     V = {key: torch.from_numpy(file[key]) for key in file.files}

@@ -28,10 +28,10 @@ from fedatlas.compare import (
     write_page,
 )
 from fedatlas.compare.overlays import overlays
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.classification import Predictions, score
 from fedatlas.evaluation.statistics import differences, mean_ranks, write_rows
-from fedatlas.experiment import hash_of, resolved
+from fedatlas.federation.file import hash_of, resolved
 from fedatlas.report.comparison import html, markdown
 
 PLAIN: Mapping[str, Any] = {

@@ -13,7 +13,7 @@ from test_compare_tables import IN, ORGANS, OUT, line, menu, pretend
 from fedatlas.compare import Comparison, collect
 from fedatlas.compare.curves import class_figure, curve_figure, curves
 from fedatlas.compare.radar import dots, radars
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import POST, read_rows, write_rows
 from fedatlas.report.comparison import html, markdown
 

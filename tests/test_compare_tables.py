@@ -14,9 +14,9 @@ from scipy import stats
 from fedatlas.compare import Comparison, Layout, collect, load_comparison, write_table
 from fedatlas.compare.cells import cell_tests, pairs_of, spread_of
 from fedatlas.compare.running import average
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import holm, write_rows
-from fedatlas.experiment import hash_of, resolved
+from fedatlas.federation.file import hash_of, resolved
 from fedatlas.report.comparison import html, markdown
 from fedatlas.report.verdict import html as above
 from fedatlas.report.verdict import verdict

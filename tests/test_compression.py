@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from fedatlas import nets
-from fedatlas.compression import (
+from fedatlas.core.errors import FederationError, NameMismatch, WireError
+from fedatlas.core.options import from_dict
+from fedatlas.core.tensors import n_bytes, tensors_of
+from fedatlas.transport import wire
+from fedatlas.transport.protection.compression import (
     Comm,
     apply,
     compress,
@@ -18,10 +22,6 @@ from fedatlas.compression import (
     restore,
     with_feedback,
 )
-from fedatlas.engine import wire
-from fedatlas.errors import FederationError, NameMismatch, WireError
-from fedatlas.options import from_dict
-from fedatlas.tensors import n_bytes, tensors_of
 
 KINDS = ("bf16", "int8", "topk")
 Model = dict[str, Tensor]

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from fedatlas.data.phantom import write_phantom
-from fedatlas.engine import wire
-from fedatlas.experiment import load_federation, parse_federation
+from fedatlas.federation.file import load_federation, parse_federation
+from fedatlas.phantoms.organs import write_phantom
+from fedatlas.transport import wire
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/**/*.md")])
@@ -63,7 +63,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
     from fedatlas import methods
-    from fedatlas.session import run_federation
+    from fedatlas.federation.session import run_federation
 
     page = (ROOT / "docs" / "how-to" / "add-a-method.md").read_text()
     code = re.findall(r"```python\n(.*?)```", page, re.S)[0]
@@ -102,8 +102,8 @@ def _three_sites(folder: Path) -> None:
 
 
 def test_the_complete_federation_file_for_scans_works(tmp_path) -> None:
-    from fedatlas.check import check_federation_file
-    from fedatlas.session import run_federation
+    from fedatlas.federation.check import check_federation_file
+    from fedatlas.federation.session import run_federation
 
     page = (ROOT / "docs" / "how-to" / "bring-your-data.md").read_text()
     part = page[page.index("### A complete federation file") :]

@@ -11,19 +11,28 @@ from torch import Tensor, nn
 from unet_sites import LOCAL, SPACE, UNetSite, play, resumed, unet
 from voxel_sites import Pointwise
 
-from fedatlas import dp_sgd, nets
-from fedatlas.data.batch import Batch
-from fedatlas.dp_sgd import DPSGD, PrivateStep, Spent, epsilon, epsilon_poisson, examine, stepping
-from fedatlas.errors import FederationError
+from fedatlas import nets
+from fedatlas.core.batch import Batch
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import from_dict
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Local, Step, make_optimizer
 from fedatlas.losses import LossChoice, supervised
 from fedatlas.losses.onehot import DiceBCE
 from fedatlas.methods.pseudo_labels import PseudoLabels
+from fedatlas.methods.shared import dp_sgd
+from fedatlas.methods.shared.dp_sgd import (
+    DPSGD,
+    PrivateStep,
+    Spent,
+    epsilon,
+    epsilon_poisson,
+    examine,
+    stepping,
+)
+from fedatlas.methods.shared.teachers import Teaching, train_teacher
 from fedatlas.methods.standalone import Standalone
-from fedatlas.methods.teachers import Teaching, train_teacher
-from fedatlas.options import from_dict
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, Step, make_optimizer
 
 CPU = torch.device("cpu")
 WIDE = 1e9

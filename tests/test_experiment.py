@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from fedatlas.compare import load_comparison
-from fedatlas.errors import FederationError
-from fedatlas.experiment import hash_of, json_schema, load_federation, parse_federation, resolved
-from fedatlas.federation_yaml import read_yaml
+from fedatlas.core.errors import FederationError
+from fedatlas.federation.file import hash_of, json_schema, load_federation, parse_federation, resolved
+from fedatlas.federation.yaml import read_yaml
 
 
 def parse(small: dict[str, Any], **changes: Any):
@@ -163,8 +163,8 @@ def test_a_name_in_the_place_of_a_block_is_told_how(small, tmp_path) -> None:
 
 
 def test_display_names_decide_nothing_and_name_known_classes() -> None:
-    from fedatlas.experiment import Labels, shareable
-    from fedatlas.options import from_dict
+    from fedatlas.core.options import from_dict
+    from fedatlas.federation.file import Labels, shareable
 
     names = ["background", "liver_left"]
     shown = from_dict(Labels, {"names": names, "display": {"liver_left": "Left liver"}}, what="labels")

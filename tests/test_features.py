@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.errors import FederationError
-from fedatlas.features import pooled, watched
-from fedatlas.seeds import generator
+from fedatlas.core.errors import FederationError
+from fedatlas.core.seeds import generator
+from fedatlas.methods.shared.features import pooled, watched
 
 NETS: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
     "unet": ({"filters": [4, 6, 8]}, [4, 6, 8], [32, 16, 8]),

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from fedatlas import inference, losses, nets
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
+from fedatlas import losses, nets
+from fedatlas.core.batch import Batch
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.outputs import Mixed, voxel_logits
 from fedatlas.evaluation.findings import Findings
-from fedatlas.inference import Inference, Prediction
-from fedatlas.labels import LabelSpace
+from fedatlas.learning import inference
+from fedatlas.learning.inference import Inference, Prediction
 from fedatlas.losses.masked import masked_bce
-from fedatlas.outputs import Mixed, voxel_logits
 
 SPACE = LabelSpace(("lung", "air"), (), False, "voxel", ("has air", "tuberculosis"), (1, None))
 

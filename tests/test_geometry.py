@@ -10,9 +10,9 @@ from nibabel.affines import apply_affine
 from scipy.ndimage import affine_transform
 from torch import Tensor, nn
 
+from fedatlas.core.labels import LabelSpace
 from fedatlas.data.transforms import Preprocessing, load_scan, write_label_map
-from fedatlas.inference import Inference, probabilities
-from fedatlas.labels import LabelSpace
+from fedatlas.learning.inference import Inference, probabilities
 
 SPACE = LabelSpace(("background", "bright"))
 

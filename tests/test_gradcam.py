@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from fedatlas.analysis.gradcam import gradcam
 from fedatlas.analysis.subencoders import activation, has_subencoders
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.seeds import generator, isolated
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
 from fedatlas.nets.menunet import MENUNet, MENUNetModule
-from fedatlas.seeds import generator, isolated
 
 
 def small(**options: object) -> Classifier:

@@ -11,12 +11,12 @@ import pytest
 from findings import CLASSES, findings_federation, write_findings
 from PIL import Image
 
-from fedatlas.build import Experiment
-from fedatlas.errors import FedAtlasError, FederationError
+from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.evaluation.statistics import read_rows, select
-from fedatlas.experiment import parse_federation
-from fedatlas.session import run_federation
-from fedatlas.trained_images import evaluate_images, predict_images
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.federation.trained_images import evaluate_images, predict_images
 
 
 def run(values: dict[str, Any], path: Path, **more: Any) -> Path:

@@ -9,10 +9,13 @@ from monai.inferers.utils import sliding_window_inference
 from torch import Tensor, nn
 
 from fedatlas import nets
+from fedatlas.core.contract import Member
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.tensors import tensors_of
 from fedatlas.data.transforms import slice_with_neighbours
-from fedatlas.errors import FederationError
-from fedatlas.experiment import inference_of, parse_federation
-from fedatlas.inference import (
+from fedatlas.federation.file import inference_of, parse_federation
+from fedatlas.learning.inference import (
     Inference,
     Nets,
     merge,
@@ -22,9 +25,6 @@ from fedatlas.inference import (
     probabilities,
     restrict,
 )
-from fedatlas.labels import LabelSpace
-from fedatlas.method import Member
-from fedatlas.tensors import tensors_of
 
 
 class Pointwise(nn.Module):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fedatlas.errors import DataError, FederationError
-from fedatlas.labels import LabelSpace, SiteLabels, known_row, map_labels, resolve_names
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace, SiteLabels, known_row, map_labels, resolve_names
 
 SPACE = LabelSpace(("background", "liver", "tumour", "spleen"), groups=((1, 2),))
 

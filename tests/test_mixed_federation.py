@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from data.fake_sets import anatomy, picture
 
-from fedatlas.build import Experiment
-from fedatlas.check import check_federation_file
-from fedatlas.engine import wire
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import read_rows
-from fedatlas.experiment import Federation, parse_federation
-from fedatlas.session import run_federation
-from fedatlas.trained import predict_scans
+from fedatlas.federation.check import check_federation_file
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import Federation, parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.federation.trained import predict_scans
+from fedatlas.transport import wire
 
 
 def write_site(root: Path, first: int, masks: tuple[str, ...], *, table: bool, cases: int = 6) -> Path:
@@ -147,7 +147,7 @@ def test_a_picture_is_predicted_with_its_findings(folder: Path, run: Path, tmp_p
 def test_check_shows_findings(folder: Path, tmp_path: Path) -> None:
     import yaml
 
-    from fedatlas.experiment import resolved
+    from fedatlas.federation.file import resolved
 
     file = tmp_path / "f.yaml"
     file.write_text(yaml.safe_dump(resolved(federation(folder))))

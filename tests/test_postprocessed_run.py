@@ -8,12 +8,12 @@ import pytest
 import yaml
 
 from fedatlas.cli import main
+from fedatlas.core.labels import LabelSpace
 from fedatlas.evaluation.postprocess import Postprocess, postprocess
 from fedatlas.evaluation.statistics import POST, read_rows
-from fedatlas.experiment import parse_federation
-from fedatlas.labels import LabelSpace
-from fedatlas.session import run_federation
-from fedatlas.trained import evaluation_table
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.federation.trained import evaluation_table
 
 
 def test_a_run_and_a_prediction(small, phantom, tmp_path) -> None:

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from scipy import integrate, optimize, stats
 from torch import Tensor
 
-from fedatlas.errors import FederationError, NameMismatch
-from fedatlas.options import from_dict
-from fedatlas.privacy import (
+from fedatlas.core.errors import FederationError, NameMismatch
+from fedatlas.core.options import from_dict
+from fedatlas.transport.protection.privacy import (
     Privacy,
     SecretNormal,
     apply,
@@ -23,7 +23,7 @@ from fedatlas.privacy import (
     noise_left,
     privatise,
 )
-from fedatlas.secure import Secure, pack, ring_sum, unpack
+from fedatlas.transport.protection.secure import Secure, pack, ring_sum, unpack
 
 pytest.importorskip("cryptography")
 

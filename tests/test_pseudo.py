@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedatlas.errors import FederationError
-from fedatlas.pseudo import Merge, Merged, completed, completed_overlapping
-from fedatlas.seeds import generator
+from fedatlas.core.errors import FederationError
+from fedatlas.core.seeds import generator
+from fedatlas.methods.shared.pseudo import Merge, Merged, completed, completed_overlapping
 
 B, C, SIZE = 2, 5, (3, 4)
 OWNS = ({1}, {2, 3}, {4})

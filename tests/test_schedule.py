@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedatlas.errors import FederationError
-from fedatlas.options import from_dict
-from fedatlas.training import Local, Step, in_steps, lr_factor, make_optimizer
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import from_dict
+from fedatlas.learning.loop import Local, Step, in_steps, lr_factor, make_optimizer
 
 VECTORS = Path(__file__).parent / "vectors"
 UFPS = {

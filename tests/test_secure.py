@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedatlas import secure
-from fedatlas.engine import wire
-from fedatlas.errors import FederationError, SiteLost
-from fedatlas.secure import (
+from fedatlas.core.errors import FederationError, SiteLost
+from fedatlas.transport import wire
+from fedatlas.transport.protection import secure
+from fedatlas.transport.protection.secure import (
     Secure,
     SecureError,
     advertise,

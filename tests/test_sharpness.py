@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedatlas.data.batch import Batch
-from fedatlas.engine import wire
-from fedatlas.errors import FederationError, NameMismatch, WireError
-from fedatlas.seeds import isolated
-from fedatlas.sharpness import (
+from fedatlas.core.batch import Batch
+from fedatlas.core.errors import FederationError, NameMismatch, WireError
+from fedatlas.core.seeds import isolated
+from fedatlas.core.tensors import load, n_bytes, tensors_of
+from fedatlas.learning.loop import Local, Step, make_optimizer, train
+from fedatlas.methods.shared.sharpness import (
     FARTHEST,
     RATIOS,
     AscentStep,
@@ -40,8 +41,7 @@ from fedatlas.sharpness import (
     top,
     unpack_bits,
 )
-from fedatlas.tensors import load, n_bytes, tensors_of
-from fedatlas.training import Local, Step, make_optimizer, train
+from fedatlas.transport import wire
 
 VECTORS = Path(__file__).parent / "vectors"
 CPU = torch.device("cpu")

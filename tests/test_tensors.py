@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedatlas.errors import NameMismatch
-from fedatlas.method import State
-from fedatlas.tensors import average, from_tree, is_finite, load, parts, tensors_of, to_tree
+from fedatlas.core.contract import State
+from fedatlas.core.errors import NameMismatch
+from fedatlas.core.tensors import average, from_tree, is_finite, load, parts, tensors_of, to_tree
 
 
 class Aliased(nn.Module):

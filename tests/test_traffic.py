@@ -9,7 +9,7 @@ from fedatlas.compare.costs import formula_gigabytes
 from fedatlas.compare.plan import Comparison, Measure
 from fedatlas.compare.results import collect
 from fedatlas.compare.running import run_comparison
-from fedatlas.experiment import parse_federation
+from fedatlas.federation.file import parse_federation
 
 
 @pytest.mark.parametrize(

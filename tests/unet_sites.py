@@ -11,12 +11,12 @@ from image_sites import Server
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.method import functions_of
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, from_tree, load, to_tree
-from fedatlas.training import Local
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import functions_of
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, from_tree, load, to_tree
+from fedatlas.learning.loop import Local
 
 SPACE = LabelSpace(("background", "kidney", "liver", "spleen"))
 ANNOTATED = {"a": {1}, "b": {2, 3}}

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, load
+from fedatlas.core.batch import Batch
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, load
 
 SPACE = LabelSpace(("background", "liver", "tumour", "spleen", "cyst", "kidney"), groups=((1, 2), (5, 4)))
 """The kidney's group names it before its cyst, whose class comes first. Heads: liver, tumour, spleen, cyst, kidney."""

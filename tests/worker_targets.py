@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from fedatlas.engine.frames import Question
+from fedatlas.transport.frames import Question
 
 
 def telling(name: str) -> Callable[[Question], None]:

@@ -22,9 +22,9 @@ import nibabel as nib
 import numpy as np
 from scipy import ndimage
 
-from fedatlas.audit import logs_of
 from fedatlas.data import samples
 from fedatlas.evaluation.statistics import cell_means, read_rows, select
+from fedatlas.federation.audit import logs_of
 
 ROOT = Path(__file__).parents[1]
 FEDERATED, ALONE = "fedopt-s0", "standalone-s0"
@@ -101,7 +101,7 @@ def masks_of(plane: np.ndarray, table: Mapping[str, int], spacing: tuple[float, 
 def slice_of(site: str, run: Path, out: Path) -> Slice:
     """Of the site's first test case, by name: of the slices with an organ that the site annotated the one with the most organs;
     of several the one with the most of the site's, then the one whose smallest organ is largest."""
-    from fedatlas.trained import predict_scans
+    from fedatlas.federation.trained import predict_scans
 
     root = samples.path() / f"site-{site}"
     scan = sorted((root / "imagesTs").glob("*.nii.gz"))[0]

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fedatlas.catalogue import catalogue
-from fedatlas.experiment import Federation, json_schema
-from fedatlas.federation_yaml import KNOWN
+from fedatlas.federation.catalogue import catalogue
+from fedatlas.federation.file import Federation, json_schema
+from fedatlas.federation.yaml import KNOWN
 
 OUT = Path(__file__).parents[1] / "build" / "reference"
 

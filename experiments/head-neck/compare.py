@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas.errors import FedAtlasError
+from fedatlas.core.errors import FedAtlasError
 from fedatlas.evaluation.statistics import read_rows
-from fedatlas.experiment import Federation, load_federation
-from fedatlas.session import run_federation
+from fedatlas.federation.file import Federation, load_federation
+from fedatlas.federation.session import run_federation
 
 HERE = Path(__file__).parent
 METHODS = {

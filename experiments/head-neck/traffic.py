@@ -17,9 +17,9 @@ import numpy as np
 from compare import HERE, PROFILES, finished, values
 from scipy import stats
 
-from fedatlas.errors import FedAtlasError
-from fedatlas.experiment import Federation, load_federation
-from fedatlas.session import run_federation
+from fedatlas.core.errors import FedAtlasError
+from fedatlas.federation.file import Federation, load_federation
+from fedatlas.federation.session import run_federation
 
 ARMS = {
     "none": {"up": "none", "down": "none"},

@@ -3,7 +3,7 @@
     python experiments/phantom-abdomen/make.py DIR [--cases 24] [--test-cases 8] [--unseen-cases 12] [--seed 0]
 
 Four sites of made-up CT, each in a contrast phase of its own with a label set of its own, and one without contrast
-agent that is only tested. The generator's other parameters are its defaults; `src/fedatlas/data/phantom_abdomen.py`
+agent that is only tested. The generator's other parameters are its defaults; `src/fedatlas/phantoms/abdomen.py`
 tells how they were chosen.
 """
 
@@ -11,8 +11,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from fedatlas.data.phantom_abdomen import SITES, write_abdomen
-from fedatlas.errors import FedAtlasError
+from fedatlas.core.errors import FedAtlasError
+from fedatlas.phantoms.abdomen import SITES, write_abdomen
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ training alone, before any two methods were compared.
 import sys
 from pathlib import Path
 
-from fedatlas.data.phantom_xray import write_phantom_xray
+from fedatlas.phantoms.xray import write_phantom_xray
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:

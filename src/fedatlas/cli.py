@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas import __version__
-from fedatlas.errors import FedAtlasError
+from fedatlas.core.errors import FedAtlasError
 
 INTERRUPTED = 130
 
@@ -386,11 +386,11 @@ def _deploy_verbs(verb: Any, federation: Any) -> None:
 
 
 def deploy_init(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation_yaml import require_known
+    from fedatlas.federation.yaml import require_known
 
     require_known(arguments.federation, arguments.override)
-    from fedatlas.deploy import init
-    from fedatlas.experiment import load_federation
+    from fedatlas.federation.deploy import init
+    from fedatlas.federation.file import load_federation
 
     federation = load_federation(arguments.federation, arguments.override)
     kits = init(
@@ -413,7 +413,7 @@ def deploy_init(arguments: argparse.Namespace) -> int:
 
 
 def deploy_start(arguments: argparse.Namespace) -> int:
-    from fedatlas.deploy import read_kit, start
+    from fedatlas.federation.deploy import read_kit, start
 
     data = {}
     for text in arguments.data:
@@ -434,14 +434,14 @@ def deploy_start(arguments: argparse.Namespace) -> int:
 
 
 def deploy_accept(arguments: argparse.Namespace) -> int:
-    from fedatlas.deploy import accept
+    from fedatlas.federation.deploy import accept
 
     accept(arguments.kit, arguments.federation, print)
     return 0
 
 
 def deploy_renew(arguments: argparse.Namespace) -> int:
-    from fedatlas.deploy import adapter, read_kit
+    from fedatlas.federation.deploy import adapter, read_kit
 
     request = adapter(read_kit(arguments.kit)["engine"]).renew(arguments.kit)
     print(
@@ -451,7 +451,7 @@ def deploy_renew(arguments: argparse.Namespace) -> int:
 
 
 def deploy_sign(arguments: argparse.Namespace) -> int:
-    from fedatlas.deploy import adapter, read_kit
+    from fedatlas.federation.deploy import adapter, read_kit
 
     engine = adapter(read_kit(arguments.deploy / "server")["engine"])
     made = engine.sign(arguments.request, arguments.deploy / "authority", arguments.deploy, arguments.days)
@@ -462,7 +462,7 @@ def deploy_sign(arguments: argparse.Namespace) -> int:
 
 
 def deploy_install(arguments: argparse.Namespace) -> int:
-    from fedatlas.deploy import adapter, read_kit
+    from fedatlas.federation.deploy import adapter, read_kit
 
     adapter(read_kit(arguments.kit)["engine"]).install(arguments.kit, arguments.answer)
     print(f"{arguments.kit}: uses the new key from its next start on")
@@ -470,7 +470,7 @@ def deploy_install(arguments: argparse.Namespace) -> int:
 
 
 def analyse(arguments: argparse.Namespace) -> int:
-    from fedatlas.analyse import analyse as run_analysis
+    from fedatlas.analysis.runs import analyse as run_analysis
 
     options = {key: value for key in arguments.keys if (value := getattr(arguments, key)) is not None}
     several = {"sites": arguments.sites}
@@ -501,7 +501,7 @@ def analyse(arguments: argparse.Namespace) -> int:
 
 
 def audit(arguments: argparse.Namespace) -> int:
-    from fedatlas.audit import logs_of, text_of
+    from fedatlas.federation.audit import logs_of, text_of
 
     logs = logs_of(arguments.folder)
     if arguments.json:
@@ -512,10 +512,10 @@ def audit(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation_yaml import require_known
+    from fedatlas.federation.yaml import require_known
 
     require_known(arguments.federation, arguments.override)
-    from fedatlas.check import check_federation_file, text_of
+    from fedatlas.federation.check import check_federation_file, text_of
 
     result = check_federation_file(arguments.federation, arguments.override, arguments.runs)
     print(json.dumps(result, indent=1) if arguments.json else text_of(result))
@@ -523,14 +523,14 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation_yaml import require_known
+    from fedatlas.federation.yaml import require_known
 
     require_known(arguments.federation, arguments.override)
-    from fedatlas.experiment import load_federation
+    from fedatlas.federation.file import load_federation
+    from fedatlas.federation.session import run_federation, run_path
     from fedatlas.report.conclusion import lines
     from fedatlas.report.page import write
     from fedatlas.report.tables import read
-    from fedatlas.session import run_federation, run_path
 
     federation = load_federation(arguments.federation, arguments.override)
     path = run_path(federation, arguments.runs, arguments.id)
@@ -552,7 +552,7 @@ def run(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
     page = write(path)
     if arguments.json:
-        from fedatlas.session import summary
+        from fedatlas.federation.session import summary
 
         print(json.dumps(summary(path) | {"report": str(page)}, indent=1))
     else:
@@ -562,8 +562,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _gather(engine: str, deploy: Path | None, data_changed: bool) -> Any:
     """How the sites of a run are found."""
-    from fedatlas import deploy as across
-    from fedatlas.session import gather_local
+    from fedatlas.federation import deploy as across
+    from fedatlas.federation.session import gather_local
 
     name, _, local = engine.partition("-")
     if (name != "local" and not local) != (deploy is not None):
@@ -580,8 +580,8 @@ def _gather(engine: str, deploy: Path | None, data_changed: bool) -> Any:
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    from fedatlas.trained import evaluate_folder, evaluation_table, task_name
-    from fedatlas.trained_images import evaluate_images, image_table
+    from fedatlas.federation.trained import evaluate_folder, evaluation_table, task_name
+    from fedatlas.federation.trained_images import evaluate_images, image_table
 
     aliases = {}
     for text in arguments.alias:
@@ -641,7 +641,7 @@ def _plain(text: str) -> Any:
 
 
 def predict(arguments: argparse.Namespace) -> int:
-    from fedatlas.trained import predict_scans, task_name
+    from fedatlas.federation.trained import predict_scans, task_name
 
     if task_name(arguments.run) == "classification":
         return _predict_images(arguments)
@@ -683,7 +683,7 @@ def _only_of_voxels(arguments: argparse.Namespace) -> None:
 
 
 def _predict_images(arguments: argparse.Namespace) -> int:
-    from fedatlas.trained_images import predict_images
+    from fedatlas.federation.trained_images import predict_images
 
     _only_of_voxels(arguments)
     with Counter(arguments.quiet) as counter:
@@ -771,11 +771,11 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def listing(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation_yaml import known
+    from fedatlas.federation.yaml import known
 
     kept = known()
     if kept is None:
-        from fedatlas.catalogue import catalogue
+        from fedatlas.federation.catalogue import catalogue
 
         entries = catalogue(arguments.what)
     else:
@@ -790,11 +790,11 @@ def listing(arguments: argparse.Namespace) -> int:
 
 
 def schema(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation_yaml import known
+    from fedatlas.federation.yaml import known
 
     kept = known()
     if kept is None:
-        from fedatlas.experiment import json_schema
+        from fedatlas.federation.file import json_schema
 
         print(json.dumps(json_schema(), indent=1))
     else:

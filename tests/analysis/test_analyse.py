@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from fedatlas.analyse import analyse
-from fedatlas.analyse.landscape import summary
-from fedatlas.analyse.subject import Subject
+from fedatlas.analysis.runs import analyse
+from fedatlas.analysis.runs.landscape import summary
+from fedatlas.analysis.runs.subject import Subject
 from fedatlas.analysis.similarity import cka_between
 from fedatlas.cli import main
-from fedatlas.data.phantom import phantom_sites
-from fedatlas.errors import FedAtlasError, FederationError, NameMismatch, RunFolderError
-from fedatlas.experiment import parse_federation
+from fedatlas.core.errors import FedAtlasError, FederationError, NameMismatch, RunFolderError
+from fedatlas.core.seeds import generator
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.phantoms.organs import phantom_sites
 from fedatlas.report.analysis import sections
 from fedatlas.report.page import render
 from fedatlas.report.tables import read
-from fedatlas.seeds import generator
-from fedatlas.session import run_federation
 
 OPTIONS: dict[str, list[str]] = {
     "landscape": ["--grid", "3", "--batches", "1", "--batch", "2", "--model", "best,local"],
@@ -144,7 +144,7 @@ def test_summary_of_a_surface() -> None:
 
 
 def test_layers_against_layers() -> None:
-    from fedatlas.seeds import isolated
+    from fedatlas.core.seeds import isolated
 
     with isolated(1):
         net = torch.nn.Sequential(

@@ -9,8 +9,8 @@ from menunet_vectors import vectors
 from torch import Tensor, nn
 
 from fedatlas.analysis.hessian import Hessian, Quadrature, spectral_density, top_eigenvalues, trace
-from fedatlas.errors import FederationError
-from fedatlas.seeds import generator, isolated
+from fedatlas.core.errors import FederationError
+from fedatlas.core.seeds import generator, isolated
 
 
 class Quadratic(nn.Module):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas.analysis.landscape import Surface, random_direction, surface
-from fedatlas.errors import FederationError, NameMismatch
-from fedatlas.seeds import generator, isolated
+from fedatlas.core.errors import FederationError, NameMismatch
+from fedatlas.core.seeds import generator, isolated
 
 
 def net_of(seed: int = 1) -> nn.Sequential:

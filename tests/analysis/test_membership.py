@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from fedatlas.analyse import analyse
 from fedatlas.analysis.membership import deal, evidence, train_attack, uncertainty, verdict
-from fedatlas.errors import FederationError
-from fedatlas.experiment import parse_federation
-from fedatlas.seeds import generator
-from fedatlas.session import run_federation
+from fedatlas.analysis.runs import analyse
+from fedatlas.core.errors import FederationError
+from fedatlas.core.seeds import generator
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
 
 CLASSES = ("a", "b", "c", "d")
 STILL = ("rotation", "scaling", "translation", "mirror", "noise", "blur", "brightness", "contrast", "gamma")

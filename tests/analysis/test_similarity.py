@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas.analysis.similarity import cka, cka_activations, cka_parameters
-from fedatlas.errors import FederationError, NameMismatch
-from fedatlas.seeds import generator, isolated
+from fedatlas.core.errors import FederationError, NameMismatch
+from fedatlas.core.seeds import generator, isolated
 
 
 def drawn(*shape: int, name: str = "x") -> Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from method_cases import PAIRS, with_method
 
-from fedatlas.data.phantom_abdomen import CLASSES, GROUPS, abdomen_sites, write_abdomen
 from fedatlas.evaluation.statistics import read_rows
-from fedatlas.experiment import parse_federation
-from fedatlas.session import run_federation
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.phantoms.abdomen import CLASSES, GROUPS, abdomen_sites, write_abdomen
 
 METHODS = [name for name, task in PAIRS if task == "segmentation"]
 

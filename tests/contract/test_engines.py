@@ -13,11 +13,11 @@ import pytest
 from deployments import Deployment
 from method_cases import PAIRS, with_method
 
-from fedatlas.audit import logs_of
-from fedatlas.deploy import ENGINES
 from fedatlas.evaluation.statistics import read_rows
-from fedatlas.experiment import parse_federation
-from fedatlas.session import run_federation
+from fedatlas.federation.audit import logs_of
+from fedatlas.federation.deploy import ENGINES
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
 
 BY_DEFAULT = (
     ("condistfl", "segmentation"),

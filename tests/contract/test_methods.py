@@ -20,17 +20,17 @@ from method_cases import METHODS, NETS, PAIRS, with_method
 from torch import Tensor
 
 from fedatlas import methods
-from fedatlas.build import Design, Experiment
-from fedatlas.data.phantom import write_phantom
-from fedatlas.engine import wire
-from fedatlas.engine.local import InProcess
-from fedatlas.engine.run import RunFolder
-from fedatlas.experiment import make_method, parse_federation, resolved
-from fedatlas.labels import LabelSpace
-from fedatlas.method import declared, eval_members, functions_of, sends_of
+from fedatlas.core.contract import declared, eval_members, functions_of, sends_of
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.tensors import Tensors, from_tree, to_tree
+from fedatlas.federation.design import Design, Experiment
+from fedatlas.federation.file import make_method, parse_federation, resolved
+from fedatlas.federation.session import Hosts, Parties, Running, gather_local, run_federation
 from fedatlas.methods.strategies import STRATEGIES
-from fedatlas.session import Hosts, Parties, Running, gather_local, run_federation
-from fedatlas.tensors import Tensors, from_tree, to_tree
+from fedatlas.phantoms.organs import write_phantom
+from fedatlas.transport import wire
+from fedatlas.transport.local import InProcess
+from fedatlas.transport.rounds import RunFolder
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_equal_bits_in_process_in_workers_and_resumed(
     small["evaluation"] |= {"models": ["best", "last", "local"]}
     whole = run_small(small, tmp_path / "whole")
     small["evaluation"] |= {"models": ["last"]}
-    small["engine"]["workers"] = 1  # several at once, and a process for every run: tests/engine/test_local.py
+    small["engine"]["workers"] = 1  # several at once, and a process for every run: tests/transport/test_local.py
     small["sites"] = list(reversed(small["sites"]))
     assert run_small(small, tmp_path / "workers") == whole
     # only the first round is left, as after a kill: a new process goes on from there
@@ -384,10 +384,10 @@ def test_one_round_at_one_site_with_all_labels_is_ordinary_training(
 ) -> None:
     """E23: a federation of one fully labelled site, for one round, is a plain training loop."""
     from fedatlas import losses
-    from fedatlas.engine.host import HostedSite
-    from fedatlas.seeds import generator
-    from fedatlas.tensors import tensors_of
-    from fedatlas.training import train
+    from fedatlas.core.seeds import generator
+    from fedatlas.core.tensors import tensors_of
+    from fedatlas.learning.loop import train
+    from fedatlas.transport.host import HostedSite
 
     first = federation["sites"][0]
     one = {"name": "one", "path": first["path"]}

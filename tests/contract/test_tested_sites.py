@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from fedatlas.data.phantom import write_phantom
-from fedatlas.engine.egress import read_log
 from fedatlas.evaluation.statistics import read_rows
-from fedatlas.experiment import parse_federation
-from fedatlas.session import run_federation
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.phantoms.organs import write_phantom
+from fedatlas.transport.egress import read_log
 
 LABELS = {
     "names": ["background", "liver", "spleen", "kidney", "tumour"],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedatlas.data import rle
+from fedatlas.data.formats import rle
 
 
 def anatomy(number: int, shape: tuple[int, int] = (32, 32)) -> tuple[np.ndarray, dict[str, np.ndarray]]:

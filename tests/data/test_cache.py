@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedatlas.core.errors import DataError
 from fedatlas.data import cache
-from fedatlas.errors import DataError
 
 
 def arrays() -> tuple[dict[str, np.ndarray], dict[str, int]]:

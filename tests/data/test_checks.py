@@ -10,8 +10,9 @@ import nibabel as nib
 import numpy as np
 import pytest
 
+from fedatlas.core.errors import DataError
+from fedatlas.core.labels import LabelSpace
 from fedatlas.data.checks import Scan, shared_scans
-from fedatlas.data.phantom import phantom_sites, write_phantom
 from fedatlas.data.site_data import (
     Problem,
     SiteConfig,
@@ -23,8 +24,7 @@ from fedatlas.data.site_data import (
     read_site,
 )
 from fedatlas.data.transforms import Preprocessing
-from fedatlas.errors import DataError
-from fedatlas.labels import LabelSpace
+from fedatlas.phantoms.organs import phantom_sites, write_phantom
 
 SPACE = LabelSpace(("background", "liver", "spleen", "kidney", "tumour"))
 
@@ -267,8 +267,8 @@ def test_scans_shared_by_sites(sound: Path) -> None:
 
 
 def test_a_run_refuses_a_test_scan_that_another_site_trains_on(small, tmp_path) -> None:
-    from fedatlas.experiment import parse_federation
-    from fedatlas.session import run_federation
+    from fedatlas.federation.file import parse_federation
+    from fedatlas.federation.session import run_federation
 
     places = []
     for site in small["sites"][:2]:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.options import from_dict
 from fedatlas.data.datasets import chestxray14, covid, images, tbx
 from fedatlas.data.datasets.chestxray14 import BATCHES, CLASSES, ChestXray14, batch_of
 from fedatlas.data.datasets.covid import Covid
@@ -25,9 +27,7 @@ from fedatlas.data.datasets.images import (
     split_patients,
 )
 from fedatlas.data.datasets.listing import Problem, Split
-from fedatlas.data.picture import read_picture
-from fedatlas.errors import DataError, FederationError
-from fedatlas.options import from_dict
+from fedatlas.data.formats.picture import read_picture
 
 NONE = Splitting(test=0, validation=0)
 

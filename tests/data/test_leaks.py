@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 from scipy import ndimage
 
+from fedatlas.core.labels import LabelSpace
 from fedatlas.data.index import SiteConfig, read_site
 from fedatlas.data.leaks import Leak, ground_of, leak_of, slice_of
-from fedatlas.data.phantom import phantom_sites, write_phantom
 from fedatlas.data.site_data import SiteData, check_site
 from fedatlas.data.transforms import Preprocessing
-from fedatlas.labels import LabelSpace
+from fedatlas.phantoms.organs import phantom_sites, write_phantom
 from fedatlas.report.leaks import section, there
 from fedatlas.report.tables import read
 

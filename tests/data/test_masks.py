@@ -13,9 +13,10 @@ import yaml
 from fake_sets import anatomy, picture, write_dicom, write_masks
 from PIL import Image
 
-from fedatlas.augment import OFF
 from fedatlas.cli import main
-from fedatlas.data.flat import join, lying, one_side, read_flat, read_mask, standing, write_labels
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.data.formats.flat import join, lying, one_side, read_flat, read_mask, standing, write_labels
 from fedatlas.data.index import SiteConfig, SiteIndex, naming_of, read_site
 from fedatlas.data.reading import Raw, read_case
 from fedatlas.data.site_data import SiteData, check_site
@@ -27,12 +28,11 @@ from fedatlas.data.transforms import (
     labels_to_grid,
     restore,
 )
-from fedatlas.errors import DataError, FederationError
 from fedatlas.evaluation.pictures import planes
-from fedatlas.inference import Nets, predict_each
-from fedatlas.labels import LabelSpace
-from fedatlas.tasks import task_of
-from fedatlas.trained import Trained, evaluate_folder, predict_scans
+from fedatlas.federation.tasks import task_of
+from fedatlas.federation.trained import Trained, evaluate_folder, predict_scans
+from fedatlas.learning.augment import OFF
+from fedatlas.learning.inference import Nets, predict_each
 
 SPACE = LabelSpace(("left_lung", "right_lung", "heart"), exclusive=False)
 SOFT = LabelSpace(("background", "left_lung", "right_lung", "heart"))

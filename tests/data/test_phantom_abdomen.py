@@ -13,8 +13,10 @@ import pytest
 from scipy import ndimage
 
 from fedatlas.compare import load_comparison
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.options import from_dict
 from fedatlas.data.index import SiteConfig, read_site
-from fedatlas.data.phantom_abdomen import (
+from fedatlas.phantoms.abdomen import (
     CLASSES,
     GROUPS,
     SITES,
@@ -24,8 +26,6 @@ from fedatlas.data.phantom_abdomen import (
     draw_case,
     write_abdomen,
 )
-from fedatlas.errors import DataError, FederationError
-from fedatlas.options import from_dict
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments" / "phantom-abdomen"
 TINY: dict[str, Any] = {"cases": 3, "test_cases": 2, "size": "tiny"}

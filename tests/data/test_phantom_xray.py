@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from scipy.stats import rankdata
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.options import from_dict
 from fedatlas.data.datasets.images import CsvForm, Splitting, federation_problems, read_csv
-from fedatlas.data.phantom_xray import (
+from fedatlas.data.formats.picture import read_picture
+from fedatlas.phantoms.xray import (
     FINDINGS,
     READING,
     PhantomXray,
@@ -21,9 +24,6 @@ from fedatlas.data.phantom_xray import (
     phantom_xray_sites,
     write_phantom_xray,
 )
-from fedatlas.data.picture import read_picture
-from fedatlas.errors import DataError, FederationError
-from fedatlas.options import from_dict
 
 SMALL: dict[str, Any] = {
     "sites": 2, "cases": 7, "validation_cases": 3, "site_test_cases": 2, "test_cases": 5, "size": 32,

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from fedatlas.data import picture
-from fedatlas.data.picture import (
+from fedatlas.core.errors import DataError
+from fedatlas.data.formats import picture
+from fedatlas.data.formats.picture import (
     PictureError,
     Stored,
     Table,
@@ -23,7 +24,6 @@ from fedatlas.data.picture import (
     upright,
     windowed,
 )
-from fedatlas.errors import DataError
 
 GREY = np.arange(12, dtype=np.uint8).reshape(3, 4) * 20
 COLOUR = np.stack([GREY, GREY + 10, 255 - GREY], axis=-1)

@@ -18,13 +18,13 @@ from fake_sets import (
     write_siim,
 )
 
-from fedatlas.data import rle
-from fedatlas.data.flat import lying
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.data.formats import rle
+from fedatlas.data.formats.flat import lying
 from fedatlas.data.index import SiteConfig, SiteIndex, naming_of, read_site
 from fedatlas.data.reading import Raw, read_case
 from fedatlas.data.site_data import check_site
-from fedatlas.errors import DataError, FederationError
-from fedatlas.labels import LabelSpace
 
 SPACE = LabelSpace(("left lung", "right lung", "heart", "pneumothorax"), exclusive=False)
 

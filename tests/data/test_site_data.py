@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedatlas.augment import OFF
-from fedatlas.data.batch import Batch
-from fedatlas.data.phantom import phantom_sites, write_phantom
+from fedatlas.core.batch import Batch
+from fedatlas.core.errors import DataError
+from fedatlas.core.labels import LabelSpace, known_row
 from fedatlas.data.prefetch import prefetch
 from fedatlas.data.samples import path as samples
 from fedatlas.data.sampling import PER_SLICE, ClassVoxels, class_voxels, patch_start
@@ -34,8 +34,8 @@ from fedatlas.data.site_data import (
     split_validation,
 )
 from fedatlas.data.transforms import Preprocessing, Sampling
-from fedatlas.errors import DataError
-from fedatlas.labels import LabelSpace, known_row
+from fedatlas.learning.augment import OFF
+from fedatlas.phantoms.organs import phantom_sites, write_phantom
 
 NAMES = ("background", "liver", "spleen", "kidney", "tumour")
 SPACE = LabelSpace(NAMES, ((3, 4),))

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace
 from fedatlas.data.datasets.listing import parse_table
 from fedatlas.data.index import (
     Reference,
@@ -16,8 +18,6 @@ from fedatlas.data.index import (
     read_site,
     split_validation,
 )
-from fedatlas.errors import DataError, FederationError
-from fedatlas.labels import LabelSpace
 
 
 def nnunet(root: Path, train: list[str], test: list[str] = [], channels: int = 1, **table: Any) -> Path:  # noqa: B006

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from test_site_index import index_of, nnunet, told
 
-from fedatlas.augment import OFF
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace
 from fedatlas.data.datasets.listing import Case
 from fedatlas.data.index import (
     Portions,
@@ -23,11 +24,10 @@ from fedatlas.data.index import (
     read_site,
     split_validation,
 )
-from fedatlas.data.phantom import write_phantom
 from fedatlas.data.site_data import SiteData, pool
 from fedatlas.data.transforms import Preprocessing
-from fedatlas.errors import DataError, FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.learning.augment import OFF
+from fedatlas.phantoms.organs import write_phantom
 
 SPACE = LabelSpace(("background", "liver", "spleen", "kidney", "tumour"), ((3, 4),))
 FLAT = Preprocessing(spacing=(4, 4, 4), window=(-100, 200), patch=(16, 16))

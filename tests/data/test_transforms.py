@@ -10,6 +10,8 @@ import torch
 from nibabel import orientations
 from nibabel.affines import apply_affine
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace
 from fedatlas.data.transforms import (
     FileError,
     Geometry,
@@ -27,8 +29,6 @@ from fedatlas.data.transforms import (
     slice_with_neighbours,
     write_label_map,
 )
-from fedatlas.errors import DataError, FederationError
-from fedatlas.labels import LabelSpace
 
 SPACE = LabelSpace(("background", "a", "b"))
 OVERLAP = LabelSpace(("a", "b"), exclusive=False)

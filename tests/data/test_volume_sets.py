@@ -23,10 +23,10 @@ from fake_volumes import (
     write_word,
 )
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace
 from fedatlas.data.site_data import SiteConfig, SiteData, SiteIndex, check_federation, check_site, read_site
 from fedatlas.data.transforms import Preprocessing
-from fedatlas.errors import DataError, FederationError
-from fedatlas.labels import LabelSpace
 
 SPACE = LabelSpace(
     (

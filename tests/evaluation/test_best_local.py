@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from fedatlas.engine import wire
-from fedatlas.engine.run import RunFolder
+from fedatlas.core.tensors import tensors_of
 from fedatlas.evaluation.statistics import read_rows
-from fedatlas.experiment import Federation, parse_federation
+from fedatlas.federation.file import Federation, parse_federation
+from fedatlas.federation.session import gather_local, run_federation
+from fedatlas.federation.trained import Trained
 from fedatlas.report.page import write
-from fedatlas.session import gather_local, run_federation
-from fedatlas.tensors import tensors_of
-from fedatlas.trained import Trained
+from fedatlas.transport import wire
+from fedatlas.transport.rounds import RunFolder
 
 
 class Stop(Exception):

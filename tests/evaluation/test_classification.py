@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.integrate import trapezoid
 
-from fedatlas.errors import WireError
+from fedatlas.core.errors import WireError
 from fedatlas.evaluation import classification
 from fedatlas.evaluation.classification import (
     ALL_ALIKE,

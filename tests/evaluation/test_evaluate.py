@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedatlas.engine import wire
-from fedatlas.errors import FederationError
+from fedatlas.core.contract import Member, functions_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import from_dict
 from fedatlas.evaluation.evaluate import Candidate, Evaluation, Evaluator, candidates_of, question
 from fedatlas.evaluation.pictures import planes
 from fedatlas.evaluation.statistics import COLUMNS
-from fedatlas.labels import LabelSpace
-from fedatlas.method import Member, functions_of
-from fedatlas.options import from_dict
-from fedatlas.session import Finished, in_groups
+from fedatlas.federation.session import Finished, in_groups
+from fedatlas.transport import wire
 
 SPACE = LabelSpace(("background", "liver", "a/b"))
 

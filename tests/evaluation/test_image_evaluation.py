@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedatlas.data.batch import ImageSample
-from fedatlas.engine import egress, wire
-from fedatlas.errors import DataError, WireError
+from fedatlas.core.batch import ImageSample
+from fedatlas.core.contract import functions_of
+from fedatlas.core.errors import DataError, WireError
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import isolated, seed_of
 from fedatlas.evaluation.classification import (
     METRICS,
     Histogram,
@@ -25,10 +27,8 @@ from fedatlas.evaluation.classification import (
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.image_evaluation import SHOWN, SILENT, ImageEvaluator
 from fedatlas.evaluation.statistics import COLUMNS
-from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.method import functions_of
 from fedatlas.nets.classifier import CNN, Classifier
-from fedatlas.seeds import isolated, seed_of
+from fedatlas.transport import egress, wire
 
 SPACE = LabelSpace(("effusion", "mass", "a/b"), exclusive=False, level="image")
 OPTIONS = Evaluation(draws=50, histogram=20, batch=4)

@@ -10,8 +10,8 @@ from monai.metrics.surface_dice import compute_surface_dice
 from monai.metrics.surface_distance import compute_average_surface_distance
 from scipy.ndimage import binary_erosion, gaussian_filter
 
+from fedatlas.core.labels import LabelSpace
 from fedatlas.evaluation.metrics import METRICS, OF_PLANES, class_boxes, score, score_pair
-from fedatlas.labels import LabelSpace
 
 ALL = tuple(METRICS)
 

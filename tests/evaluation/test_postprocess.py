@@ -11,13 +11,13 @@ import torch
 from scipy.ndimage import binary_fill_holes
 from torch import nn
 
-from fedatlas.errors import FederationError
+from fedatlas.core.contract import functions_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import from_dict
 from fedatlas.evaluation.evaluate import Evaluation, Evaluator
 from fedatlas.evaluation.postprocess import Postprocess, clean, filled, postprocess
 from fedatlas.evaluation.statistics import select
-from fedatlas.labels import LabelSpace
-from fedatlas.method import functions_of
-from fedatlas.options import from_dict
 
 DEFAULT = Postprocess()
 SPACE = LabelSpace(("background", "liver", "spleen"))

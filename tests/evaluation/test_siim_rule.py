@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import from_dict
 from fedatlas.evaluation.evaluate import Evaluation, Evaluator
 from fedatlas.evaluation.metrics import METRICS, score, score_pair, whole_organs
-from fedatlas.labels import LabelSpace
-from fedatlas.options import from_dict
 
 SOME, NONE = np.ones((3, 3), bool), np.zeros((3, 3), bool)
 HALF = SOME & (np.arange(3) < 1)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedatlas.errors import RunFolderError
+from fedatlas.core.errors import RunFolderError
 from fedatlas.evaluation.evaluate import Row, selection_score
 from fedatlas.evaluation.statistics import (
     bootstrap_interval,

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.spatial.distance import cdist
 
+from fedatlas.core.labels import LabelSpace
 from fedatlas.evaluation import metrics
 from fedatlas.evaluation.metrics import METRICS, row_distances, score, score_pair
-from fedatlas.labels import LabelSpace
 from fedatlas.report.comparison import LOWER
 from fedatlas.report.tables import METRICS as SHOWN
 

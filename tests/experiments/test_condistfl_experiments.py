@@ -11,15 +11,15 @@ from data.fake_sets import write_jsrt, write_montgomery, write_shenzhen, write_s
 from data.fake_volumes import MSD_TASKS, write_amos22, write_kits19, write_msd
 
 from fedatlas import nets
-from fedatlas.build import Experiment
-from fedatlas.check import check_federation_file
 from fedatlas.compare import Comparison, collect, load_comparison, run_comparison
 from fedatlas.compare.costs import formula_gigabytes
+from fedatlas.core.tensors import n_bytes, tensors_of
 from fedatlas.evaluation.statistics import read_rows, select
-from fedatlas.experiment import Federation, hash_of, load_federation, make_method
-from fedatlas.federation_yaml import read_yaml
+from fedatlas.federation.check import check_federation_file
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import Federation, hash_of, load_federation, make_method
+from fedatlas.federation.yaml import read_yaml
 from fedatlas.report.comparison import markdown
-from fedatlas.tensors import n_bytes, tensors_of
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "condistfl"
 CT, XRAY = FOLDER / "ct-federation.yaml", FOLDER / "xray-federation.yaml"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fedatlas.build import Experiment
 from fedatlas.compare import Comparison, load_comparison
+from fedatlas.federation.design import Experiment
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,14 +11,14 @@ import torch
 from data.fake_volumes import write_amos22, write_btcv, write_kits19, write_lits, write_msd
 
 from fedatlas import nets
-from fedatlas.build import Experiment
-from fedatlas.check import check_federation_file
 from fedatlas.compare import Comparison, collect, load_comparison, run_comparison
 from fedatlas.data.datasets.listing import Case
 from fedatlas.data.index import _divided
 from fedatlas.evaluation.statistics import read_rows, select, site_index
-from fedatlas.experiment import Federation, hash_of, load_federation, make_method
-from fedatlas.federation_yaml import read_yaml
+from fedatlas.federation.check import check_federation_file
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import Federation, hash_of, load_federation, make_method
+from fedatlas.federation.yaml import read_yaml
 from fedatlas.report.comparison import markdown
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "fedmenu"

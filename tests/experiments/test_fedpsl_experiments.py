@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedatlas.build import Experiment
-from fedatlas.check import check_federation_file
 from fedatlas.compare import Comparison, collect, load_comparison, run_comparison
 from fedatlas.data.datasets.chestxray14 import BATCHES, LISTS
 from fedatlas.evaluation.statistics import read_rows, select
-from fedatlas.experiment import Federation, load_federation
-from fedatlas.federation_yaml import read_yaml
+from fedatlas.federation.check import check_federation_file
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import Federation, load_federation
+from fedatlas.federation.yaml import read_yaml
 from fedatlas.report.comparison import markdown
 
 FOLDER = Path(__file__).parents[2] / "experiments" / "fedpsl"

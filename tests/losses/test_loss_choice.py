@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fedatlas import losses
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
 from fedatlas.losses.heads import head_weights, thinned
 
 SOFT = LabelSpace(("background", "liver", "spleen"))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fedatlas import losses
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import from_dict
 from fedatlas.losses.heads import head_weights, thinned
 from fedatlas.losses.onehot import DiceBCE, arce_coefficient, channel_target, rce
-from fedatlas.options import from_dict
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 KNOWN = torch.tensor([[True, True, False, False], [True, False, True, True], [True, False, False, False]])

@@ -11,14 +11,14 @@ from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, same
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.engine import egress, wire
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
-from fedatlas.method import eval_members, sends_of
+from fedatlas.core.contract import eval_members, sends_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import average, forms_of, from_tree, parts, tensors_of, to_tree
 from fedatlas.methods.cond_dec import CondDec, CondState, asked
 from fedatlas.methods.fedavg import FedAvg
-from fedatlas.seeds import generator
-from fedatlas.tensors import average, forms_of, from_tree, parts, tensors_of, to_tree
+from fedatlas.transport import egress, wire
 
 VALUE = "condition.value"
 

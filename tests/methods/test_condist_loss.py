@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.methods.condistfl import ConDistFL
 

@@ -11,16 +11,16 @@ from test_local_updates import FakeClients, FakeSite, federation, play, same, sm
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.outputs import Mixed
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import average, tensors_of
+from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import thinned
 from fedatlas.methods.condistfl import ConDistFL
 from fedatlas.methods.fedavg import FedAvg
-from fedatlas.outputs import Mixed
-from fedatlas.seeds import generator
-from fedatlas.tensors import average, tensors_of
-from fedatlas.training import Local
 
 LOCAL = Local(batch=2, steps=3, lr=1e-2)
 OFF: dict[str, Any] = {"lambda_start": 0.0, "lambda_end": 0.0}

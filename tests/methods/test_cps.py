@@ -10,12 +10,12 @@ from torch import Tensor
 from unet_sites import LOCAL, UNetSite, play, resumed, same, server, unet
 
 from fedatlas import losses
+from fedatlas.core.contract import eval_members
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import load, tensors_of
 from fedatlas.losses import LossChoice
-from fedatlas.method import eval_members
 from fedatlas.methods.cps import CPS, Pair, redrawn, taught_by
 from fedatlas.methods.fedavg import FedAvg
-from fedatlas.seeds import generator
-from fedatlas.tensors import load, tensors_of
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -10,16 +10,16 @@ from image_sites import Server
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.data.batch import Batch
-from fedatlas.engine import egress, wire
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import declared, eval_members, sends_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, load, parts, tensors_of, to_tree
+from fedatlas.learning.loop import Local, make_optimizer
 from fedatlas.losses import LossChoice
-from fedatlas.method import declared, eval_members, sends_of
 from fedatlas.methods.fed_dodnet import MEMORY, DoDState, FedDoDNet, tasks_of
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, average, forms_of, from_tree, load, parts, tensors_of, to_tree
-from fedatlas.training import Local, make_optimizer
+from fedatlas.transport import egress, wire
 
 SPACE = LabelSpace(("background", "liver", "tumour", "spleen", "kidney"), groups=((1, 2),))
 """Tasks: 0 liver and tumour, 1 spleen, 2 kidney."""

@@ -11,12 +11,12 @@ from torch.nn import functional as F
 from unet_sites import LOCAL, UNetSite, play, resumed, same, unet
 
 from fedatlas import losses
-from fedatlas.errors import FederationError
-from fedatlas.features import Call, watched
+from fedatlas.core.errors import FederationError
+from fedatlas.core.seeds import generator
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedalign import FedAlign, K, L_lip, kept, slimmed, top_eigenvalue, transmitting_matrix
 from fedatlas.methods.fedavg import FedAvg
-from fedatlas.seeds import generator
+from fedatlas.methods.shared.features import Call, watched
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 

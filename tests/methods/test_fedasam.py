@@ -9,12 +9,12 @@ import torch
 from unet_sites import LOCAL, play, resumed, same, server
 
 from fedatlas import losses
+from fedatlas.core.tensors import average, tensors_of
+from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedasam import SWA, FedASAM, slowed
 from fedatlas.methods.fedavg import FedAvg
-from fedatlas.sharpness import Sharpness
-from fedatlas.tensors import average, tensors_of
-from fedatlas.training import Local
+from fedatlas.methods.shared.sharpness import Sharpness
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 NEVER = SWA(start=1.0)

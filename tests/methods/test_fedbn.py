@@ -9,15 +9,15 @@ from image_sites import SETUP_1, SPACE, ImageSite, Server, cnn
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
-from fedatlas.method import eval_members
+from fedatlas.core.contract import eval_members
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.tensors import Tensors, average, from_tree, parts, tensors_of, to_tree
+from fedatlas.learning.loop import Local
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedbn import BATCH, MEMORY, FedBN, OwnState, names_in, norm_layers
 from fedatlas.methods.fednorm import FedNorm
 from fedatlas.methods.standalone import Standalone
-from fedatlas.tensors import Tensors, average, from_tree, parts, tensors_of, to_tree
-from fedatlas.training import Local
 
 LOCAL = Local(optimizer="adamw", batch=4, steps=2, lr=1e-2)
 SITES = list(SETUP_1)

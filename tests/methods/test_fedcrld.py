@@ -10,14 +10,14 @@ from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, same
 from torch import Tensor, nn
 
 from fedatlas import losses, nets
-from fedatlas.engine import egress, wire
-from fedatlas.errors import FederationError
+from fedatlas.core.contract import eval_members, sends_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, parts, to_tree
 from fedatlas.losses import LossChoice
-from fedatlas.method import eval_members, sends_of
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedcrld import MOMENTUM, OWN, FedCRLD, cross_entropy, moved, symmetric_kl
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, average, forms_of, from_tree, parts, to_tree
+from fedatlas.transport import egress, wire
 
 OFF = {"lambda_ce": 0.0, "lambda_mse": 0.0, "lambda_kl": 0.0}
 

@@ -8,10 +8,10 @@ import torch
 from image_sites import SETUP_1, ImageSite, Server, cnn
 from torch import Tensor, nn
 
+from fedatlas.core.tensors import Tensors, average, tensors_of
+from fedatlas.learning.loop import Local, train
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.feddyn import MEMORY, Dynamic, FedDyn, server_rule
-from fedatlas.tensors import Tensors, average, tensors_of
-from fedatlas.training import Local, train
 
 LOCAL = Local(optimizer="sgd", batch=4, steps=2, lr=0.1)
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from hosted_images import Federation, cnn, encoded, run, run_with_a_stop
 
-from fedatlas.augment import OFF
-from fedatlas.data.batch import Batch
-from fedatlas.engine import wire
-from fedatlas.engine.clients import Faults
-from fedatlas.engine.egress import EgressError, check
-from fedatlas.errors import NameMismatch
+from fedatlas.core.batch import Batch
+from fedatlas.core.errors import NameMismatch
+from fedatlas.core.tensors import Tensors, dense, sparse, tensors_of
+from fedatlas.learning.augment import OFF
+from fedatlas.learning.loop import Local, make_optimizer
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedmatch import (
     DisjointStep,
@@ -27,9 +26,10 @@ from fedatlas.methods.fedmatch import (
     theta,
     vote,
 )
-from fedatlas.methods.simsiam import MEMORY, PreTraining
-from fedatlas.tensors import Tensors, dense, sparse, tensors_of
-from fedatlas.training import Local, make_optimizer
+from fedatlas.methods.shared.simsiam import MEMORY, PreTraining
+from fedatlas.transport import wire
+from fedatlas.transport.clients import Faults
+from fedatlas.transport.egress import EgressError, check
 
 LOCAL = Local(batch=3, steps=3, optimizer="sgd", weight_decay=0.0, lr=1e-3)
 METHOD = FedMatch(local=LOCAL, h_interval=2, confidence=0.5)

@@ -11,26 +11,20 @@ from menunet_vectors import under, vectors
 from torch import nn
 
 from fedatlas import losses, nets
-from fedatlas.data.batch import Batch
-from fedatlas.engine import egress, wire
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import sends_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, forms_of, from_tree, load, parts, tensors_of, to_tree
+from fedatlas.learning.loop import Local, lr_factor, make_optimizer
 from fedatlas.losses import LossChoice
 from fedatlas.losses.marginal import exclusion, merge_probabilities
-from fedatlas.method import sends_of
 from fedatlas.methods.fedavg import FedAvg
-from fedatlas.methods.fedmenu import (
-    FedMENU,
-    MENUState,
-    auxiliary_loss,
-    menu_of,
-    organ_mask,
-)
+from fedatlas.methods.fedmenu import FedMENU, MENUState, auxiliary_loss, menu_of, organ_mask
 from fedatlas.methods.strategies import StrategyChoice, expert_weights
 from fedatlas.nets.menunet import MENUNet
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, forms_of, from_tree, load, parts, tensors_of, to_tree
-from fedatlas.training import Local, lr_factor, make_optimizer
+from fedatlas.transport import egress, wire
 
 SPACE = LabelSpace(("background", "liver", "tumour", "spleen", "kidney"), groups=((1, 2),))
 """Organs: 0 liver and tumour, 1 spleen, 2 kidney."""

@@ -10,15 +10,15 @@ from image_sites import SETUP_1, ImageSite, Replies, Server, cnn
 from pydantic import ValidationError
 from torch import nn
 
-from fedatlas.engine import wire
-from fedatlas.method import declared
+from fedatlas.core.contract import declared
+from fedatlas.core.tensors import Tensors, average, from_tree, tensors_of, to_tree
+from fedatlas.learning.loop import Local
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedavgm import FedAvgM
 from fedatlas.methods.fedopt import FedOpt
-from fedatlas.methods.server_step import StepRowState, StepState, started, stepped
-from fedatlas.methods.weighting import RowState
-from fedatlas.tensors import Tensors, average, from_tree, tensors_of, to_tree
-from fedatlas.training import Local
+from fedatlas.methods.shared.server_step import StepRowState, StepState, started, stepped
+from fedatlas.methods.shared.weighting import RowState
+from fedatlas.transport import wire
 
 LOCAL = Local(optimizer="sgd", batch=4, steps=2, lr=0.1)
 N = (3, 5)

@@ -11,18 +11,18 @@ from image_sites import SPACE, ImageSite, Server, cnn
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.data.batch import Batch
-from fedatlas.engine import wire
-from fedatlas.errors import FederationError
-from fedatlas.experiment import parse_federation
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
 from fedatlas.losses.masked import masked_bce
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedpsl import FedPSL, halves, tadl
-from fedatlas.session import run_federation
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local
+from fedatlas.transport import wire
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 LOCAL = Local(optimizer="adam", weight_decay=0.0, batch=4, steps=3, lr=1e-2, schedule="constant")

@@ -13,14 +13,16 @@ from image_sites import SETUP_1, ImageSite, Replies, Server, cnn
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.build import Experiment, training_sites
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Member, eval_members
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.tensors import Tensors, average, from_tree, tensors_of, to_tree
 from fedatlas.evaluation.image_evaluation import Panel
-from fedatlas.experiment import parse_federation
-from fedatlas.inference import Inference, predict, predict_together, selected
-from fedatlas.labels import LabelSpace
-from fedatlas.method import Member, eval_members
+from fedatlas.federation.design import Experiment, training_sites
+from fedatlas.federation.file import parse_federation
+from fedatlas.learning.inference import Inference, predict, predict_together, selected
+from fedatlas.learning.loop import Local
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedsm import (
     FedSM,
@@ -32,8 +34,6 @@ from fedatlas.methods.fedsm import (
     train_selector,
 )
 from fedatlas.methods.standalone import Standalone
-from fedatlas.tensors import Tensors, average, from_tree, tensors_of, to_tree
-from fedatlas.training import Local
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 LOCAL = Local(optimizer="adamw", batch=4, steps=2, lr=1e-2)

@@ -11,16 +11,16 @@ from hosted_images import SITES, Federation, cnn, encoded, run, run_with_a_stop
 from torch import Tensor, nn
 
 from fedatlas import methods, nets
-from fedatlas.augment import OFF
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import from_dict
+from fedatlas.core.tensors import parts, tensors_of
+from fedatlas.learning.augment import OFF
+from fedatlas.learning.loop import Local
 from fedatlas.losses.similarity import negative_cosine
-from fedatlas.methods import simsiam
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedssp import FedSSP
-from fedatlas.methods.simsiam import HEADS, PreTraining, Siamese
-from fedatlas.options import from_dict
-from fedatlas.tensors import parts, tensors_of
-from fedatlas.training import Local
+from fedatlas.methods.shared import simsiam
+from fedatlas.methods.shared.simsiam import HEADS, PreTraining, Siamese
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 PRETRAIN = PreTraining(batch=4, steps=2, dim=8, bottleneck=4)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hosted_images import Federation, encoded, run, run_with_a_stop
 
+from fedatlas.learning.loop import Local
 from fedatlas.losses.consistency import is_confident
 from fedatlas.methods.centralized import Centralized
 from fedatlas.methods.fixmatch import FixMatch, unlabelled
-from fedatlas.training import Local
 
 LOCAL = Local(batch=4, steps=3, lr=1e-2)
 

@@ -10,13 +10,18 @@ from image_sites import Replies, Server
 from torch import Tensor, nn
 from voxel_sites import SPACE, Pointwise, VoxelSite, draw
 
-from fedatlas import losses, nets, seeds
-from fedatlas.data.batch import Batch
-from fedatlas.engine import egress, wire
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas import losses, nets
+from fedatlas.core import seeds
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import sends_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.organs import read_heads
+from fedatlas.core.outputs import Mixed
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, load, tensors_of, to_tree
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import sends_of
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.kim import (
     L_KD,
@@ -29,11 +34,7 @@ from fedatlas.methods.kim import (
     head_target,
     heads,
 )
-from fedatlas.organs import read_heads
-from fedatlas.outputs import Mixed
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, average, forms_of, from_tree, load, tensors_of, to_tree
-from fedatlas.training import Local, train
+from fedatlas.transport import egress, wire
 
 OVERLAP = LabelSpace(("lung", "heart", "pleura"), exclusive=False)
 LOCAL = Local(optimizer="sgd", batch=2, steps=2, lr=0.1)

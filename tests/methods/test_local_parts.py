@@ -10,14 +10,14 @@ from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, same
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.engine import egress, wire
-from fedatlas.errors import FederationError
+from fedatlas.core.contract import eval_members, sends_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.tensors import average, forms_of, from_tree, parts, tensors_of, to_tree
 from fedatlas.losses import LossChoice
-from fedatlas.method import eval_members, sends_of
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.local_parts import MEMORY, LocalParts, LocalPartsState
 from fedatlas.methods.standalone import Standalone
-from fedatlas.tensors import average, forms_of, from_tree, parts, tensors_of, to_tree
+from fedatlas.transport import egress, wire
 
 KEPT = {
     "multi_head": ["head"],

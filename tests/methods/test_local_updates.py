@@ -12,19 +12,19 @@ from method_cases import NETS
 from torch import Tensor, nn
 
 from fedatlas import methods, nets
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Member, State, declared, eval_members, functions_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, average, from_tree, load, tensors_of, to_tree
+from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
-from fedatlas.method import Member, State, declared, eval_members, functions_of
 from fedatlas.methods.centralized import Centralized
 from fedatlas.methods.condistfl import ConDistFL
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedprox import FedProx, proximal
 from fedatlas.methods.standalone import Standalone
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, average, from_tree, load, tensors_of, to_tree
-from fedatlas.training import Local
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 SPACE = LabelSpace(("background", "a", "b", "c"), groups=((2, 3),))

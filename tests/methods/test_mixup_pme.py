@@ -6,9 +6,9 @@ import pytest
 import torch
 from hosted_images import Federation, encoded, run, run_with_a_stop
 
-from fedatlas.data.batch import Batch
+from fedatlas.core.batch import Batch
+from fedatlas.learning.loop import Local
 from fedatlas.methods.mixup_pme import MixUpPME, mixed
-from fedatlas.training import Local
 
 LOCAL = Local(batch=4, steps=3, lr=1e-2)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from unet_sites import LOCAL, UNetSite, play, resumed, same, server, unet
 
 from fedatlas import losses
+from fedatlas.core.seeds import generator
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.moon import MEMORY, MOON, l_con
-from fedatlas.seeds import generator
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> float:

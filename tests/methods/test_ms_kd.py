@@ -10,15 +10,15 @@ from torch import Tensor
 from unet_sites import LOCAL, SPACE, begin, play, resumed, same, server
 
 from fedatlas import losses
-from fedatlas.errors import FederationError
-from fedatlas.features import watched
-from fedatlas.labels import LabelSpace
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.seeds import generator
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.ms_kd import MSKD, L_features, L_logits, region
 from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
-from fedatlas.methods.teachers import CompletedSite, Maker, Teaching
-from fedatlas.seeds import generator
+from fedatlas.methods.shared.features import watched
+from fedatlas.methods.shared.teachers import CompletedSite, Maker, Teaching
 
 SHORT = Teaching(rounds=1)
 METHOD = MSKD(teachers=SHORT, local=LOCAL)

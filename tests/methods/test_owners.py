@@ -11,14 +11,14 @@ from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, dodnet, same
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.inference import Inference, predict_together
-from fedatlas.labels import LabelSpace
-from fedatlas.method import Member, declared, eval_members
+from fedatlas.core.contract import Member, declared, eval_members
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.tensors import from_tree, load, to_tree
+from fedatlas.learning.inference import Inference, predict_together
 from fedatlas.methods.fed_dodnet import FedDoDNet
 from fedatlas.methods.fedbn import FedBN
 from fedatlas.methods.fedcrld import FedCRLD
-from fedatlas.methods.owners import by_owner, speakers
-from fedatlas.tensors import from_tree, load, to_tree
+from fedatlas.methods.shared.owners import by_owner, speakers
 
 
 def net(name: str, **options: Any) -> Callable[[], nn.Module]:

@@ -11,17 +11,17 @@ from image_sites import FINDINGS, SETUP_1, SPACE, ImageSite, Replies, Server, cn
 from torch import Tensor, nn
 
 from fedatlas import losses, nets
-from fedatlas.engine import egress
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import State, declared, sends_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, parts, tensors_of, to_tree
+from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
-from fedatlas.method import State, declared, sends_of
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedprox import FedProx
 from fedatlas.methods.fedpsl import FedPSL
-from fedatlas.methods.weighting import RowState, average_rows, head_of, mean
-from fedatlas.tensors import Tensors, average, forms_of, from_tree, parts, tensors_of, to_tree
-from fedatlas.training import Local
+from fedatlas.methods.shared.weighting import RowState, average_rows, head_of, mean
+from fedatlas.transport import egress
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 LOCAL = Local(optimizer="adam", weight_decay=0.0, batch=4, steps=2, lr=1e-2)

@@ -11,15 +11,15 @@ import torch
 from image_sites import SETUP_1, ImageSite, Server, cnn
 from torch import Tensor, nn
 
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.core.batch import Batch
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.tensors import Tensors, load, tensors_of
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.scaffold import MEMORY, Control, Scaffold, gradient_at, moved
-from fedatlas.methods.server_step import StepState
-from fedatlas.tensors import Tensors, load, tensors_of
-from fedatlas.training import Local, train
+from fedatlas.methods.shared.server_step import StepState
 
 LOCAL = Local(optimizer="sgd", batch=4, steps=2, lr=0.1)
 PLAIN = Local(optimizer="sgd", momentum=0.0, weight_decay=0.0, schedule="constant", batch=4, steps=3, lr=0.1)

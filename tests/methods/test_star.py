@@ -10,13 +10,13 @@ from torch import nn
 from unet_sites import LOCAL, SPACE, play, resumed, same, unet
 
 from fedatlas import methods, nets
-from fedatlas.experiment import parse_federation
-from fedatlas.method import eval_members
+from fedatlas.core.contract import eval_members
+from fedatlas.core.options import from_dict
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.learning.loop import Local
 from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
-from fedatlas.methods.teachers import Teaching
-from fedatlas.options import from_dict
-from fedatlas.session import run_federation
-from fedatlas.training import Local
+from fedatlas.methods.shared.teachers import Teaching
 
 ONE = dataclasses.replace(LOCAL, steps=1)
 LOSS = {"loss": {"name": "dice_bce", "options": {"channels": "known"}}}

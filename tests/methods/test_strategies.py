@@ -10,12 +10,12 @@ from test_fedmenu import ANNOTATED, LOCAL, SPACE, federation, menunet, play, sam
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.engine import egress
-from fedatlas.errors import FederationError
-from fedatlas.method import sends_of
+from fedatlas.core.contract import sends_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.tensors import Tensors, forms_of, parts, tensors_of
 from fedatlas.methods.fedmenu import FedMENU
 from fedatlas.methods.strategies import STRATEGIES, StrategyChoice, expert_weights
-from fedatlas.tensors import Tensors, forms_of, parts, tensors_of
+from fedatlas.transport import egress
 
 OPTIONS: dict[str, dict[str, Any]] = {"fednorm": {"groups": {"portal": ["a"], "arterial": ["b", "c"]}}}
 NEUTRAL: dict[str, dict[str, Any]] = {

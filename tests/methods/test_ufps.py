@@ -15,15 +15,20 @@ from image_sites import Replies, Server
 from torch import Tensor, nn
 from voxel_sites import VoxelSite
 
-from fedatlas.data.batch import Batch
-from fedatlas.engine import egress, wire
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import functions_of, sends_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import from_dict
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import average, forms_of, from_tree, load, n_bytes, tensors_of, to_tree
+from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
-from fedatlas.method import functions_of, sends_of
-from fedatlas.methods.phases import begins
 from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
-from fedatlas.methods.teachers import MEMORY, Maker, Teaching
+from fedatlas.methods.shared.phases import begins
+from fedatlas.methods.shared.pseudo import Merged
+from fedatlas.methods.shared.sharpness import RATIOS, Sharpness, Sparsity, unpack_bits
+from fedatlas.methods.shared.teachers import MEMORY, Maker, Teaching
 from fedatlas.methods.ufps import (
     BANK,
     MASKS,
@@ -45,12 +50,7 @@ from fedatlas.methods.ufps import (
     uncertainty,
     weigher,
 )
-from fedatlas.options import from_dict
-from fedatlas.pseudo import Merged
-from fedatlas.seeds import generator
-from fedatlas.sharpness import RATIOS, Sharpness, Sparsity, unpack_bits
-from fedatlas.tensors import average, forms_of, from_tree, load, n_bytes, tensors_of, to_tree
-from fedatlas.training import Local
+from fedatlas.transport import egress, wire
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 SPACE = LabelSpace(("background", "kidney", "liver", "spleen", "pancreas"))

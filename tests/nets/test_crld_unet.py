@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from fedatlas import nets
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.seeds import generator, isolated
+from fedatlas.core.tensors import parts, tensors_of
 from fedatlas.nets.crld_unet import Attention
-from fedatlas.seeds import generator, isolated
-from fedatlas.tensors import parts, tensors_of
 
 
 def build(dims: int = 2, **options: Any) -> Any:

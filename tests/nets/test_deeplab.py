@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.tensors import parts, tensors_of
 from fedatlas.nets.convnext import GRN, SIZES, Block, ChannelNorm, ConvNeXtV2, Down, load_timm, timm_names
 from fedatlas.nets.deeplab import DeepLabV3PlusModule
-from fedatlas.tensors import parts, tensors_of
 
 DEPTHS, DIMS = (1, 1, 2, 1), (4, 6, 8, 10)
 SMALL = {"depths": DEPTHS, "dims": DIMS, "width": 16}

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedatlas import nets
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.organs import read_heads
+from fedatlas.core.tensors import load, parts, tensors_of
 from fedatlas.nets.dodnet import DoDNetModule, dynamic_head, head_sizes, standardise
-from fedatlas.organs import read_heads
-from fedatlas.tensors import load, parts, tensors_of
 
 SMALL: dict[str, Any] = {"filters": [8, 16]}
 GROUPS = [[5, 4, 6], [1, 2]]

@@ -12,13 +12,13 @@ from test_deeplab import as_timm, filled
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.build import Design, Experiment, build_net
-from fedatlas.errors import FederationError
-from fedatlas.experiment import make_method, parse_federation
-from fedatlas.labels import LabelSpace
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.outputs import Mixed, voxel_logits
+from fedatlas.core.tensors import parts, tensors_of
+from fedatlas.federation.design import Design, Experiment, build_net
+from fedatlas.federation.file import make_method, parse_federation
 from fedatlas.nets.convnext import ConvNeXtV2
-from fedatlas.outputs import Mixed, voxel_logits
-from fedatlas.tensors import parts, tensors_of
 
 UNET = {"filters": [8, 16, 24], "res_block": True}
 CASES: list[tuple[str, dict[str, Any], int]] = [

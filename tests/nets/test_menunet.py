@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedatlas import nets
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import load, parts, tensors_of
 from fedatlas.nets.menunet import MENUNet, MENUNetModule
-from fedatlas.seeds import generator
-from fedatlas.tensors import load, parts, tensors_of
 
 CASES: list[tuple[dict[str, Any], int]] = [
     ({"width": 2, "levels": 2}, 2),

@@ -12,13 +12,13 @@ from monai.networks.nets.dynunet import DynUNet
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.tensors import load, parts, tensors_of
 from fedatlas.losses.heads import head_weights
 from fedatlas.nets.convnext import GRN
 from fedatlas.nets.kim_unet import KimUNet
 from fedatlas.nets.mednext import MedNeXt, MedNeXtModule, mednext
 from fedatlas.nets.unet import UNet
-from fedatlas.tensors import load, parts, tensors_of
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 SMALL = {"filters": [4, 8, 16]}

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedatlas import nets, seeds
-from fedatlas.errors import FederationError
+from fedatlas import nets
+from fedatlas.core import seeds
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import from_dict
+from fedatlas.core.organs import complete, merge_heads, read_heads
 from fedatlas.nets.organ_heads import OrganHeads, OrganHeadsNet
-from fedatlas.options import from_dict
-from fedatlas.organs import complete, merge_heads, read_heads
 
 GROUPS = ((1, 2), (3,), (5, 4, 6))
 """An organ with a lesion, one without, and one whose class comes after that of one of its two lesions."""

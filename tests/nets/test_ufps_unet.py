@@ -8,11 +8,11 @@ from menunet_vectors import vectors
 from torch import Tensor
 
 from fedatlas import nets
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import from_dict
+from fedatlas.core.seeds import generator, isolated
+from fedatlas.core.tensors import load, parts, tensors_of
 from fedatlas.nets.ufps_unet import UFPSUNet, UFPSUNetModule
-from fedatlas.options import from_dict
-from fedatlas.seeds import generator, isolated
-from fedatlas.tensors import load, parts, tensors_of
 
 SMALL: dict[str, Any] = {"width": 4, "max_width": 10, "levels": 4}
 

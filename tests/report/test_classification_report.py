@@ -14,7 +14,7 @@ import pytest
 from synthetic_classification import write_run
 from test_report_page import Outline, sections
 
-from fedatlas.errors import RunFolderError
+from fedatlas.core.errors import RunFolderError
 from fedatlas.evaluation.classification import Histogram
 from fedatlas.report import figures, page, tables
 

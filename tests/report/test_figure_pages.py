@@ -20,13 +20,13 @@ from fedatlas.analysis.subencoders import activation
 from fedatlas.compare.cams import _window, cut
 from fedatlas.compare.figures import run_figures, write_figures
 from fedatlas.compare.overlays import Shown, Solids, median_cases, ras_spacing, to_ras
-from fedatlas.errors import DataError, RunFolderError
-from fedatlas.experiment import parse_federation
+from fedatlas.core.errors import DataError, RunFolderError
+from fedatlas.core.seeds import generator, isolated
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
 from fedatlas.nets.menunet import MENUNet
 from fedatlas.report import page, tables
 from fedatlas.report.meshes import TRANSPARENT
-from fedatlas.seeds import generator, isolated
-from fedatlas.session import run_federation
 
 
 def words(file: Path) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedatlas.errors import DataError
+from fedatlas.core.errors import DataError
 from fedatlas.report.meshes import (
     CELLS,
     SIDE,

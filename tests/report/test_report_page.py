@@ -12,7 +12,7 @@ import pytest
 from matplotlib.image import imread
 from synthetic_run import write_run
 
-from fedatlas.errors import RunFolderError
+from fedatlas.core.errors import RunFolderError
 from fedatlas.report import figures, page, tables
 from fedatlas.report.conclusion import conclude, sentences
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.outputs import evaluating
 from fedatlas.nets.classifier import Classifier
-from fedatlas.outputs import evaluating
 
 
 def has_maps(net: nn.Module) -> TypeGuard[Classifier]:

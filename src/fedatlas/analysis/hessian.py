@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedatlas.analysis.landscape import Loss, one_number, shares_of
-from fedatlas.errors import FederationError
-from fedatlas.outputs import evaluating
+from fedatlas.core.errors import FederationError
+from fedatlas.core.outputs import evaluating
 
 BREAKDOWN = 1e-12
 """The part of an operator's size below which what is left of a product counts as 0."""

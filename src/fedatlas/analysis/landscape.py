@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
-from fedatlas.outputs import evaluating
-from fedatlas.tensors import Tensors, require_same
+from fedatlas.core.errors import FederationError
+from fedatlas.core.outputs import evaluating
+from fedatlas.core.tensors import Tensors, require_same
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """(net, batch) -> the loss of the batch, one number; the net stands in evaluation mode."""

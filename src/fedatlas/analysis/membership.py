@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
-from fedatlas.seeds import generator, isolated
+from fedatlas.core.errors import FederationError
+from fedatlas.core.seeds import generator, isolated
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas.analysis.landscape import filters, transposed_of
-from fedatlas.errors import FederationError, NameMismatch
-from fedatlas.outputs import evaluating
+from fedatlas.core.errors import FederationError, NameMismatch
+from fedatlas.core.outputs import evaluating
 
 Rows = Literal["positions", "samples"]
 

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.outputs import evaluating
 from fedatlas.nets.menunet import MENUNetModule, SubEncoder
-from fedatlas.outputs import evaluating
 
 LEVEL = 3
 """The block whose output the paper shows, counted from 1."""

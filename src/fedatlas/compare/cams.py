@@ -17,20 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedatlas.analysis.subencoders import LEVEL, activation, has_subencoders
-from fedatlas.compare.overlays import (
-    VERSION,
-    Cases,
-    Shown,
-    Subject,
-    keep,
-    there,
-)
+from fedatlas.compare.overlays import VERSION, Cases, Shown, Subject, keep, there
 from fedatlas.compare.running import Tell
-from fedatlas.errors import DataError, FedAtlasError
+from fedatlas.core.errors import DataError, FedAtlasError
 from fedatlas.evaluation.pictures import grey, ras_spacing, to_ras, turned
-from fedatlas.experiment import Federation
-from fedatlas.inference import neighbours
-from fedatlas.trained import Trained
+from fedatlas.federation.file import Federation
+from fedatlas.federation.trained import Trained
+from fedatlas.learning.inference import neighbours
 
 
 @dataclass(frozen=True, eq=False)

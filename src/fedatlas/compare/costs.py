@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas.compare.plan import Comparison
-from fedatlas.engine.run import read_json
+from fedatlas.core.contract import declared
 from fedatlas.evaluation.statistics import mean_of_defined
-from fedatlas.experiment import make_method
-from fedatlas.federation_yaml import read_yaml
-from fedatlas.method import declared
+from fedatlas.federation.file import make_method
+from fedatlas.federation.yaml import read_yaml
+from fedatlas.transport.rounds import read_json
 
 MEGABYTE, GIGABYTE = 2**20, 2**30
 

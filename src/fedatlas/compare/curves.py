@@ -8,12 +8,12 @@ import numpy as np
 
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Cells, average
-from fedatlas.engine.run import read_json
 from fedatlas.evaluation.statistics import cell_means, class_means, select
-from fedatlas.experiment import selects
+from fedatlas.federation.file import selects
 from fedatlas.report import markup
 from fedatlas.report.figures import Curve, arm_curves, class_panels
 from fedatlas.report.tables import METRICS, Metric
+from fedatlas.transport.rounds import read_json
 
 
 def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:

@@ -21,14 +21,14 @@ import numpy as np
 from fedatlas.compare.cams import Cam, cams, explained
 from fedatlas.compare.overlays import VERSION, Shown, Solids, Subject, keep, median_cases, predicted
 from fedatlas.compare.running import Tell, kept_model
-from fedatlas.engine.run import read_json
-from fedatlas.engine.store import write_atomic
-from fedatlas.errors import RunFolderError
+from fedatlas.core.errors import RunFolderError
 from fedatlas.evaluation.statistics import read_rows, select
-from fedatlas.experiment import load_federation
+from fedatlas.federation.file import load_federation
 from fedatlas.report import gallery
 from fedatlas.report.figures import CLASS_COLOURS, heated, labelled
 from fedatlas.report.meshes import Solid, inline, limits, render, surface
+from fedatlas.transport.rounds import read_json
+from fedatlas.transport.store import write_atomic
 
 TITLES = {
     2: "segmentations of the same cases",

@@ -8,12 +8,12 @@ import numpy as np
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.resampling import Cell, interval_by_case
 from fedatlas.compare.running import all_rows, kept_model
-from fedatlas.engine.run import read_json
+from fedatlas.core.contract import sends_of
+from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.statistics import mean_of_defined, select
-from fedatlas.experiment import make_method
-from fedatlas.method import sends_of
+from fedatlas.federation.file import make_method
 from fedatlas.report.tables import has_truth
-from fedatlas.seeds import seed_of
+from fedatlas.transport.rounds import read_json
 
 
 def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from fedatlas.compare.plan import Comparison
-from fedatlas.engine.run import read_json
 from fedatlas.evaluation.statistics import mean_of_defined
-from fedatlas.experiment import make_method
+from fedatlas.federation.file import make_method
+from fedatlas.methods.shared.sharpness import RATIOS
 from fedatlas.methods.ufps import UFPS
 from fedatlas.report import markup
 from fedatlas.report.figures import gradient_panels
-from fedatlas.sharpness import RATIOS
+from fedatlas.transport.rounds import read_json
 
 LOGGED = ("steeper", *RATIOS)
 

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedatlas.build import Experiment, cache_folder
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Cells, Tell, kept_model
-from fedatlas.engine.run import read_json
-from fedatlas.engine.store import write_atomic
-from fedatlas.errors import DataError, FedAtlasError
+from fedatlas.core.contract import eval_members
+from fedatlas.core.errors import DataError, FedAtlasError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.classification import Predictions, Threshold, bootstrap_difference
-from fedatlas.labels import LabelSpace
-from fedatlas.method import eval_members
-from fedatlas.seeds import seed_of
-from fedatlas.trained import Trained
-from fedatlas.trained_images import probabilities
+from fedatlas.federation.design import Experiment, cache_folder
+from fedatlas.federation.trained import Trained
+from fedatlas.federation.trained_images import probabilities
+from fedatlas.transport.rounds import read_json
+from fedatlas.transport.store import write_atomic
 
 DRAWS = 1000
 """Resamples of patients where the federation file has none of its own."""

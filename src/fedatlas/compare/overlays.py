@@ -11,21 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas.build import cache_folder
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell, kept_model, rows_of
+from fedatlas.core.contract import eval_members
+from fedatlas.core.errors import DataError, FedAtlasError
 from fedatlas.data.site_data import SiteConfig
-from fedatlas.engine.run import read_json
-from fedatlas.engine.store import write_atomic
-from fedatlas.errors import DataError, FedAtlasError
 from fedatlas.evaluation.metrics import whole_organs
 from fedatlas.evaluation.pictures import grey, ras_spacing, to_ras, turned
-from fedatlas.experiment import Federation
-from fedatlas.method import eval_members
+from fedatlas.federation.design import cache_folder
+from fedatlas.federation.file import Federation
+from fedatlas.federation.tasks import task_of
+from fedatlas.federation.trained import Trained
 from fedatlas.report.meshes import coarse, factors
 from fedatlas.report.tables import has_truth
-from fedatlas.tasks import task_of
-from fedatlas.trained import Trained
+from fedatlas.transport.rounds import read_json
+from fedatlas.transport.store import write_atomic
 
 VERSION = 2
 """Of the files that keep what was predicted; one of another version is made again."""

@@ -7,11 +7,11 @@ from typing import Any
 from fedatlas.compare.parts import Page, contents, drawn, table_claims
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell
-from fedatlas.engine.store import write_atomic
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
 from fedatlas.report import verdict
 from fedatlas.report.comparison import html, markdown
 from fedatlas.report.figures import stylesheet
+from fedatlas.transport.store import write_atomic
 
 PUBLISHED = ("docs", "results.md")
 """The page that holds nothing but what the profile `full` finished."""

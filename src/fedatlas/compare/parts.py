@@ -23,8 +23,8 @@ from fedatlas.compare.running import Tell
 from fedatlas.compare.schedules import lacks_schedules, schedules
 from fedatlas.compare.sweep import lacks_sweeps, sweeps
 from fedatlas.compare.teaching import lacks_teaching, teaching, teaching_figure
-from fedatlas.errors import FederationError
-from fedatlas.options import not_known
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import not_known
 from fedatlas.report import markup
 from fedatlas.report.analysis import SECTIONS, together
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import all_rows, kept_model
-from fedatlas.engine.run import read_json
 from fedatlas.evaluation.statistics import select
 from fedatlas.report.figures import Box, Panel, distributions
 from fedatlas.report.tables import has_truth
+from fedatlas.transport.rounds import read_json
 
 
 def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str:

@@ -13,9 +13,12 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from fedatlas.errors import FederationError
+from fedatlas.core.contract import declared
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import BACKGROUND
+from fedatlas.core.options import from_dict, not_known, option, options
 from fedatlas.evaluation.findings import METRICS as OF_FINDINGS
-from fedatlas.experiment import (
+from fedatlas.federation.file import (
     METRICS_OF,
     Federation,
     load_federation,
@@ -23,10 +26,7 @@ from fedatlas.experiment import (
     parse_federation,
     selects,
 )
-from fedatlas.federation_yaml import CHOICES, read_yaml
-from fedatlas.labels import BACKGROUND
-from fedatlas.method import declared
-from fedatlas.options import from_dict, not_known, option, options
+from fedatlas.federation.yaml import CHOICES, read_yaml
 from fedatlas.report.comparison import MILLIMETRES
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")

@@ -16,21 +16,15 @@ from fedatlas.compare.intervals import bootstrap
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.resampling import Cell, interval_by_case
 from fedatlas.compare.running import Cells, Tell, average, local_rows, rows_of, state_of
-from fedatlas.engine.run import read_json
-from fedatlas.errors import FedAtlasError
-from fedatlas.evaluation.statistics import (
-    LEAST_PAIRS,
-    class_means,
-    differences,
-    mean_of_defined,
-    mean_ranks,
-)
-from fedatlas.experiment import Federation, local_models, make_method
-from fedatlas.labels import LabelSpace
-from fedatlas.method import declared
+from fedatlas.core.contract import declared
+from fedatlas.core.errors import FedAtlasError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.seeds import seed_of
+from fedatlas.evaluation.statistics import LEAST_PAIRS, class_means, differences, mean_of_defined, mean_ranks
+from fedatlas.federation.file import Federation, local_models, make_method
+from fedatlas.federation.session import git_revision
 from fedatlas.report.comparison import LOWER
-from fedatlas.seeds import seed_of
-from fedatlas.session import git_revision
+from fedatlas.transport.rounds import read_json
 
 
 class Finished(NamedTuple):

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedatlas.compare.plan import Comparison, of_findings
-from fedatlas.engine.local import keeping_workers
-from fedatlas.engine.run import RunFolder, read_json
-from fedatlas.errors import FedAtlasError, RunFolderError
+from fedatlas.core.errors import FedAtlasError, RunFolderError
+from fedatlas.core.options import not_known
 from fedatlas.evaluation.statistics import (
     POST,
     cell_means,
@@ -19,10 +18,11 @@ from fedatlas.evaluation.statistics import (
     select,
     site_index,
 )
-from fedatlas.experiment import flat_difference, hash_of, load_federation, resolved
-from fedatlas.federation_yaml import read_yaml
-from fedatlas.options import not_known
-from fedatlas.session import run_federation
+from fedatlas.federation.file import flat_difference, hash_of, load_federation, resolved
+from fedatlas.federation.session import run_federation
+from fedatlas.federation.yaml import read_yaml
+from fedatlas.transport.local import keeping_workers
+from fedatlas.transport.rounds import RunFolder, read_json
 
 Tell = Callable[[str], None]
 

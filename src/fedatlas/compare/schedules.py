@@ -3,7 +3,7 @@
 import torch
 
 from fedatlas.compare.plan import Comparison
-from fedatlas.experiment import make_method
+from fedatlas.federation.file import make_method
 from fedatlas.methods.ufps import UFPS, WeightScheduler, weigher
 from fedatlas.report import markup
 from fedatlas.report.figures import weight_panels

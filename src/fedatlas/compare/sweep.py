@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedatlas.compare.plan import EXCHANGE, Comparison, Sweep
-from fedatlas.experiment import Federation, make_method, resolved, shareable
-from fedatlas.method import declared
+from fedatlas.core.contract import declared
+from fedatlas.federation.file import Federation, make_method, resolved, shareable
 from fedatlas.report import markup
 from fedatlas.report.comparison import INCLUDE, MEAN, heading, of_column
 from fedatlas.report.figures import Average, Swept, sweep_curves

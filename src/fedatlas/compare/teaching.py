@@ -15,20 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedatlas import inference
 from fedatlas.compare.overlays import VERSION, Cases, Subject, grey, keep, ras_spacing, there, to_ras, turned
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell
-from fedatlas.engine.store import MemoryStore
-from fedatlas.errors import DataError, FedAtlasError
-from fedatlas.experiment import make_method
-from fedatlas.labels import known_row
-from fedatlas.methods.teachers import MEMORY
+from fedatlas.core.errors import DataError, FedAtlasError
+from fedatlas.core.labels import known_row
+from fedatlas.federation.file import make_method
+from fedatlas.federation.trained import Trained
+from fedatlas.learning import inference
+from fedatlas.methods.shared.pseudo import Merge
+from fedatlas.methods.shared.teachers import MEMORY
 from fedatlas.methods.ufps import UFPS, agreement, refined
-from fedatlas.pseudo import Merge
 from fedatlas.report import markup
 from fedatlas.report.figures import CLASS_COLOURS, labelled
-from fedatlas.trained import Trained
+from fedatlas.transport.store import MemoryStore
 
 KINDS = {"annotated": "annotated", "teachers": "teachers", "global": "global model", "both": "intersection"}
 """What is shown -> its title."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas.errors import DataError
+from fedatlas.core.errors import DataError
 
 VERSION = 4
 """Raised whenever the code writes other numbers for the same input, or more about it."""

@@ -9,14 +9,14 @@ import nibabel as nib
 import numpy as np
 from scipy import ndimage
 
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import BACKGROUND, LabelSpace
 from fedatlas.data.datasets.listing import Case, Problem
-from fedatlas.data.flat import Note
+from fedatlas.data.formats.flat import Note
 from fedatlas.data.index import Naming, SiteIndex, naming_of
 from fedatlas.data.leaks import Leak, leak_of
 from fedatlas.data.reading import Raw, digest, gathered, read_case
 from fedatlas.data.transforms import SKEW, skew_of
-from fedatlas.errors import FederationError
-from fedatlas.labels import BACKGROUND, LabelSpace
 
 
 class Scan(NamedTuple):

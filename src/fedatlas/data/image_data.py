@@ -14,21 +14,21 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fedatlas.augment import Augmentation, augment
+from fedatlas.core.batch import Batch, ImageSample
+from fedatlas.core.errors import DataError
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import generator, seed_of
 from fedatlas.data import cache as store
-from fedatlas.data.batch import Batch, ImageSample
 from fedatlas.data.checks import Scan, twin_problems
 from fedatlas.data.datasets.images import ImageCase
 from fedatlas.data.datasets.listing import Problem, Split
+from fedatlas.data.formats.picture import PictureError, read_picture
 from fedatlas.data.image_index import ImageIndex, Images, findings
 from fedatlas.data.inputs import Look, look_of, ranges_of
-from fedatlas.data.picture import PictureError, read_picture
 from fedatlas.data.prefetch import prefetch
 from fedatlas.data.reading import digest, refuse
 from fedatlas.data.sampling import count_steps
-from fedatlas.errors import DataError
-from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.seeds import generator, seed_of
+from fedatlas.learning.augment import Augmentation, augment
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace, resolve_names
+from fedatlas.core.options import from_dict, option, options
+from fedatlas.core.seeds import seed_of
 from fedatlas.data.datasets import chestxray14, covid, images, tbx
 from fedatlas.data.datasets.images import ImageCase, ImageListing, Splitting, balanced, federation_problems
 from fedatlas.data.datasets.listing import Problem
 from fedatlas.data.index import IMAGE_FORMATS, SiteConfig
-from fedatlas.errors import DataError, FederationError
-from fedatlas.labels import LabelSpace, resolve_names
-from fedatlas.options import from_dict, option, options
-from fedatlas.seeds import seed_of
 
 
 @options

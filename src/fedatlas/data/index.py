@@ -12,20 +12,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import BACKGROUND, LabelSpace, resolve_names
+from fedatlas.core.options import option, options
+from fedatlas.core.seeds import seed_of
 from fedatlas.data import datasets
-from fedatlas.data.datasets.listing import (
-    Case,
-    Layout,
-    Problem,
-    Split,
-    annotated_in,
-    parse_table,
-    read_json,
-)
-from fedatlas.errors import DataError, FederationError
-from fedatlas.labels import BACKGROUND, LabelSpace, resolve_names
-from fedatlas.options import option, options
-from fedatlas.seeds import seed_of
+from fedatlas.data.datasets.listing import Case, Layout, Problem, Split, annotated_in, parse_table, read_json
 
 
 @options

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas.errors import DataError
+from fedatlas.core.errors import DataError
 
 SAMPLE = 200_000
 """About so many voxels of an image are looked at."""

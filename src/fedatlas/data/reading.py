@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas.data import flat
+from fedatlas.core.errors import DataError
+from fedatlas.core.labels import BACKGROUND, LabelSpace, map_labels
 from fedatlas.data.datasets.listing import Case, Problem
+from fedatlas.data.formats import flat
 from fedatlas.data.index import Naming, SiteIndex
 from fedatlas.data.transforms import FileError, read_channels, read_image, require_same_grid
-from fedatlas.errors import DataError
-from fedatlas.labels import BACKGROUND, LabelSpace, map_labels
 
 
 @dataclass(frozen=True)

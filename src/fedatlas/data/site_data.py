@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedatlas.augment import Augmentation, augment, augment_along
+from fedatlas.core.batch import Batch, Volume
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace, SiteLabels, known_row
+from fedatlas.core.seeds import generator, seed_of
 from fedatlas.data import cache as store
-from fedatlas.data.batch import Batch, Volume
 from fedatlas.data.checks import (
     Scan,
     check_federation,
@@ -57,10 +59,8 @@ from fedatlas.data.transforms import (
     require_picture,
     restore,
 )
-from fedatlas.errors import DataError, FederationError
-from fedatlas.inference import Inference, probabilities
-from fedatlas.labels import LabelSpace, SiteLabels, known_row
-from fedatlas.seeds import generator, seed_of
+from fedatlas.learning.augment import Augmentation, augment, augment_along
+from fedatlas.learning.inference import Inference, probabilities
 
 __all__ = [
     "Case",

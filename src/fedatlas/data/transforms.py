@@ -25,11 +25,11 @@ from nibabel import orientations
 from nibabel.filebasedimages import ImageFileError
 from torch import Tensor
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.memory import require_memory
+from fedatlas.core.options import option, options
 from fedatlas.data.inputs import Look, look_of
-from fedatlas.errors import DataError, FederationError
-from fedatlas.labels import LabelSpace
-from fedatlas.memory import require_memory
-from fedatlas.options import option, options
 
 AXES = ("LR", "PA", "IS")
 

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedatlas.errors import WireError
+from fedatlas.core.errors import WireError
 
 METRICS = {
     "auroc": "Area under the ROC curve, 0 to 1; ties count half.",

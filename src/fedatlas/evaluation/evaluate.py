@@ -13,9 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedatlas import inference
-from fedatlas.data.batch import Volume
-from fedatlas.errors import FederationError
+from fedatlas.core.batch import Volume
+from fedatlas.core.contract import Member, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import not_known, option, options
+from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
 from fedatlas.evaluation.findings import METRICS as FINDING_METRICS
 from fedatlas.evaluation.findings import Findings
@@ -23,11 +26,8 @@ from fedatlas.evaluation.metrics import LARGEST, METRICS, EmptyPolicy, Score, sc
 from fedatlas.evaluation.pictures import Pictures
 from fedatlas.evaluation.postprocess import Postprocess, classes_of, postprocess
 from fedatlas.evaluation.statistics import POST, client_wise_index, macro_over_classes, select
-from fedatlas.inference import Inference, Nets
-from fedatlas.labels import LabelSpace
-from fedatlas.method import Member, at_site
-from fedatlas.options import not_known, option, options
-from fedatlas.tensors import Tensors, tensors_of
+from fedatlas.learning import inference
+from fedatlas.learning.inference import Inference, Nets
 
 
 @options

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fedatlas.data.batch import Volume
+from fedatlas.core.batch import Volume
+from fedatlas.core.labels import LabelSpace
 from fedatlas.evaluation.classification import Predictions, Threshold, cells, score
-from fedatlas.labels import LabelSpace
 
 METRICS = ("auroc", "ap", "sensitivity", "specificity")
 """Of every finding; the last two at the gate of inference, where there is one."""

@@ -18,10 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedatlas import inference
 from fedatlas.analysis.gradcam import gradcam, has_maps
-from fedatlas.data.batch import ImageSample
-from fedatlas.errors import DataError
+from fedatlas.core.batch import ImageSample
+from fedatlas.core.contract import Member, at_site
+from fedatlas.core.errors import DataError
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.seeds import seed_of
+from fedatlas.core.tensors import Tensors
 from fedatlas.evaluation.classification import (
     Histogram,
     Predictions,
@@ -32,10 +35,7 @@ from fedatlas.evaluation.classification import (
     score_edges,
 )
 from fedatlas.evaluation.evaluate import COUNTS, Evaluation, Row, Scores
-from fedatlas.labels import LabelSpace, SiteLabels
-from fedatlas.method import Member, at_site
-from fedatlas.seeds import seed_of
-from fedatlas.tensors import Tensors
+from fedatlas.learning import inference
 
 SILENT = "no model of the evaluation speaks for this class"
 """The reason of a class that every member leaves out."""

@@ -23,7 +23,7 @@ import numpy as np
 from scipy.ndimage import distance_transform_edt, find_objects
 from scipy.spatial import KDTree
 
-from fedatlas.labels import LabelSpace
+from fedatlas.core.labels import LabelSpace
 
 METRICS = {
     "dice": "Dice similarity coefficient, 2|P∩G| / (|P|+|G|), 0 to 1.",

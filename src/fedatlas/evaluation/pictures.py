@@ -12,8 +12,8 @@ from urllib.parse import quote
 import numpy as np
 from nibabel import orientations
 
-from fedatlas.data.batch import Volume
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Volume
+from fedatlas.core.labels import LabelSpace
 
 PLANES = ("axial", "coronal", "sagittal")
 """Of a case in space. Seen from below, from the front, and from the left: the patient's right, or front, is on the left."""

@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 from scipy.ndimage import generate_binary_structure, label
 
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import not_known, option, options
 from fedatlas.evaluation.metrics import joint_box
-from fedatlas.labels import LabelSpace
-from fedatlas.options import not_known, option, options
 
 
 @options

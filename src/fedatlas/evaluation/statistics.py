@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas.errors import RunFolderError
+from fedatlas.core.errors import RunFolderError
 
 COLUMNS = ("split", "grid", "model", "round", "site", "case", "class", "metric", "value", "known", "reason")
 

@@ -10,15 +10,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace, SiteLabels
+from fedatlas.core.batch import Batch
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.options import from_dict, not_known, option, options
+from fedatlas.core.outputs import Mixed, Outputs
+from fedatlas.core.outputs import heads as heads_of  # `heads` is the module of this package
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.marginal import MarginalDiceCE, MarginalDiceCEExclusion
 from fedatlas.losses.masked import MaskedBCE, MaskedDiceBCE, masked_bce
 from fedatlas.losses.onehot import DiceBCE
-from fedatlas.options import from_dict, not_known, option, options
-from fedatlas.outputs import Mixed, Outputs, heads
 
 
 class LossFunction(Protocol):
@@ -114,7 +115,7 @@ def on_batch(loss: LossFunction, outputs: Outputs, batch: Batch, findings: float
     """The loss of outputs on the labels of a batch, a scalar; of `Mixed` outputs, with the masked binary cross-entropy
     of the findings times `findings`. Where no sample of the batch has an annotated finding, their head gets no
     gradient at all, so that no optimizer moves it."""
-    value = loss(heads(outputs), batch.target, batch.known)
+    value = loss(heads_of(outputs), batch.target, batch.known)
     if not isinstance(outputs, Mixed) or batch.finding is None or batch.finding_known is None:
         return value
     if not bool(batch.finding_known.any()):

@@ -23,9 +23,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedatlas.core.options import option, options
 from fedatlas.losses.dice import dice_loss
 from fedatlas.losses.heads import full_precision, over_heads
-from fedatlas.options import option, options
 
 
 class Merged(NamedTuple):

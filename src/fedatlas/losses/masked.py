@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from fedatlas.core.options import option, options
 from fedatlas.losses.dice import dice_loss
 from fedatlas.losses.heads import full_precision, over_heads
-from fedatlas.options import option, options
 
 
 def masked_bce(z: Tensor, target: Tensor, known: Tensor, *, pos_weight: Tensor | None = None) -> Tensor:

@@ -19,12 +19,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import option, options
 from fedatlas.losses.dice import dice_loss
 from fedatlas.losses.heads import full_precision, thinned
 from fedatlas.losses.heads import head_weights as halving
 from fedatlas.losses.masked import masked_bce
-from fedatlas.options import option, options
 
 Outputs = Tensor | Sequence[Tensor]
 """Logits [B, C, *S], or one per head, the head of full resolution first."""

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from fedatlas.options import not_known
+from fedatlas.core.options import not_known
 
 REGISTRY: dict[str, str] = {
     "fedavg": "fedatlas.methods.fedavg:FedAvg",

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fedatlas import losses
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, train
 
 
 @options

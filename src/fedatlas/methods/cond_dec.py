@@ -27,14 +27,14 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, parts, tensors_of
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods.weighting import SENDS_PER_CLASS, Weighting, answer, mean
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, parts, tensors_of
-from fedatlas.training import Local, train
+from fedatlas.methods.shared.weighting import SENDS_PER_CLASS, Weighting, answer, mean
 
 CONDITION = "condition"
 """The part of a net that holds, for each class, the number that the decoder reads."""

@@ -35,18 +35,18 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.outputs import voxel_logits
+from fedatlas.core.tensors import Tensors, average, tensors_of
+from fedatlas.learning.loop import Local, Loss, autocast, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.marginal import channels, labelled
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods.weighting import Weighting, site_weights
-from fedatlas.options import option, options
-from fedatlas.outputs import voxel_logits
-from fedatlas.tensors import Tensors, average, tensors_of
-from fedatlas.training import Local, Loss, autocast, train
+from fedatlas.methods.shared.weighting import Weighting, site_weights
 
 SMOOTH = 1e-5
 """Added to the denominator of the Dice loss of Eq. (7)."""

@@ -31,17 +31,17 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.outputs import voxel_logits
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, average, tensors_of
+from fedatlas.learning.loop import Local, Loss, Step, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods.weighting import SENDS, Weighting, site_weights
-from fedatlas.options import option, options
-from fedatlas.outputs import voxel_logits
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, average, tensors_of
-from fedatlas.training import Local, Loss, Step, train
+from fedatlas.methods.shared.weighting import SENDS, Weighting, site_weights
 
 
 @dataclass(frozen=True)

@@ -34,20 +34,20 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Member, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.organs import Groups
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Local, Loss, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Member, Site, State, at_site
 from fedatlas.methods.fedbn import chosen, names_of_parts
 from fedatlas.methods.kim import head_known, head_space, head_target
-from fedatlas.methods.owners import SENDS as SENDS_OWNED
-from fedatlas.methods.owners import WHO_SPEAKS, Speaks, speakers
-from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
-from fedatlas.options import option, options
-from fedatlas.organs import Groups
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, Loss, train
+from fedatlas.methods.shared.owners import SENDS as SENDS_OWNED
+from fedatlas.methods.shared.owners import WHO_SPEAKS, Speaks, speakers
+from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean
 
 MEMORY = "fed_dodnet.own"
 """The key of a site's memory with the tensors that it keeps."""

@@ -36,16 +36,16 @@ from torch.func import functional_call
 from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d, mse_loss
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.features import Call, watched
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Local, Loss, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, Loss, train
+from fedatlas.methods.shared.features import Call, watched
+from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean
 
 LEAST = 1e-12
 """Least L_lip by which the supervised loss is divided."""

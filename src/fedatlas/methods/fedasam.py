@@ -29,14 +29,14 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fedatlas import losses
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import Clients, Member, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Member, Site, State, at_site
-from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
-from fedatlas.options import option, options
-from fedatlas.sharpness import AscentStep, Sharpness, swa, swa_count
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, train
+from fedatlas.methods.shared.sharpness import AscentStep, Sharpness, swa, swa_count
+from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean
 
 
 @options

@@ -28,15 +28,15 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedatlas import losses
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import Clients, Member, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import not_known, option, options
+from fedatlas.core.tensors import Tensors, forms_of, parts, tensors_of
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Member, Site, State, at_site
-from fedatlas.methods.owners import SENDS, WHO_SPEAKS, Speaks, speakers
-from fedatlas.methods.weighting import Weighting, answer, mean
-from fedatlas.options import not_known, option, options
-from fedatlas.tensors import Tensors, forms_of, parts, tensors_of
-from fedatlas.training import Local, train
+from fedatlas.methods.shared.owners import SENDS, WHO_SPEAKS, Speaks, speakers
+from fedatlas.methods.shared.weighting import Weighting, answer, mean
 
 BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)

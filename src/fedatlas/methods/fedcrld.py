@@ -45,18 +45,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Member, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.outputs import voxel_logits
+from fedatlas.core.tensors import Tensors, parts, tensors_of
+from fedatlas.learning.loop import Local, Loss, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Member, Site, State, at_site
 from fedatlas.methods.fedbn import chosen, names_of_parts
-from fedatlas.methods.owners import SENDS, WHO_SPEAKS, Speaks, speakers
-from fedatlas.methods.weighting import Weighting, answer, mean
-from fedatlas.options import option, options
-from fedatlas.outputs import voxel_logits
-from fedatlas.tensors import Tensors, parts, tensors_of
-from fedatlas.training import Local, Loss, train
+from fedatlas.methods.shared.owners import SENDS, WHO_SPEAKS, Speaks, speakers
+from fedatlas.methods.shared.weighting import Weighting, answer, mean
 
 PRIVATE = "private_encoder"
 """The part of a net that stays with the site."""

@@ -30,15 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, average
+from fedatlas.learning.loop import Local, Step, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Site, State, at_site
 from fedatlas.methods.scaffold import CorrectedStep
-from fedatlas.methods.server_step import Rule, StepState, started, stepped
-from fedatlas.methods.weighting import SENDS, answer
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, average
-from fedatlas.training import Local, Step, train
+from fedatlas.methods.shared.server_step import Rule, StepState, started, stepped
+from fedatlas.methods.shared.weighting import SENDS, answer
 
 MEMORY = "feddyn.g"
 """The key of a site's memory with g_k, by the names of the parameters."""

@@ -41,21 +41,22 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import logsigmoid
 
-from fedatlas import augment, losses
-from fedatlas.augment import Augmentation
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas import losses
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, NetSpec, Replies, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.seeds import generator
+from fedatlas.core.tensors import Tensors, average, dense, load, sparse, tensors_of
+from fedatlas.learning import augment
+from fedatlas.learning.augment import Augmentation
+from fedatlas.learning.loop import Local, Loss, Step, make_optimizer, optimizer_tree, restore_optimizer, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.consistency import is_confident, mean_over, pseudo_bce
 from fedatlas.losses.heads import full_precision
-from fedatlas.method import Clients, NetSpec, Replies, Site, State, at_site
-from fedatlas.methods import simsiam
-from fedatlas.methods.simsiam import HEADS, PreTraining
-from fedatlas.options import option, options
-from fedatlas.seeds import generator
-from fedatlas.tensors import Tensors, average, dense, load, sparse, tensors_of
-from fedatlas.training import Local, Loss, Step, make_optimizer, optimizer_tree, restore_optimizer, train
+from fedatlas.methods.shared import simsiam
+from fedatlas.methods.shared.simsiam import HEADS, PreTraining
 
 Changes = dict[str, Tensors]
 """Some entries of named tensors, as `tensors.sparse` takes them."""

@@ -41,17 +41,17 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Member, NetSpec, Replies, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, Tree, parts, tensors_of
+from fedatlas.learning.loop import Local, Loss, Step, make_optimizer, optimizer_tree, restore_optimizer, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.marginal import MarginalDiceCE
-from fedatlas.method import Clients, Member, NetSpec, Replies, Site, State, at_site
+from fedatlas.methods.shared.weighting import Weighting, site_weights
 from fedatlas.methods.strategies import Averaging, MakeStep, Place, StrategyChoice, make_strategy
-from fedatlas.methods.weighting import Weighting, site_weights
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, Tree, parts, tensors_of
-from fedatlas.training import Local, Loss, Step, make_optimizer, optimizer_tree, restore_optimizer, train
 
 ENCODER, AGD = "encoder:", "agd"
 """The parts of a net: sub-encoder m is "encoder:m"."""

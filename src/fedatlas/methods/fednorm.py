@@ -23,15 +23,15 @@ from typing import Any, ClassVar
 from torch import nn
 
 from fedatlas import losses
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import Clients, Member, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import not_known, option, options
+from fedatlas.core.tensors import Tensors, average, tensors_of
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Member, Site, State, at_site
 from fedatlas.methods.fedbn import chosen, names_in, norm_layers, nothing_kept
-from fedatlas.methods.weighting import SENDS, Weighting, answer, mean, site_weights
-from fedatlas.options import not_known, option, options
-from fedatlas.tensors import Tensors, average, tensors_of
-from fedatlas.training import Local, train
+from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean, site_weights
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,14 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import Clients, Site, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Site, at_site
-from fedatlas.methods.server_step import StepRowState, StepState, started, stepped, velocity
-from fedatlas.methods.weighting import SENDS, SENDS_PER_CLASS, Weighting, answer, mean
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors
-from fedatlas.training import Local, train
+from fedatlas.methods.shared.server_step import StepRowState, StepState, started, stepped, velocity
+from fedatlas.methods.shared.weighting import SENDS, SENDS_PER_CLASS, Weighting, answer, mean
 
 
 @options

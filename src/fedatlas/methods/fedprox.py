@@ -15,14 +15,22 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods.weighting import SENDS, SENDS_PER_CLASS, RowState, Weighting, answer, mean, started
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors
-from fedatlas.training import Local, train
+from fedatlas.methods.shared.weighting import (
+    SENDS,
+    SENDS_PER_CLASS,
+    RowState,
+    Weighting,
+    answer,
+    mean,
+    started,
+)
 
 
 @options

@@ -39,12 +39,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors
+from fedatlas.learning.loop import Local, Loss, Step, autocast, lr_factor, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods.weighting import (
+from fedatlas.methods.shared.weighting import (
     SENDS,
     SENDS_PER_CLASS,
     RowState,
@@ -54,9 +57,6 @@ from fedatlas.methods.weighting import (
     mean,
     started,
 )
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors
-from fedatlas.training import Local, Loss, Step, autocast, lr_factor, train
 
 PhiInOuter = Literal["updated", "old", "joint"]
 

@@ -54,14 +54,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedatlas import losses
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import Clients, Member, NetSpec, Replies, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, average, from_tree, tensors_of, to_tree
+from fedatlas.learning.loop import Local, optimizer_tree, restore_optimizer, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Member, NetSpec, Replies, Site, State, at_site
-from fedatlas.methods.weighting import SENDS, Weighting, answer, site_weights
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, average, from_tree, tensors_of, to_tree
-from fedatlas.training import Local, optimizer_tree, restore_optimizer, train
+from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, site_weights
 
 SELECTOR = "selector"
 """The selector's name among the nets of a method."""

@@ -19,16 +19,16 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, NetSpec, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, average, tensors_of
+from fedatlas.learning.loop import Local, Loss, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, NetSpec, Site, State, at_site
-from fedatlas.methods import simsiam
-from fedatlas.methods.simsiam import HEADS, PreTraining
-from fedatlas.methods.weighting import Weighting, site_weights
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, average, tensors_of
-from fedatlas.training import Local, Loss, train
+from fedatlas.methods.shared import simsiam
+from fedatlas.methods.shared.simsiam import HEADS, PreTraining
+from fedatlas.methods.shared.weighting import Weighting, site_weights
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedatlas import augment, losses
-from fedatlas.augment import Augmentation
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace
+from fedatlas import losses
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning import augment
+from fedatlas.learning.augment import Augmentation
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.consistency import is_confident, mean_over, pseudo_bce
 from fedatlas.losses.heads import full_precision
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, train
 
 
 @options

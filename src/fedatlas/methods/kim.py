@@ -41,19 +41,19 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.organs import complete, read_heads
+from fedatlas.core.outputs import heads as voxel_heads
+from fedatlas.core.outputs import voxel_logits
+from fedatlas.core.tensors import Tensors, Tree, average, tensors_of
+from fedatlas.learning.loop import Local, Loss, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.masked import masked_bce
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods.weighting import SENDS, Weighting, site_weights
-from fedatlas.options import option, options
-from fedatlas.organs import complete, read_heads
-from fedatlas.outputs import heads as voxel_heads
-from fedatlas.outputs import voxel_logits
-from fedatlas.tensors import Tensors, Tree, average, tensors_of
-from fedatlas.training import Local, Loss, train
+from fedatlas.methods.shared.weighting import SENDS, Weighting, site_weights
 
 TEACHERS = "teachers"
 """The key in a site's memory of the local models of the other sites."""

@@ -24,15 +24,15 @@ from typing import Any, ClassVar, Literal
 from torch import nn
 
 from fedatlas import losses
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import Clients, Member, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Member, Site, State, at_site
 from fedatlas.methods.fedbn import chosen, names_of_parts
-from fedatlas.methods.owners import SENDS, by_owner
-from fedatlas.methods.weighting import Weighting, answer, mean
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, train
+from fedatlas.methods.shared.owners import SENDS, by_owner
+from fedatlas.methods.shared.weighting import Weighting, answer, mean
 
 MEMORY = "local_parts.own"
 """The key of a site's memory with the tensors that it keeps."""

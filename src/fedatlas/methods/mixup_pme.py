@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.outputs import evaluating
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.options import option, options
-from fedatlas.outputs import evaluating
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, train
 
 
 @options

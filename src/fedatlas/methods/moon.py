@@ -29,16 +29,16 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.features import pooled, watched
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Local, Loss, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Site, State, at_site
 from fedatlas.methods.cps import redrawn
-from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, Loss, train
+from fedatlas.methods.shared.features import pooled, watched
+from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean
 
 MEMORY = "moon.previous"
 """The key of a site's memory with its model of the round before."""

@@ -33,14 +33,19 @@ from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
 from fedatlas import losses
-from fedatlas.data.batch import Batch
-from fedatlas.features import watched
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.outputs import voxel_logits
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Local, Loss, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision, thinned
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods import teachers as teaching
-from fedatlas.methods.teachers import (
+from fedatlas.methods.shared import teachers as teaching
+from fedatlas.methods.shared.features import watched
+from fedatlas.methods.shared.pseudo import Merge
+from fedatlas.methods.shared.teachers import (
     CompletedSite,
     Maker,
     TaughtState,
@@ -50,12 +55,7 @@ from fedatlas.methods.teachers import (
     train_teacher,
     with_teachers,
 )
-from fedatlas.methods.weighting import SENDS, Weighting, answer, mean
-from fedatlas.options import option, options
-from fedatlas.outputs import voxel_logits
-from fedatlas.pseudo import Merge
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, Loss, train
+from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,12 +25,25 @@ from typing import Any, ClassVar, cast
 from torch import nn
 
 from fedatlas import losses, methods
-from fedatlas import method as contract
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core import contract
+from fedatlas.core.contract import (
+    Clients,
+    Member,
+    Method,
+    NetSpec,
+    Site,
+    State,
+    at_site,
+    declared,
+    functions_of,
+)
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import from_dict, option, options
+from fedatlas.core.tensors import Tensors, Tree, from_tree, to_tree
+from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Member, Method, NetSpec, Site, State, at_site, declared, functions_of
-from fedatlas.methods.teachers import (
+from fedatlas.methods.shared.teachers import (
     SENDS,
     CompletedSite,
     Maker,
@@ -41,9 +54,6 @@ from fedatlas.methods.teachers import (
     train_teacher,
     with_teachers,
 )
-from fedatlas.options import from_dict, option, options
-from fedatlas.tensors import Tensors, Tree, from_tree, to_tree
-from fedatlas.training import Local
 
 
 @options

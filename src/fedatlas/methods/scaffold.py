@@ -30,14 +30,14 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, average, tensors_of
+from fedatlas.learning.loop import Local, Loss, Step, autocast, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Site, State, at_site
-from fedatlas.methods.server_step import StepState, started, stepped
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, average, tensors_of
-from fedatlas.training import Local, Loss, Step, autocast, train
+from fedatlas.methods.shared.server_step import StepState, started, stepped
 
 MEMORY = "scaffold.control"
 """The key of a site's memory with c_i, by the names of the parameters that it has trained."""

@@ -8,10 +8,10 @@ Section 4.2), and so is every member of the ensemble. `choose: common` takes one
 validation cases together, which no site alone could choose.
 
 Reconstruction: the merging rule of the ensemble is not given in the papers that compare with it; `Member` in
-`fedatlas.method` states ours.
+`fedatlas.core.contract` states ours.
 
 With `dp_sgd` the sites train by DP-SGD, as teachers do in the privacy study of UFPS (Jiang, Ma, Zeng, Ying, Patterns 2024,
-Tables S12 and S13); `fedatlas.dp_sgd` states what that protects.
+Tables S12 and S13); `fedatlas.methods.shared.dp_sgd` states what that protects.
 """
 
 import dataclasses
@@ -21,15 +21,16 @@ from typing import Any, ClassVar, Literal
 
 from torch import nn
 
-from fedatlas import dp_sgd, losses
-from fedatlas.dp_sgd import DPSGD
-from fedatlas.labels import LabelSpace
+from fedatlas import losses
+from fedatlas.core.contract import Clients, Member, Site, State, at_site
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
-from fedatlas.method import Clients, Member, Site, State, at_site
-from fedatlas.methods.owners import by_owner
-from fedatlas.options import option, options
-from fedatlas.tensors import Tensors, tensors_of
-from fedatlas.training import Local, train
+from fedatlas.methods.shared import dp_sgd
+from fedatlas.methods.shared.dp_sgd import DPSGD
+from fedatlas.methods.shared.owners import by_owner
 
 
 @dataclass(frozen=True)

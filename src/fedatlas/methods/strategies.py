@@ -24,8 +24,11 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
-from fedatlas.method import Clients, Member, NetSpec, Replies, Site
+from fedatlas.core.contract import Clients, Member, NetSpec, Replies, Site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import from_dict, not_known, option, options
+from fedatlas.core.tensors import Tensors, average, from_tree, load, tensors_of, to_tree
+from fedatlas.learning.loop import Local, Step
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedavgm import FedAvgM
 from fedatlas.methods.fedbn import MEMORY as OWN_MEMORY
@@ -44,13 +47,10 @@ from fedatlas.methods.fedsm import (
     soft_pull,
     train_selector,
 )
-from fedatlas.methods.owners import speakers
 from fedatlas.methods.scaffold import MEMORY as CONTROL_MEMORY
 from fedatlas.methods.scaffold import Control, CorrectedStep, Scaffold, moved, renewed
-from fedatlas.methods.server_step import Rule, StepState, started, stepped
-from fedatlas.options import from_dict, not_known, option, options
-from fedatlas.tensors import Tensors, average, from_tree, load, tensors_of, to_tree
-from fedatlas.training import Local, Step
+from fedatlas.methods.shared.owners import speakers
+from fedatlas.methods.shared.server_step import Rule, StepState, started, stepped
 
 Name = Literal["fedavg", "fedprox", "fedavgm", "feddyn", "scaffold", "fedbn", "fednorm", "fedsm"]
 

@@ -48,30 +48,20 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas import losses
-from fedatlas.cmidg import CMIDG, cmidg
-from fedatlas.data.batch import Batch
-from fedatlas.errors import FederationError
-from fedatlas.labels import LabelSpace
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Clients, Replies, Site, State, at_site
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import not_known, option, options
+from fedatlas.core.outputs import heads, voxel_logits
+from fedatlas.core.tensors import Tensors, Tree, average, parts, tensors_of
+from fedatlas.learning.loop import Local, Loss, Step, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.onehot import DiceBCE, arce_coefficient, rce
-from fedatlas.method import Clients, Replies, Site, State, at_site
-from fedatlas.methods.phases import begins, check_begins, check_when, runs
-from fedatlas.methods.teachers import (
-    SENDS,
-    CompletedSite,
-    Maker,
-    TaughtState,
-    Teaching,
-    remember,
-    require_exclusive,
-    train_teacher,
-    with_teachers,
-)
-from fedatlas.methods.weighting import Weighting, site_weights
-from fedatlas.options import not_known, option, options
-from fedatlas.outputs import heads, voxel_logits
-from fedatlas.pseudo import Merged
-from fedatlas.sharpness import (
+from fedatlas.methods.shared.cmidg import CMIDG, cmidg
+from fedatlas.methods.shared.phases import begins, check_begins, check_when, runs
+from fedatlas.methods.shared.pseudo import Merged
+from fedatlas.methods.shared.sharpness import (
     AscentStep,
     Masks,
     Sharpness,
@@ -82,8 +72,18 @@ from fedatlas.sharpness import (
     top,
     unpack_bits,
 )
-from fedatlas.tensors import Tensors, Tree, average, parts, tensors_of
-from fedatlas.training import Local, Loss, Step, train
+from fedatlas.methods.shared.teachers import (
+    SENDS,
+    CompletedSite,
+    Maker,
+    TaughtState,
+    Teaching,
+    remember,
+    require_exclusive,
+    train_teacher,
+    with_teachers,
+)
+from fedatlas.methods.shared.weighting import Weighting, site_weights
 
 BANK = "ufps.uncertainty"
 """The key in a site's memory of the uncertainties of all samples so far, in their order."""

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedatlas import seeds
-from fedatlas.errors import FederationError
+from fedatlas.core import seeds
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import from_dict, not_known
+from fedatlas.core.outputs import Mixed
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
 from fedatlas.nets.cond_unet import CondUNet, CondUNetModule
 from fedatlas.nets.crld_unet import CRLDUNet
@@ -23,8 +25,6 @@ from fedatlas.nets.module import Net
 from fedatlas.nets.organ_heads import OrganHeads, OrganHeadsNet
 from fedatlas.nets.ufps_unet import UFPSUNet
 from fedatlas.nets.unet import UNet
-from fedatlas.options import from_dict, not_known
-from fedatlas.outputs import Mixed
 
 
 class NetOptions(Protocol):

@@ -10,9 +10,9 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import option, options
 from fedatlas.nets.module import Net
-from fedatlas.options import option, options
 
 
 class Classifier(Net):

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedatlas.core.options import options
 from fedatlas.nets.module import Net
 from fedatlas.nets.ufps_unet import SLOPE, Decoder, Level, UFPSUNet, UFPSUNetModule
-from fedatlas.options import options
 
 
 @options

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
 
 Size = Literal["atto", "femto", "pico", "nano", "tiny", "base", "large", "huge"]
 

@@ -23,10 +23,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import option, options
 from fedatlas.nets.module import Net
 from fedatlas.nets.ufps_unet import UFPSUNet, UFPSUNetModule
-from fedatlas.options import option, options
 
 
 @options

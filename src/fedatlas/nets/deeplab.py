@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import option, options
+from fedatlas.core.outputs import Mixed
 from fedatlas.nets.convnext import SIZES, ConvNeXtV2, Size, load_timm
 from fedatlas.nets.module import Net, Outputs
-from fedatlas.options import option, options
-from fedatlas.outputs import Mixed
 
 LOW_LEVEL = 48
 """Channels to which the low-level features are reduced."""

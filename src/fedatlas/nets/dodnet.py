@@ -32,10 +32,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import option, options
+from fedatlas.core.organs import Groups, check_groups, complete, merge_heads
 from fedatlas.nets.module import Net
-from fedatlas.options import option, options
-from fedatlas.organs import Groups, check_groups, complete, merge_heads
 
 WIDTH = 8
 """Channels of the maps that a head reads, and of its first two layers."""

@@ -5,8 +5,8 @@ Shapes: B batch, d features, p output features.
 
 from torch import Tensor, nn
 
+from fedatlas.core.options import option, options
 from fedatlas.nets.module import Net
-from fedatlas.options import option, options
 
 
 class ProjectorPredictor(Net):

@@ -18,9 +18,9 @@ Shapes: B batch, I input channels, C classes, *S spatial.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import option, options
 from fedatlas.nets.module import Net
-from fedatlas.options import option, options
 
 GROUPS = 8
 """Of the group norms."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
+from fedatlas.core.options import option, options
 from fedatlas.nets.module import Net, Outputs
-from fedatlas.options import option, options
 
 if TYPE_CHECKING:
     from monai.networks.nets.mednext import MedNeXt as MonaiMedNeXt

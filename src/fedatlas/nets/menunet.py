@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import option, options
+from fedatlas.core.organs import Groups, check_groups, complete
 from fedatlas.nets.module import Net, Outputs
-from fedatlas.options import option, options
-from fedatlas.organs import Groups, check_groups, complete
 
 SLOPE = 0.01
 """Of the leaky ReLU."""

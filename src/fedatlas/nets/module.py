@@ -6,8 +6,8 @@ from typing import Literal
 
 from torch import nn
 
-from fedatlas.errors import FederationError
-from fedatlas.outputs import Outputs
+from fedatlas.core.errors import FederationError
+from fedatlas.core.outputs import Outputs
 
 
 class Net(nn.Module):

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import from_dict, option, options
+from fedatlas.core.organs import Groups, check_groups, complete, merge_heads
 from fedatlas.nets.module import Net, Outputs
-from fedatlas.options import from_dict, option, options
-from fedatlas.organs import Groups, check_groups, complete, merge_heads
 
 
 class OrganHeadsNet(Net):

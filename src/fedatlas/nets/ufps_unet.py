@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import option, options
 from fedatlas.nets.module import Net
-from fedatlas.options import option, options
 
 SLOPE = 0.01
 """Of the leaky ReLU."""

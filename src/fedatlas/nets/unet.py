@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
-from fedatlas.errors import FederationError
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import option, options
+from fedatlas.core.outputs import Mixed
 from fedatlas.nets.module import Net, Outputs
-from fedatlas.options import option, options
-from fedatlas.outputs import Mixed
 
 if TYPE_CHECKING:
     from monai.networks.nets.dynunet import DynUNet

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from contourpy import contour_generator
 
-from fedatlas.errors import RunFolderError
+from fedatlas.core.errors import RunFolderError
 from fedatlas.report import markup
 from fedatlas.report.figures import CLASS_COLOURS, model_title
 from fedatlas.report.tables import Run, number

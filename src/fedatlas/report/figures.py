@@ -31,14 +31,7 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 
 from fedatlas.evaluation.classification import Histogram
-from fedatlas.evaluation.statistics import (
-    RowDict,
-    client_wise_index,
-    grouped,
-    mean_of_defined,
-    select,
-    table,
-)
+from fedatlas.evaluation.statistics import RowDict, client_wise_index, grouped, mean_of_defined, select, table
 from fedatlas.report import tables
 from fedatlas.report.tables import Example, Plane, Run
 

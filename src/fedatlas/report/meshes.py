@@ -19,7 +19,7 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 from skimage.measure import marching_cubes
 
-from fedatlas.errors import DataError
+from fedatlas.core.errors import DataError
 
 CELLS = 80
 """Along the longest side of a volume, at most about so many cells go into a surface."""

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import yaml
 
-from fedatlas.errors import RunFolderError, WireError
+from fedatlas.core.errors import RunFolderError, WireError
+from fedatlas.core.labels import BACKGROUND
 from fedatlas.evaluation.classification import Histogram, Threshold
 from fedatlas.evaluation.statistics import (
     COLUMNS,
@@ -29,7 +30,6 @@ from fedatlas.evaluation.statistics import (
     summarise,
     table,
 )
-from fedatlas.labels import BACKGROUND
 
 GLOBAL = "best"
 RANKS = ("worst", "median", "best")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedatlas.core.errors import DataError
 from fedatlas.data.datasets import (
     abdomenct1k,
     amos22,
@@ -22,7 +23,6 @@ from fedatlas.data.datasets import (
     word,
 )
 from fedatlas.data.datasets.listing import Layout, Listing, read_json
-from fedatlas.errors import DataError
 
 REGISTRY: Mapping[str, Callable[[Layout], Listing]] = {
     "nnunet": nnunet.read,

@@ -20,10 +20,10 @@ The layout is that of the release as it is described; no copy was at hand to rea
 
 from pathlib import Path
 
+from fedatlas.core.errors import DataError
+from fedatlas.core.options import from_dict, option, options
 from fedatlas.data.datasets import numbered
 from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, stem
-from fedatlas.errors import DataError
-from fedatlas.options import from_dict, option, options
 
 TABLE = {"background": 0, "liver": 1, "kidney": 2, "spleen": 3, "pancreas": 4}
 LABELLED = 1000

@@ -22,10 +22,10 @@ import re
 from dataclasses import replace
 from typing import Literal
 
+from fedatlas.core.errors import DataError
+from fedatlas.core.options import from_dict, option, options
 from fedatlas.data.datasets import datalist
 from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, parse_table, read_json
-from fedatlas.errors import DataError
-from fedatlas.options import from_dict, option, options
 
 LAST_CT = 500
 EXPECTED = {"training": {"ct": 200, "mr": 40}, "validation": {"ct": 100, "mr": 20}}

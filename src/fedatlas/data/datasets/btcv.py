@@ -8,9 +8,9 @@ The 20 test scans have no public label. Fed-MENU tests on the 30, of which no si
     {name: btcv, path: …, format: btcv, role: test, aliases: {right kidney: kidney, left kidney: kidney}}
 """
 
+from fedatlas.core.errors import DataError
 from fedatlas.data.datasets import numbered
 from fedatlas.data.datasets.listing import Layout, Listing
-from fedatlas.errors import DataError
 
 TABLE = {
     "background": 0,

@@ -32,6 +32,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from fedatlas.core.errors import DataError
+from fedatlas.core.options import option, options
 from fedatlas.data.datasets.images import (
     ImageCase,
     ImageListing,
@@ -46,8 +48,6 @@ from fedatlas.data.datasets.images import (
     split_patients,
 )
 from fedatlas.data.datasets.listing import Problem, Split
-from fedatlas.errors import DataError
-from fedatlas.options import option, options
 
 SOURCE = "ChestX-ray14"
 CLASSES = (

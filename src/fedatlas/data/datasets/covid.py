@@ -25,8 +25,8 @@ train at one site on what it tests at the other, and neither names nor file cont
 from pathlib import Path
 from typing import Literal
 
+from fedatlas.core.options import option, options
 from fedatlas.data.datasets.images import ImageListing, Splitting, read_folders
-from fedatlas.options import option, options
 
 SOURCE = "COVID-19 Radiography Database"
 FOLDERS = ("COVID-19_Radiography_Dataset", "COVID-19 Radiography Database")

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedatlas.core.errors import DataError
 from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, Split, annotated_in, stem
-from fedatlas.errors import DataError
 
 
 def listing(layout: Layout, found: Mapping[str, Any], table: dict[str, int], channels: int | None) -> Listing:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.options import option, options
+from fedatlas.core.seeds import seed_of
 from fedatlas.data.datasets.listing import Problem, Split
-from fedatlas.errors import DataError, FederationError
-from fedatlas.options import option, options
-from fedatlas.seeds import seed_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".dcm", ".dicom")
 LISTED = 20  # problems of one kind that are listed one by one

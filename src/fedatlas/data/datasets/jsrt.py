@@ -24,19 +24,11 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from fedatlas.core.errors import DataError
+from fedatlas.core.options import from_dict, option, options
 from fedatlas.data.datasets.images import shown, some
 from fedatlas.data.datasets.listing import Layout, Listing, Problem
-from fedatlas.data.datasets.masks import (
-    PICTURES,
-    RASTER,
-    count_note,
-    files_in,
-    picture_case,
-    table_of,
-    there,
-)
-from fedatlas.errors import DataError
-from fedatlas.options import from_dict, option, options
+from fedatlas.data.datasets.masks import PICTURES, RASTER, count_note, files_in, picture_case, table_of, there
 
 SOURCE = "JSRT"
 FINDING = "lung nodule"

@@ -10,8 +10,8 @@ Cases 210 to 299 have no public label and are unlabelled test cases. ConDistFL t
 import re
 from pathlib import Path
 
+from fedatlas.core.errors import DataError
 from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem
-from fedatlas.errors import DataError
 
 TABLE = {"background": 0, "kidney": 1, "kidney tumour": 2}
 LABELLED = 210

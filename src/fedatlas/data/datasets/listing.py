@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fedatlas.errors import DataError
-from fedatlas.labels import BACKGROUND
+from fedatlas.core.errors import DataError
+from fedatlas.core.labels import BACKGROUND
 
 Split = Literal["train", "validation", "test"]
 

@@ -10,9 +10,9 @@ Fed-MENU trains on 79 of the 131, validates on 13 and tests on 39, with tumours 
     {name: lits, path: …, format: lits, split: {validation: 0.1, test: 0.3}, aliases: {liver tumour: liver}}
 """
 
+from fedatlas.core.errors import DataError
 from fedatlas.data.datasets import numbered
 from fedatlas.data.datasets.listing import Layout, Listing
-from fedatlas.errors import DataError
 
 TABLE = {"background": 0, "liver": 1, "liver tumour": 2}
 NUMBERS = range(131)

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import BACKGROUND
+from fedatlas.core.options import from_dict, option, options
 from fedatlas.data.datasets.images import empty, read_table, shown, some
 from fedatlas.data.datasets.listing import Case, Layout, Listing, Mask, Problem, Split
-from fedatlas.errors import DataError, FederationError
-from fedatlas.labels import BACKGROUND
-from fedatlas.options import from_dict, option, options
 
 RASTER = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif")
 PICTURES = (*RASTER, ".dcm", ".dicom")

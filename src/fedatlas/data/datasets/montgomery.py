@@ -19,18 +19,10 @@ picture; `fedatlas check` says where a site's masks lie the other way round, and
 import re
 from typing import Literal
 
+from fedatlas.core.options import from_dict, option, options
 from fedatlas.data.datasets.images import shown, some
 from fedatlas.data.datasets.listing import Layout, Listing, Problem
-from fedatlas.data.datasets.masks import (
-    RASTER,
-    count_note,
-    expected,
-    files_in,
-    picture_case,
-    sides,
-    table_of,
-)
-from fedatlas.options import from_dict, option, options
+from fedatlas.data.datasets.masks import RASTER, count_note, expected, files_in, picture_case, sides, table_of
 
 SOURCE = "the Montgomery County set"
 FINDING = "tuberculosis"

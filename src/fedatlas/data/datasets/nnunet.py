@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from fedatlas.core.errors import DataError
 from fedatlas.data.datasets.listing import (
     Case,
     Layout,
@@ -18,7 +19,6 @@ from fedatlas.data.datasets.listing import (
     parse_table,
     read_json,
 )
-from fedatlas.errors import DataError
 
 
 def read(layout: Layout) -> Listing:

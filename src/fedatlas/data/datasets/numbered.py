@@ -4,9 +4,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from fedatlas.core.errors import DataError
+from fedatlas.core.labels import BACKGROUND
 from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, stem
-from fedatlas.errors import DataError
-from fedatlas.labels import BACKGROUND
 
 
 def by_number(layout: Layout, folders: Iterable[Path], pattern: str) -> dict[int, Path]:

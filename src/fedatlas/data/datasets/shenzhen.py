@@ -28,19 +28,11 @@ import re
 from pathlib import Path
 from typing import Literal
 
+from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.options import from_dict, option, options
 from fedatlas.data.datasets.images import shown, some
 from fedatlas.data.datasets.listing import Layout, Listing, Mask, Problem, Side
-from fedatlas.data.datasets.masks import (
-    RASTER,
-    count_note,
-    expected,
-    files_in,
-    picture_case,
-    sides,
-    table_of,
-)
-from fedatlas.errors import DataError, FederationError
-from fedatlas.options import from_dict, option, options
+from fedatlas.data.datasets.masks import RASTER, count_note, expected, files_in, picture_case, sides, table_of
 
 SOURCE = "the Shenzhen set"
 FINDING = "tuberculosis"

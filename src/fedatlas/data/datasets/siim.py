@@ -19,12 +19,12 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from fedatlas.core.errors import DataError
+from fedatlas.core.options import from_dict, option, options
 from fedatlas.data.datasets.images import read_table, shown, some
 from fedatlas.data.datasets.listing import Layout, Listing, Problem, Runs
 from fedatlas.data.datasets.masks import PICTURES, count_note, picture_case, table_of
-from fedatlas.data.rle import EMPTY
-from fedatlas.errors import DataError
-from fedatlas.options import from_dict, option, options
+from fedatlas.data.formats.rle import EMPTY
 
 SOURCE = "SIIM-ACR (stage 2)"
 CLASS, FINDING = "pneumothorax", "has pneumothorax"

@@ -17,10 +17,10 @@ The layout and the names of the lists are those of the release as it is describe
 from pathlib import Path
 from typing import Literal
 
+from fedatlas.core.errors import DataError
+from fedatlas.core.options import from_dict, option, options
 from fedatlas.data.datasets import numbered
 from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, Split, stem
-from fedatlas.errors import DataError
-from fedatlas.options import from_dict, option, options
 
 TABLE = {
     "background": 0,

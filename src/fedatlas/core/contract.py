@@ -1,0 +1,260 @@
+"""The whole contract between a method, the server and the sites.
+
+A method is two server functions, `start` and `round`, over a `State`. It reaches the hospitals only through
+`clients.call(self.local_update, …)`; the function that runs there belongs to the same class and is marked
+`@at_site`. A method is a frozen dataclass of its hyper-parameters: nothing on it changes while it runs.
+
+Shapes: C classes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas.core.batch import Batch
+from fedatlas.core.labels import SiteLabels
+from fedatlas.core.tensors import Tensors, Tree
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class State:
+    """What the server knows after `round` complete rounds out of `rounds`. A method may subclass it with
+    fields of its own; they are tensors and plain values, so that a state can always be kept and resumed."""
+
+    model: Tensors
+    round: int = 0
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
+class NetSpec:
+    """A net by its registered name, with its options. on: what it is given, the federation's images, or the features
+    [B, d] that the federation's net ("main", a classifier) makes of them. outputs: one for each class of the label
+    space, or for each site that trains, in the order of their names."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    on: Literal["images", "features"] = "images"
+    outputs: Literal["classes", "sites"] = "classes"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One model offered for evaluation. `classes`: the foreground classes it may speak for (None: all);
+    the probability of any other is given to the background. Several members are merged (A8): per voxel the
+    foreground class of highest probability among the members that predict foreground there.
+
+    net: the one whose values `model` holds, "main" or one that the method declares. chooses: makes the member a
+    selector, which says nothing itself: its outputs stand for the members after it, one for each. In a case (where
+    labels are of whole images: an image) to which it gives a softmax above `chooses`, the most probable of these speaks
+    alone; in any other those before the selector do, merged. None of them but those before it may name classes."""
+
+    model: Tensors
+    classes: tuple[int, ...] | None = None
+    net: str = "main"
+    chooses: float | None = None
+
+    def to_payload(self) -> dict[str, Any]:
+        """As it travels to a site."""
+        classes = None if self.classes is None else list(self.classes)
+        return {"model": self.model, "classes": classes, "net": self.net, "chooses": self.chooses}
+
+    @classmethod
+    def from_payload(cls, payload: Mapping[str, Any]) -> "Member":
+        """What `to_payload` gave; "net" and "chooses" may be left out."""
+        given = dict(payload)
+        classes = given.pop("classes")
+        return cls(classes=None if classes is None else tuple(classes), **given)
+
+
+class Site(Protocol):
+    """All that a method's code at a hospital may touch."""
+
+    name: str
+    labels: SiteLabels
+    n_train: int
+    """Training cases."""
+    n_labelled: Tensor
+    """[C] int64: training cases in which class c is annotated."""
+    n_positive: Tensor
+    """[C] int64: training cases in which class c is annotated and present."""
+    memory: dict[str, Tree]
+    """Private; kept between calls, never sent."""
+    rng: torch.Generator
+    """Seeded from the experiment's seed, the site's name, the round and the number of the call in the round."""
+    device: torch.device
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        """A new net of the federation ("main"), or one that the method declares in `nets`, in training mode;
+        with the values of `model` if given."""
+        ...
+
+    def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> "Batches":
+        """Training batches of `batch` samples, on the site's device; exactly one of steps and epochs is given.
+        Two calls within one call of the site give different batches."""
+        ...
+
+    def with_predictions(
+        self,
+        net: nn.Module,
+        *,
+        overlap: float,
+        windows: int,
+        keep: int | None,
+        partly: bool,
+        gigabytes: float,
+        within: AbstractContextManager[Any],
+    ) -> "AbstractContextManager[Site]":
+        """This site, all of whose batches have `Batch.along`: what `net` says of every training case as it is before
+        augmentation, predicted once and kept in files of the site until the context ends.
+
+        overlap: of windows, in parts of one. windows: so many at a time. keep: probabilities per voxel, the largest
+        ones; None: all. partly: only cases in which some class is not annotated; `along` of others means nothing.
+        gigabytes: the most that may be kept. within: entered while `net` computes, as an autocast. Batches are, apart
+        from `along`, those that the site gives without. Raises FederationError where the files would be larger,
+        DataError where they cannot be written."""
+        ...
+
+    def score(self, net: nn.Module) -> float | None:
+        """How good a net is on the site's own validation cases, by the metric that chooses rounds (Dice, of whole images
+        AUROC): the mean over the classes that the site annotates of the mean over cases. None where it has no such case.
+        The net is left as it was, and no random number is drawn."""
+        ...
+
+    def log(self, **numbers: float) -> None:
+        """Numbers for people: they appear in the run's log beside the site's name, and steer nothing."""
+        ...
+
+
+class Batches(Protocol):
+    """Batches to be read once, in an order and with augmentation that depend on the site's seed alone."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+class Replies(Protocol):
+    """What the sites answered to one call. Can be read again and again; always sorted by site name."""
+
+    sites: list[str]
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(site, reply), decoded one at a time."""
+        ...
+
+    def each(self, key: str) -> Iterator[Any]:
+        """One value of every reply, in the order of `sites`, as `average` takes them: the rest of a reply is
+        never held, and the value itself only by who keeps it."""
+        ...
+
+    def plain(self, key: str) -> list[Any]:
+        """One plain value of every reply, in the order of `sites`; no tensor is loaded."""
+        ...
+
+
+class Clients(Protocol):
+    """The hospitals, as the server's half of a method sees them."""
+
+    sites: list[str]
+    """Sorted names of all sites of the federation."""
+    lost: dict[str, str]
+    """Who did not answer the last call, and why."""
+    sample_shape: tuple[int, ...]
+    """(I, *S): the shape of one input of the federation's net in training."""
+
+    @property
+    def rng(self) -> torch.Generator:
+        """A new generator at every use, seeded from the experiment's seed and the round."""
+        ...
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        """A net at the server, on the CPU, in evaluation mode; as `Site.network`. It computes with as many threads
+        as a site, so that equal models give equal bits."""
+        ...
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *,
+        each: Mapping[str, dict[str, Any]] | None = None,
+        **payload: Any,
+    ) -> Replies:
+        """Runs a function marked `@at_site` at every site, with `payload` and what `each` adds for that site.
+
+        With `each`, only the sites named in it are called. Raises SiteLost where the federation's rule for a
+        lost site is to stop, or too few are left.
+        """
+        ...
+
+
+@runtime_checkable
+class Method(Protocol):
+    """Two functions over a state. Optional declarations, with their defaults, are those below, and checks before
+    anything is trained, which raise FederationError: `check(space)`; `examine(net, training_sites)` and `plan(rounds)`, which
+    return what `fedatlas check` should tell."""
+
+    def start(self, net: nn.Module, clients: Clients) -> State: ...
+    def round(self, state: Any, clients: Clients) -> State: ...
+
+
+class Defaults:
+    """What a method may declare; a method that differs says so under the same name."""
+
+    state: ClassVar[type[State]] = State
+    nets: ClassVar[Mapping[str, NetSpec]] = {}
+    sends: ClassVar[Mapping[str, Any]] = {"model": "model", "n": "cases"}
+    """What a site answers, key -> kind, and nothing else: here its model's tensors and its number of training
+    cases. The kinds are those of `engine.egress.check`, which refuses any other answer before it leaves the site.
+    A method whose functions answer differently gives {function: {key: kind}}."""
+    summed: ClassVar[str | None] = None
+    """What the server makes of the sites' models, if that is a weighted mean and nothing else: "cases" (weights
+    are the training cases) or "equal". None: it needs each model by itself."""
+    tasks: ClassVar[tuple[str, ...]] = ("segmentation", "classification")
+    """The tasks of a federation that it is for."""
+    chosen_by_site: ClassVar[bool] = False
+    """True: every site chooses the round of its own model, by its own validation cases, where otherwise one round is chosen
+    for all. The method has `assembled(state, models)`: the state with these models, site -> tensors, in place of those of
+    the round; it is what `best` names."""
+    pooled: ClassVar[bool] = False
+    """True: the federation's sites are merged into one that holds the union of their cases."""
+
+
+def at_site(function: F) -> F:
+    """Marks a function that the server may ask a site to run: `function(self, site, **payload) -> dict`."""
+    function.at_site = True  # type: ignore[attr-defined]
+    return function
+
+
+def functions_of(method: Method) -> dict[str, Callable[..., Any]]:
+    """What may be called at a site for this method: name -> bound function. Nothing else is ever run there. A method that
+    is put on top of another declares `functions()`."""
+    own = getattr(method, "functions", None)
+    if own is not None:
+        return own()
+    names = [name for name in dir(type(method)) if getattr(getattr(type(method), name), "at_site", False)]
+    return {name: getattr(method, name) for name in names}
+
+
+def sends_of(method: Method) -> dict[str, dict[str, str]]:
+    """What every function of a method answers: function -> key -> kind."""
+    given = declared(method, "sends")
+    by_function = any(isinstance(kind, Mapping) for kind in given.values())
+    return {name: dict(given[name] if by_function else given) for name in functions_of(method)}
+
+
+def declared(method: Method, name: str) -> Any:
+    """An optional declaration of a method, or its default."""
+    return getattr(method, name, getattr(Defaults, name))
+
+
+def eval_members(method: Method, state: State, site: str) -> list[Member]:
+    """The models that are evaluated at a site as "the" model of the federation: the global one by default;
+    a method with personal, routed or several models declares `eval_members(state, site)`."""
+    own = getattr(method, "eval_members", None)
+    return own(state, site) if own else [Member(state.model)]

@@ -1,0 +1,156 @@
+"""User input as frozen dataclasses: one line and one sentence per option, checked once, where it enters.
+
+The YAML schema, the command line's overrides and the reference pages are derived from these classes.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from fedatlas.core.errors import FederationError
+
+T = TypeVar("T")
+
+_CONFIG = ConfigDict(extra="forbid", validate_default=False, use_attribute_docstrings=False)
+
+
+def option(default: Any = ..., sentence: str = "", **limits: Any) -> Any:
+    """A field with its default (none: required), the sentence that explains it, and limits as pydantic's
+    `Field` takes them (gt, ge, le, min_length, …). A mutable default is copied for every instance."""
+    if isinstance(default, list | dict | set):
+        return Field(default_factory=lambda: type(default)(default), description=sentence, **limits)
+    return Field(default=default, description=sentence, **limits)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def options(cls: type[T]) -> type[T]:
+    """A frozen, keyword-only dataclass that checks types and limits when it is made; unknown keys are errors."""
+    return dataclass(frozen=True, kw_only=True, config=_CONFIG)(cls)  # type: ignore[return-value]
+
+
+def not_known(what: str, name: str, known: Iterable[str]) -> FederationError:
+    """The error for a name that does not exist: it names the nearest one and lists all."""
+    names = list(known)
+    near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1, cutoff=0.6)
+    hint = f" did you mean {near[0]!r}?" if near else ""
+    return FederationError(f"{what} {name!r} does not exist;{hint} known: {', '.join(names) or 'none'}")
+
+
+def from_dict(
+    cls: type[T],
+    values: Mapping[str, Any],
+    *,
+    what: str,
+    given: Mapping[str, str] | None = None,
+    inside: str = "",
+) -> T:
+    """An `@options` class from a dict, as it stands in a file. Raises FederationError that names `what`, the
+    key, the nearest known key if it is misspelt, and what is allowed. given, inside: see `blamed`."""
+    try:
+        return TypeAdapter(cls).validate_python(_on_defaults(cls, values))
+    except ValidationError as error:
+        raise FederationError("\n".join(explain(error, cls, what, given, inside))) from None
+
+
+def blamed(loc: Iterable[Any], source: str, given: Mapping[str, str] | None, inside: str = "") -> str:
+    """Who gave a key, for a message. given: key -> how it was given, for those that the source did not give, as
+    overrides. inside: the block of the source in which `loc` begins, as "method"."""
+    key = ".".join(map(str, (*([inside] if inside else []), *loc)))
+    for mine, text in (given or {}).items():
+        if key == mine or key.startswith(f"{mine}.") or mine.startswith(f"{key}."):
+            return text
+    return f"{source}: {inside}" if inside else source
+
+
+def _on_defaults(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, and where one is a mapping for a key whose default is a set of options, what that default says of the
+    keys that the mapping leaves out; a default of another `name` says nothing."""
+    fields = getattr(cls, "__pydantic_fields__", {})
+    filled = dict(values)
+    for key, value in values.items():
+        default = fields[key].default if key in fields else None
+        if (
+            not isinstance(value, Mapping)
+            or not dataclasses.is_dataclass(default)
+            or isinstance(default, type)
+        ):
+            continue
+        held = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
+        if value.get("name", held.get("name")) == held.get("name"):
+            filled[key] = held | _on_defaults(type(default), value)
+    return filled
+
+
+def explain(
+    error: ValidationError,
+    cls: Any,
+    source: str,
+    given: Mapping[str, str] | None = None,
+    inside: str = "",
+) -> list[str]:
+    """What is wrong with the values for an `@options` class, a line each: the key by its path, what was got,
+    what is allowed. source: where the values came from, as a file; given, inside: see `blamed`."""
+    lines = []
+    for item in error.errors():
+        loc = tuple(item["loc"])
+        what = blamed(loc, source, given, inside)
+        where = f"{what}: {'.'.join(_told(loc))}"
+        kind = item["type"]
+        if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+            lines.append(str(not_known(f"{what}: the key", ".".join(map(str, loc)), _keys_at(cls, loc[:-1]))))
+        elif kind.startswith("missing"):
+            lines.append(f"{where}: missing; it must be given")
+        elif kind == "dataclass_type":
+            keys = ", ".join(_keys_at(cls, loc))
+            lines.append(f"{where}: got {item['input']!r}; expected a mapping with the keys {keys}")
+        elif kind in ("dict_type", "mapping_type"):
+            example = f"{'.'.join(map(str, loc))}.name={item['input']}"
+            lines.append(
+                f"{where}: got {item['input']!r}; expected a mapping of keys. On the command line: -o {example}"
+            )
+        elif kind == "too_short":
+            about = item.get("ctx", {})
+            least, there = about.get("min_length", 1), about.get("actual_length", 0)
+            lines.append(
+                f"{where}: has {there} {'entry' if there == 1 else 'entries'}; {least} or more are needed"
+            )
+        elif kind in ("tuple_type", "list_type") and isinstance(item["input"], Mapping):
+            lines.append(f"{where}: is a mapping; expected a list, whose entries begin with a dash (-) each")
+        elif kind in ("tuple_type", "list_type"):
+            lines.append(f"{where}: got {item['input']!r}; expected a list, as [{item['input']}]")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{where}: got {item['input']!r}; {message[:1].lower()}{message[1:]}")
+    return lines
+
+
+def _told(loc: tuple[str | int, ...]) -> list[str]:
+    """A path without the names that pydantic gives to the alternatives of a type."""
+    return [str(part) for part in loc if not (isinstance(part, str) and ("[" in part or part in _PLAIN))]
+
+
+_PLAIN = ("bool", "int", "float", "str")
+
+
+def _keys_at(cls: Any, loc: tuple[str | int, ...]) -> list[str]:
+    for part in loc:
+        names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+        if part in names:
+            cls = _inner(typing.get_type_hints(cls)[part])
+    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+
+
+def _inner(hint: Any) -> Any:
+    """The dataclass inside an optional or a tuple of it."""
+    for candidate in (hint, *typing.get_args(hint)):
+        if isinstance(candidate, type) and dataclasses.is_dataclass(candidate):
+            return candidate
+        if typing.get_origin(candidate) in (tuple, typing.Union, types.UnionType):
+            return _inner(typing.get_args(candidate)[0])
+    return hint

@@ -1,0 +1,346 @@
+"""What is built from a federation file: label space, method, nets, and the data of the sites that lie here."""
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedatlas import nets
+from fedatlas.core.contract import declared, functions_of, sends_of
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.memory import require_memory
+from fedatlas.core.options import not_known
+from fedatlas.core.seeds import seed_of
+from fedatlas.core.tensors import n_bytes
+from fedatlas.data.datasets.listing import Problem
+from fedatlas.data.index import label_space_of
+from fedatlas.evaluation.evaluate import own_score
+from fedatlas.federation.file import Federation, hash_of, make_method, make_terms, selects
+from fedatlas.federation.tasks import Source, task_of
+from fedatlas.transport.egress import EgressLog
+from fedatlas.transport.host import Host
+
+POOLED = "pooled"
+"""The one site that trains where a method merges all sites' data."""
+
+
+def training_sites(federation: Federation) -> list[str]:
+    """The sorted names of the sites that train, as the file says; equal at the server and at every site."""
+    return sorted(site.name for site in federation.sites if site.role == "train")
+
+
+def build_net(
+    federation: Federation,
+    method: Any,
+    name: str,
+    *,
+    channels: int,
+    space: LabelSpace,
+    initial: bool = False,
+    shapes: bool = False,
+) -> nn.Module:
+    """The federation's net ("main"), or one that the method declares, for images of so many channels. A net that has
+    something for every organ takes the organs of `labels.groups`, unless its own option `groups` names others.
+
+    initial: whether a file of weights that the net's options name is read; only the model with which the federation
+    starts needs it, so that no site does. shapes: on the meta device, where tensors have a shape and no values, so that
+    a net of any size costs nothing.
+    """
+    task, classes = task_of(federation), len(space)
+    inputs: int = task.net_channels(federation, channels)
+    if name == "main":
+        kind = federation.net["name"]
+        chosen = {key: value for key, value in federation.net.items() if key != "name"}
+        if "groups" in {option.name for option in fields(nets.get(kind))} and chosen.get("groups") is None:
+            chosen["groups"] = space.groups
+    else:
+        wanted = declared(method, "nets")
+        if name not in wanted:
+            raise not_known(f"method {federation.method['name']}: the net", name, wanted)
+        kind, chosen = wanted[name].name, wanted[name].options
+        if wanted[name].outputs == "sites":
+            classes = len(training_sites(federation))
+        if wanted[name].on == "features":
+            main = build_net(federation, method, "main", channels=channels, space=space, shapes=True)
+            inputs = main.n_features  # type: ignore[assignment]
+    with torch.device("meta") if shapes else nullcontext():
+        return nets.build(
+            kind,
+            chosen,
+            in_channels=inputs,
+            classes=classes,
+            spatial_dims=len(task.size(federation)),
+            seed=seed_of(federation.seed, "net", name),
+            findings=len(federation.labels.findings) if name == "main" else 0,
+            initial=initial and not shapes,
+        )
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes that a training step holds beside the libraries. least: values, gradients, the optimizer's moments, and
+    what every module gives for a batch; likely: the gradients of what they give, too."""
+
+    least: int
+    likely: int
+
+
+def step_memory(
+    net: nn.Module, shape: Sequence[int], optimizer: str, precision: str = "float32"
+) -> StepMemory:
+    """The estimate for batches of shape (B, I, *S). Two bytes count for a number that a module gives where the
+    precision is lower than float32. Nothing is computed."""
+    model = n_bytes(list(net.state_dict().values()))
+    numbers, _ = nets.count_outputs(net, shape[1:])
+    outputs = shape[0] * numbers * (4 if precision == "float32" else 2)
+    held = model * (2 + (1 if optimizer == "sgd" else 2))
+    return StepMemory(held + outputs, held + 2 * outputs)
+
+
+def usable_device(federation: Federation) -> torch.device:
+    """The device on which sites train. FederationError if it is not one, is not there, or cannot compute in the
+    federation's precision."""
+    name = federation.engine.device
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        reason = str(error).splitlines()[0]
+        raise FederationError(
+            f"engine.device: got {name!r}, which cannot be used here ({reason}); here are: {', '.join(there)}"
+        ) from None
+    if device.type == "meta" or (federation.local.precision == "fp16" and device.type != "cuda"):
+        raise FederationError(
+            f"local.precision: fp16 needs a GPU, engine.device is {name}; use float32 or bf16"
+            if device.type != "meta"
+            else "engine.device: meta computes nothing; use cpu or cuda"
+        )
+    return device
+
+
+class Design:
+    """A federation with its label space, method and nets, without any site's data: what the server knows.
+
+    channels: images per case, the same at every site.
+    """
+
+    def __init__(self, federation: Federation, space: LabelSpace, channels: int) -> None:
+        self.federation, self.space, self.channels = federation, space, channels
+        self.method, self.task = make_method(federation), task_of(federation)
+
+    @property
+    def pooled(self) -> bool:
+        """Does the method train on the union of all sites' data?"""
+        return declared(self.method, "pooled")
+
+    @property
+    def evaluator(self) -> Any:
+        """What scores a model at a site."""
+        return self.task.evaluator(self.federation, self.space)
+
+    @property
+    def sends(self) -> dict[str, Mapping[str, str]]:
+        """What sites answer: function -> key -> kind, see `engine.egress.problem_of`."""
+        return {**sends_of(self.method), **self.task.sends}
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """(I, *S): one input of the net."""
+        inputs = self.task.net_channels(self.federation, self.channels)
+        return (inputs, *self.task.size(self.federation))
+
+    def make_net(self, name: str = "main", *, initial: bool = True) -> nn.Module:
+        """A net of the federation, with the values that follow from the seed; initial: as in `build_net`."""
+        return build_net(
+            self.federation, self.method, name, channels=self.channels, space=self.space, initial=initial
+        )
+
+    def shapes(self, name: str = "main") -> nn.Module:
+        """A net of the federation without values, see `build_net`."""
+        return build_net(
+            self.federation, self.method, name, channels=self.channels, space=self.space, shapes=True
+        )
+
+    def step_memory(self) -> StepMemory:
+        """Of a site's training, see `step_memory`."""
+        local = self.federation.local
+        return step_memory(self.shapes(), (local.batch, *self.sample_shape), local.optimizer, local.precision)
+
+    def require_memory(self) -> None:
+        """Raises FederationError where the server cannot hold the state, an answer, and their sum in float64."""
+        net = self.shapes()
+        n = sum(parameter.numel() for parameter in net.parameters())
+        what = f"averaging models of {n:,} parameters"
+        remedy = "choose a smaller net, as by fewer `filters`"
+        require_memory(4 * n_bytes(list(net.state_dict().values())), what, remedy, FederationError)
+
+    def check_net(self, *, initial: bool = True) -> nn.Module:
+        """The net, after one patch went through it. FederationError if it fits the patch or the labels not, or needs
+        more memory than there is; initial: or its file of weights cannot be used."""
+        net = self.shapes()
+        inputs, *size = self.sample_shape
+        nets.check_level(self.federation.net["name"], net, self.space.level)
+        nets.check_classes(self.federation.net["name"], net, self.space.exclusive)
+        nets.check_patch(net, size)
+        nets.check_output(net, len(self.space), in_channels=inputs, patch=size)
+        self.require_memory()
+        net = self.make_net(initial=initial)
+        for name, spec in declared(self.method, "nets").items():
+            if spec.on == "images":
+                try:
+                    nets.check_patch(self.shapes(name), size)
+                except FederationError as error:
+                    told = f"method {self.federation.method['name']}: its net {name!r}"
+                    raise FederationError(f"{told}: {error}") from None
+        _ = self.evaluator  # refuses options that do not fit the classes
+        check = getattr(self.method, "check", None)
+        if check:
+            check(self.space)
+        self.examine(net)
+        return net
+
+    def examine(self, net: nn.Module) -> list[str]:
+        """What the method tells of the net, the training sites and the number of rounds. Raises FederationError where they do not fit."""
+        examine, plan = (getattr(self.method, name, None) for name in ("examine", "plan"))
+        found = examine(net, training_sites(self.federation)) if examine else []
+        return [*found, *(plan(self.federation.rounds) if plan else [])]
+
+
+class Experiment(Design):
+    """A design with the data of sites that lie on this machine.
+
+    cache: folder of preprocessed cases. sites: which of the federation's (None: all); space: where not all are
+    here, the label space cannot follow from them. Reads the layout of every site, no voxels.
+    """
+
+    def __init__(
+        self,
+        federation: Federation,
+        cache: Path,
+        *,
+        sites: Sequence[str] | None = None,
+        space: LabelSpace | None = None,
+    ) -> None:
+        # by name: classes are numbered as the sites bring them, and the order of the file decides nothing
+        chosen = sorted(
+            (s for s in federation.sites if sites is None or s.name in sites), key=lambda site: site.name
+        )
+        task = task_of(federation)
+        self.indexes: list[Any] = [task.read(federation, site, Path(data_path(site))) for site in chosen]
+        space = space or space_of(federation, {index.name: index.brings for index in self.indexes})
+        super().__init__(federation, space, self.indexes[0].channels)
+        self.sources: dict[str, Source] = {
+            index.name: task.source(federation, index, self.space, cache) for index in self.indexes
+        }
+        self.training = {i.name: self.sources[i.name] for i in self.indexes if task.trains(i)}
+        if self.pooled:
+            self.training = {POOLED: task.pool(list(self.training.values()), POOLED)}
+
+    def check(self) -> list[Problem]:
+        """Reads every image of every site; the problems found, worst first."""
+        found = self.task.thorough(self.federation, self.indexes, self.space)
+        return sorted(found, key=lambda problem: not problem.fatal)
+
+    def prepare(self, tell: Callable[[str], None] = lambda text: None) -> None:
+        """Fills the cache of every site."""
+        for name, source in self.sources.items():
+            source.prepare(progress=lambda text, name=name: tell(f"{name}: {text}"))
+
+    def fingerprint(self) -> dict[str, str]:
+        """case -> a digest of all that is read of it, see `SiteData.fingerprint`; of several sites "site/case"."""
+        found = {name: source.fingerprint() for name, source in self.sources.items()}
+        if len(found) == 1:
+            return next(iter(found.values()))
+        return {f"{name}/{case}": mark for name, marks in found.items() for case, mark in marks.items()}
+
+    def check_net(self, *, initial: bool = True) -> nn.Module:
+        usable_device(self.federation)
+        return super().check_net(initial=initial)
+
+    @property
+    def at_once(self) -> int:
+        """How many sites train here at the same time."""
+        return max(1, min(self.federation.engine.workers, len(self.training)))
+
+    def require_memory(self) -> None:
+        """Raises FederationError where the server, or the sites that train here at the same time, need more than there
+        is."""
+        super().require_memory()
+        federation, at_once = self.federation, self.at_once
+        of = f"{at_once} sites at a time" if at_once > 1 else "a site"
+        size = "×".join(map(str, self.sample_shape))
+        what = f"training {of} on batches of {federation.local.batch} samples of {size}"
+        remedy = "lower `local.batch`, the size of a sample, or the size of the net"
+        remedy += ", or `engine.workers`" if at_once > 1 else ""
+        least = self.step_memory().least * at_once
+        require_memory(least, what, remedy, FederationError, federation.engine.device)
+
+    def host(self, site: str, folder: Path, log: EgressLog | None = None, **options: Any) -> Host:
+        """The end of the wire of a site that is served here. folder: its private one; options: as `Host`."""
+        return Host(
+            site,
+            self.training.get(site) or self.sources[site],
+            functions_of(self.method) | functions_of(self.evaluator),
+            partial(self.make_net, initial=False),
+            folder,
+            sends=self.sends,
+            scores={name: self.evaluator.scores for name in self.task.sends},
+            seed=self.federation.seed,
+            threads=self.federation.threads_per_site,
+            device=self.federation.engine.device,
+            log=log,
+            terms=make_terms(self.federation),
+            own_score=own_score(self.evaluator, selects(self.federation)),
+            **options,
+        )
+
+
+def data_path(site: Any) -> str:
+    """The folder of a site's data. FederationError where the file does not give it."""
+    if site.path is None:
+        raise FederationError(
+            f"site {site.name}: path: missing; an engine of this machine reads every site's data itself. Give it, "
+            "or let the site take part from where its data are (`fedatlas deploy init`)"
+        )
+    return site.path
+
+
+def space_of(federation: Federation, brings: Mapping[str, Sequence[str]]) -> LabelSpace:
+    """The label space of a federation: as its file gives it, else the union of what the sites bring.
+
+    brings: site -> its label names after aliases, background left out, in its own order.
+    """
+    given, level = federation.labels, task_of(federation).level
+    exclusive = bool(given.exclusive)
+    names = given.names
+    if names is None:
+        names = label_space_of([brings[site] for site in sorted(brings)], (), exclusive).names
+    plain = LabelSpace(names, (), exclusive, level)
+    groups = tuple(tuple(plain.index(name) for name in group) for group in given.groups)
+    about = tuple(None if name is None else plain.index(name) for name in given.findings.values())
+    return LabelSpace(names, groups, exclusive, level, tuple(given.findings), about)
+
+
+def cache_folder(federation: Federation, runs: Path) -> Path:
+    """Where preprocessed cases are kept."""
+    return Path(federation.engine.cache).expanduser() if federation.engine.cache else runs / ".cache"
+
+
+def egress_log(federation: Federation, path: Path, run: str) -> EgressLog:
+    """The log of what leaves a site in a run."""
+    return EgressLog(path, run=f"{run} {hash_of(federation)[:8]}", method=federation.method["name"])
+
+
+def versions() -> dict[str, str]:
+    """The versions of what decides the numbers."""
+    packages = ("fedatlas", "torch", "monai", "numpy", "scipy", "nibabel", "pydantic")
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}

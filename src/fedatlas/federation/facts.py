@@ -1,0 +1,154 @@
+"""What a site says of itself before a run, as the server takes it: everything else is refused.
+
+A site that is not what it should be may answer anything; so nothing of it is used before it was found to be of the
+form that `site.SiteDesk` gives it.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from fedatlas.core.errors import FedAtlasError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.transport.egress import problem_of_text
+
+DEEPEST = 20
+"""How deep lists and dicts of facts lie in each other."""
+
+
+def _one_line(text: str) -> str:
+    if problem := problem_of_text(text):
+        raise ValueError(problem)
+    return text
+
+
+Text = Annotated[str, AfterValidator(_one_line)]
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Counts = dict[Text, Count]
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class Hello(_Facts):
+    """What `SiteDesk.hello` tells. federation: as JSON; brings, channels: of a site that agreed to the same file;
+    clock: seconds since 1970 at the site."""
+
+    versions: dict[Text, Text]
+    hash: Text
+    federation: Annotated[str, Field(max_length=1 << 20)]
+    brings: dict[Text, list[Text]] | None = None
+    channels: Annotated[int, Field(ge=1, le=1024)] | None = None
+    clock: Annotated[float, Field(ge=0, le=1e11)]
+
+
+class Cases(_Facts):
+    train: Count
+    validation: Count
+    test: Count
+
+
+class Finding(_Facts):
+    labelled: Count
+    present: Count
+
+
+class Summary(_Facts):
+    """What every summary of a site has, and the counts that some have."""
+
+    annotated: list[Text]
+    role: Literal["train", "test"]
+    cases: Cases
+    labelled: Counts
+    voxels: Counts | None = None
+    positives: Counts | None = None
+    negatives: Counts | None = None
+    findings: dict[Text, Finding] | None = None
+
+
+class Joined(_Facts):
+    """What `SiteDesk.join` tells. classes: its own names of labels -> classes; memory: versions of its memory."""
+
+    summary: Summary
+    classes: dict[Text, Text]
+    memory: list[Text]
+
+
+Kind = TypeVar("Kind", bound=_Facts)
+
+
+def _read(kind: type[Kind], facts: Mapping[str, Any]) -> Kind:
+    """Raises ValueError for facts of another form."""
+    _plain({key: item for key, item in facts.items() if key != "federation"})
+    try:
+        return kind.model_validate(dict(facts))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part)[:80] for part in first["loc"])
+        raise ValueError(f"{place}: {first['msg']}") from None
+
+
+def _plain(tree: Any, depth: int = 0, *, texts: bool = True) -> None:
+    """Raises ValueError for what no table takes: numbers that are not finite, deep nesting and, unless not `texts`,
+    texts that are not one short line."""
+    if depth > DEEPEST:
+        raise ValueError(f"lists and dicts more than {DEEPEST} deep")
+    if isinstance(tree, dict):
+        for key, item in tree.items():
+            _plain(key, depth + 1, texts=texts)
+            _plain(item, depth + 1, texts=texts)
+    elif isinstance(tree, list):
+        for item in tree:
+            _plain(item, depth + 1, texts=texts)
+    elif isinstance(tree, str) and texts:
+        _one_line(tree)
+    elif isinstance(tree, int | float) and not (abs(tree) < 1 << 63 and math.isfinite(tree)):
+        raise ValueError("a number that is not finite, or beyond 2^63")
+
+
+def _problem(read: Callable[[], None]) -> str | None:
+    try:
+        read()
+    except (ValueError, RecursionError, FedAtlasError) as error:
+        return f"says {str(error)[:300] or type(error).__name__}"
+    return None
+
+
+def problem_of_hello(site: str, hash: str, facts: Mapping[str, Any], *, several: bool = False) -> str | None:
+    """What is wrong with the facts of a hello; None if nothing is. hash: of the server's federation file. several:
+    whether the site speaks for others, as that of pooled data does."""
+
+    def read() -> None:
+        hello = _read(Hello, facts)
+        _plain(json.loads(hello.federation), texts=False)
+        if not isinstance(json.loads(hello.federation), dict):
+            raise ValueError("a federation file that is no mapping")
+        if hello.hash == hash and (not hello.brings or hello.channels is None):
+            raise ValueError("neither what it brings nor its channels")
+        if not several and set(hello.brings or {site}) != {site}:
+            raise ValueError(
+                f"what {', '.join(sorted(hello.brings or {}))[:80]} brings; it may speak for {site}"
+            )
+
+    return _problem(read)
+
+
+def problem_of_join(space: LabelSpace, facts: Mapping[str, Any]) -> str | None:
+    """What is wrong with the facts of a join; None if nothing is."""
+
+    def read() -> None:
+        joined = _read(Joined, facts)
+        summary = joined.summary
+        named = {*summary.annotated, *summary.labelled, *joined.classes.values()}
+        for counts in (summary.voxels, summary.positives, summary.negatives):
+            named |= set(counts or ())
+        if unknown := sorted(named - set(space.names)):
+            raise ValueError(f"{unknown[0]!r}, which is no class of the federation")
+        if unknown := sorted(set(summary.findings or ()) - set(space.findings)):
+            raise ValueError(f"{unknown[0]!r}, which is no finding of the federation")
+
+    return _problem(read)

@@ -1,0 +1,365 @@
+"""The federation file: YAML to typed values and back, its hash, its JSON schema.
+
+YAML -> `Federation`: checked once, here; an unknown key is an error that names the nearest known one. What is
+built from it stands in `session.py`.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from fedatlas import methods, nets
+from fedatlas.core.contract import Method, declared
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import explain, from_dict, not_known, option, options
+from fedatlas.data.image_index import Images
+from fedatlas.data.site_data import SiteConfig
+from fedatlas.data.transforms import Preprocessing, Sampling
+from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
+from fedatlas.evaluation.evaluate import Evaluation
+from fedatlas.evaluation.metrics import METRICS as VOXEL_METRICS
+from fedatlas.federation.yaml import absolute, from_folder, keys_of, load_raw, with_weights
+from fedatlas.learning.augment import Augmentation
+from fedatlas.learning.inference import Inference
+from fedatlas.learning.loop import Local
+from fedatlas.transport.clients import Faults
+from fedatlas.transport.exchange import Terms, terms_of
+from fedatlas.transport.protection.compression import Comm
+from fedatlas.transport.protection.privacy import Privacy
+from fedatlas.transport.protection.secure import Secure
+
+MOST_ROUNDS = 999_998
+"""What the names of a run's files can count, with one more for the final evaluation."""
+
+
+@options
+class Labels:
+    """The label space that the model will know."""
+
+    names: tuple[str, ...] | None = option(
+        None, "Every class by name, background first if exclusive; null: the union of what the sites bring."
+    )
+    groups: tuple[tuple[str, ...], ...] = option(
+        (), "Classes that belong together, as an organ and its lesion."
+    )
+    exclusive: bool | None = option(
+        None,
+        "true: one class per voxel (softmax); false: every class on its own (sigmoid). Null: true for segmentation, "
+        "false for classification.",
+    )
+    findings: dict[str, str | None] = option(
+        {},
+        "Segmentation: findings of the whole image beside it, each with the class of voxels that it is about, or null.",
+    )
+    display: dict[str, str] = option(
+        {},
+        "What the report calls a class; one that is not named here: its own name, with spaces for underscores.",
+    )
+
+    def __post_init__(self) -> None:
+        """Raises FederationError where `display` names a class that the space does not hold."""
+        known = [] if self.names is None else [*self.names, *self.findings]
+        for name in self.display if known else ():
+            if name not in known:
+                raise not_known("labels: display: the class", name, known)
+
+
+@options
+class Engine:
+    """How the federation runs on this machine. Nothing here changes a bit of the result."""
+
+    workers: int = option(0, "Worker processes; 0 runs the sites in turn in this process.", ge=0)
+    device: str = option("cpu", "Where sites train: cpu, cuda, cuda:0, …")
+    cache: str | None = option(None, "Folder of preprocessed cases; null: .cache beside the runs.")
+
+
+@options
+class Federation:
+    """A federation file."""
+
+    name: str = option(
+        ..., "Names the run's folder.", min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+    )
+    task: Literal["segmentation", "classification"] = option(
+        "segmentation", "segmentation: labels of voxels; classification: findings of whole images."
+    )
+    labels: Labels = option(Labels(), "The label space.")  # type: ignore[call-arg]
+    sites: tuple[SiteConfig, ...] = option(..., "The hospitals.", min_length=1)
+    preprocessing: Preprocessing | None = option(
+        None, "Segmentation, where it is needed: from a site's files to the federation's grid."
+    )
+    images: Images = option(Images(), "Classification: from an image file to the input of the net.")  # type: ignore[call-arg]
+    sampling: Sampling = option(Sampling(), "How training patches are chosen.")  # type: ignore[call-arg]
+    augmentation: Augmentation = option(Augmentation(), "How training patches are varied.")  # type: ignore[call-arg]
+    net: dict[str, Any] = option(
+        {"name": "unet"}, "A registered net by name, with its options; for classification the default is cnn."
+    )
+    method: dict[str, Any] = option(
+        {"name": "fedavg"}, "A registered method by name, with its hyper-parameters."
+    )
+    local: Local = option(Local(), "Training at a site between two exchanges.")  # type: ignore[call-arg]
+    rounds: int = option(100, "Exchanges between sites and server.", gt=0, le=MOST_ROUNDS)
+    seed: int = option(0, "Everything random follows from it.", ge=0)
+    threads_per_site: int = option(1, "Processor threads that a site computes with; bits depend on it.", ge=1)
+    evaluation: Evaluation = option(Evaluation(), "What is measured, when, and how the best model is chosen.")  # type: ignore[call-arg]
+    faults: Faults = option(Faults(), "What happens when a site is lost.")  # type: ignore[call-arg]
+    comm: Comm = option(Comm(), "Compression of the models that are sent.")  # type: ignore[call-arg]
+    privacy: Privacy | None = option(None, "Differential privacy of what every site sends; null: none.")
+    secure: Secure | None = option(None, "Secure aggregation of the sites' models; null: none.")
+    engine: Engine = option(Engine(), "How it runs on this machine; not part of the file's hash.")  # type: ignore[call-arg]
+
+
+def load_federation(path: Path, overrides: Sequence[str] = ()) -> Federation:
+    """Reads a federation file, with `extends` resolved and `key.path=value` overrides applied.
+
+    Site paths become absolute; they are relative to the file, or "bundled:…" for data of the package.
+    Raises FederationError naming the file, the key, what was got and what is allowed.
+    """
+    raw = load_raw(path, overrides)
+    return parse_federation(raw, base=path.parent, source=str(path), given=keys_of(overrides))
+
+
+def parse_federation(
+    raw: Mapping[str, Any], *, base: Path, source: str = "federation", given: Mapping[str, str] | None = None
+) -> Federation:
+    """A federation from plain values, as `load_federation`. given: keys -> who gave them, where not the source did."""
+    given = given or {}
+    values = dict(raw)
+    if values.get("task") == "classification":
+        values.setdefault("net", {"name": "cnn"})
+    if isinstance(values.get("sites"), list | tuple):
+        values["sites"] = [absolute(site, base) for site in values["sites"]]
+    if "net" in values:
+        values["net"] = with_weights(values["net"], from_folder(base))
+    try:
+        federation = TypeAdapter(Federation).validate_python(values)
+    except ValidationError as error:
+        raise FederationError("\n".join(explain(error, Federation, source, given))) from None
+    except FederationError as error:
+        raise FederationError(f"{source}: {error}") from None
+    try:
+        federation = _of_task(federation)
+    except FederationError as error:
+        raise FederationError(f"{source}: {error}") from None
+    names = [site.name for site in federation.sites]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise FederationError(
+            f"{source}: two sites are called {twice[0]!r}; every site needs a name of its own"
+        )
+    alike: dict[str, str] = {}
+    for name in names:
+        other = alike.setdefault(name.lower(), name)
+        if other != name:
+            raise FederationError(
+                f"{source}: the sites {other!r} and {name!r} differ in capitals alone, which names of folders on some "
+                "machines do not; rename one"
+            )
+    make_method(federation, source, given)
+    net_options(federation, source, given)
+    try:
+        make_terms(federation)
+    except FederationError as error:
+        raise FederationError(f"{source}: {error}") from None
+    return federation
+
+
+METRICS_OF: Mapping[str, tuple[Mapping[str, Any], tuple[str, ...], str]] = {
+    "segmentation": (VOXEL_METRICS, ("dice", "hd95", "asd", "nsd"), "dice"),
+    "classification": (
+        IMAGE_METRICS,
+        ("auroc", "ap", "f1", "sensitivity", "specificity", "ece"),
+        "auroc",
+    ),
+}
+"""task -> its metrics, those of the final evaluation by default, and the one that selects the best round."""
+
+FOREIGN: Mapping[str, Mapping[str, Any]] = {
+    "segmentation": {"images": Images()},  # type: ignore[call-arg]
+    "classification": {"preprocessing": None, "sampling": Sampling()},  # type: ignore[call-arg]
+}
+"""task -> the keys that are for the other one, with their defaults."""
+
+
+def selects(federation: Federation) -> str:
+    """The metric that chooses the best round."""
+    return METRICS_OF[federation.task][2]
+
+
+def local_models(federation: Federation) -> Literal["last", "best"]:
+    """Which local models of sites are kept and evaluated, as `evaluation.local`; "best" where the method's sites choose their
+    rounds themselves."""
+    by_site = declared(make_method(federation), "chosen_by_site")
+    return "best" if by_site else federation.evaluation.local
+
+
+def _of_task(federation: Federation) -> Federation:
+    """The federation with what follows from its task. Raises FederationError for keys of the other task."""
+    task = federation.task
+    for key, default in FOREIGN[task].items():
+        if getattr(federation, key) != default:
+            other = next(name for name in FOREIGN if name != task)
+            raise FederationError(
+                f"{key}: is for {other}, and the task is {task}; leave it out, or set `task`"
+            )
+    if task == "segmentation" and federation.preprocessing is None:
+        raise FederationError(
+            "preprocessing: missing; it says how a site's files come to the federation's grid (for findings of "
+            "whole images, set `task: classification`)"
+        )
+    exclusive = federation.labels.exclusive
+    if federation.labels.groups and task == "classification":
+        raise FederationError(
+            "labels: groups are organs with their lesions; findings of images have none, leave them out"
+        )
+    if federation.labels.findings and task == "classification":
+        raise FederationError(
+            "labels: findings stand beside segmentation; with `task: classification` they are the classes, give them "
+            "in labels.names"
+        )
+    if exclusive and task == "classification":
+        raise FederationError(
+            "labels: exclusive is true; findings of whole images are a yes or no each, leave it out"
+        )
+    if exclusive is None:
+        federation = replace(federation, labels=replace(federation.labels, exclusive=task == "segmentation"))
+    known, final, selecting = METRICS_OF[task]
+    chosen = federation.evaluation
+    if chosen.postprocess is not None and task == "classification":
+        raise FederationError(
+            "evaluation: postprocess: processes outlines, and findings of whole images have none; leave it out"
+        )
+    for key, names in (("metrics", chosen.metrics), ("round_metrics", chosen.round_metrics)):
+        for name in names:
+            if name not in known:
+                raise not_known(f"evaluation: {key}: for {task} the metric", name, known)
+    if chosen.round_metrics and selecting not in chosen.round_metrics:
+        raise FederationError(
+            f"evaluation: round_metrics are {list(chosen.round_metrics)}; {selecting}, which selects, must be in"
+        )
+    chosen = replace(
+        chosen, metrics=chosen.metrics or final, round_metrics=chosen.round_metrics or (selecting,)
+    )
+    return replace(federation, evaluation=chosen)
+
+
+def _choice(block: dict[str, Any], what: str, source: str) -> tuple[str, dict[str, Any]]:
+    if not isinstance(block.get("name"), str):
+        raise FederationError(f"{source}: {what}.name: missing; it names a registered {what}")
+    return block["name"], {key: value for key, value in block.items() if key != "name"}
+
+
+def make_method(
+    federation: Federation, source: str = "federation", given: Mapping[str, str] | None = None
+) -> Method:
+    """The method with its hyper-parameters; FederationError for an unknown name, key or value."""
+    name, chosen = _choice(federation.method, "method", source)
+    cls = methods.get(name)
+    if "local" in chosen:
+        raise FederationError(
+            f"{source}: method.local: unknown key; local training is the file's own key `local`"
+        )
+    method = from_dict(cls, {**chosen, "local": federation.local}, what=source, given=given, inside="method")
+    if federation.task not in declared(method, "tasks"):
+        raise FederationError(
+            f"{source}: method {name} is for {' and '.join(declared(method, 'tasks'))}, and the task is "
+            f"{federation.task}; choose another method"
+        )
+    return method
+
+
+def make_terms(federation: Federation) -> Terms:
+    """What happens to models on their way; FederationError where the method does not go with it."""
+    method, name = make_method(federation), str(federation.method["name"])
+    sites = sum(site.role == "train" for site in federation.sites)
+    return terms_of(method, name, federation.comm, federation.privacy, federation.secure, sites)
+
+
+def inference_of(federation: Federation) -> Inference:
+    """How the models of a federation predict, in its runs and from its run folders: `evaluation.inference`, with a
+    precision in any case."""
+    given = federation.evaluation.inference
+    follows = "bf16" if federation.local.precision == "bf16" else "float32"
+    return replace(given, precision=given.precision or follows)
+
+
+def net_options(
+    federation: Federation, source: str = "federation", given: Mapping[str, str] | None = None
+) -> tuple[str, Any]:
+    """The name of the net and its checked options; FederationError for an unknown name, key or value."""
+    name, chosen = _choice(federation.net, "net", source)
+    return name, from_dict(nets.get(name), chosen, what=source, given=given, inside="net")
+
+
+def resolved(federation: Federation) -> dict[str, Any]:
+    """Every key with its value, defaults included, as plain values."""
+    plain = TypeAdapter(Federation).dump_python(federation, mode="json")
+    method = TypeAdapter(type(make_method(federation))).dump_python(make_method(federation), mode="json")  # type: ignore[arg-type]
+    method.pop("local", None)
+    name, net = net_options(federation)
+    return plain | {
+        "method": {"name": federation.method["name"]} | method,
+        "net": {"name": name} | TypeAdapter(type(net)).dump_python(net, mode="json"),
+    }
+
+
+def shareable(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What `resolved` gives, without what is of one machine: paths (of a file of weights its name stays) and `engine`;
+    sites by name; and without `labels.display`, which decides no result."""
+    sites = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
+    kept = {key: value for key, value in plain.items() if key != "engine"}
+    net = with_weights(kept["net"], lambda path: Path(path).name)
+    labels = {key: value for key, value in kept["labels"].items() if key != "display"}
+    return kept | {"labels": labels, "net": net, "sites": sorted(sites, key=lambda site: site["name"])}
+
+
+def hash_of(federation: Federation) -> str:
+    """SHA-256 of all that decides the result: not of paths, of the order of sites, or of `engine`."""
+    plain = shareable(resolved(federation))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+def flat_difference(
+    one: Mapping[str, Any], other: Mapping[str, Any], there: str = "there", here: str = "now"
+) -> str:
+    """The keys in which two resolved federations differ, a line each, for a person; `engine` and paths aside."""
+    was, now = _flat(shareable(one)), _flat(shareable(other))
+    keys = [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]
+    lines = [f"  {key}: {was.get(key, '(none)')} {there}, {now.get(key, '(none)')} {here}" for key in keys]
+    return "\n".join(lines[:20]) or "  (written by another version of fedatlas)"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{prefix}{key}.").items()}
+    if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        named = {str(item["name"]): item for item in value if isinstance(item, Mapping) and "name" in item}
+        return _flat(named, prefix) if len(named) == len(value) else {prefix[:-1]: list(value)}
+    return {prefix[:-1]: list(value) if isinstance(value, tuple) else value}
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON schema of the federation file, for editors: keys, defaults, limits and their sentences."""
+    schema = TypeAdapter(Federation).json_schema()
+    for what, names, get in (("method", methods.REGISTRY, methods.get), ("net", nets.REGISTRY, nets.get)):
+        choices = []
+        for name in names:
+            part = TypeAdapter(get(name)).json_schema(ref_template=f"#/$defs/{what}-{name}-{{model}}")
+            for key, value in part.pop("$defs", {}).items():
+                schema["$defs"][f"{what}-{name}-{key}"] = value
+            part["properties"] = {"name": {"const": name}} | part.get("properties", {})
+            part["properties"].pop("local", None)
+            part["required"] = ["name", *part.get("required", [])]
+            choices.append(part)
+        sentence = schema["properties"][what].get("description", "")
+        schema["properties"][what] = {"description": sentence, "oneOf": choices}
+    schema["properties"]["extends"] = {
+        "type": "string",
+        "description": "Another federation file; this one's keys win.",
+    }
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema

@@ -1,0 +1,205 @@
+"""A federation file as it is written: YAML with `extends` and overrides, to plain values; and a first look at its keys.
+
+Nothing heavy is imported here, so that a misspelt key is told at once.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import blamed, not_known
+from fedatlas.data.samples import path as bundled_path
+
+KNOWN = Path(__file__).parents[1] / "known.json"
+"""The JSON schema of the federation file, and what is registered, as `tools/make_reference.py` makes them of the code."""
+
+
+def known() -> dict[str, Any] | None:
+    """What KNOWN holds; None where it is missing, or older than the code, as while an option is being written."""
+    try:
+        made = KNOWN.stat().st_mtime
+        # files of one checkout, or of one installation, are written within seconds
+        if any(file.stat().st_mtime > made + 60 for file in KNOWN.parent.rglob("*.py")):
+            return None
+        return json.loads(KNOWN.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def load_raw(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The plain values of a federation file, with `extends` resolved and `key.path=value` overrides applied; paths of
+    sites and of weights that another file gives are absolute. Raises FederationError."""
+    raw = read_yaml(path)
+    for text in overrides:
+        override(raw, text)
+    return raw
+
+
+def keys_of(overrides: Sequence[str]) -> dict[str, str]:
+    """The keys that overrides give -> how they were given, for messages."""
+    return {text.partition("=")[0]: f"-o {text}" for text in overrides}
+
+
+def require_known(path: Path, overrides: Sequence[str] = ()) -> None:
+    """Raises FederationError for a key that does not exist, as `load_federation` would; what else is wrong is left to
+    it."""
+    kept = known()
+    if kept is None:
+        return
+    schema = kept["schema"]
+
+    def walk(value: Any, entry: Mapping[str, Any], loc: tuple[Any, ...], inside: str) -> None:
+        if "$ref" in entry:
+            entry = schema["$defs"][entry["$ref"].rpartition("/")[2]]
+        choices = entry.get("anyOf") or entry.get("oneOf") or [entry]
+        if isinstance(value, Mapping):
+            if "oneOf" in entry:  # a method or a net
+                fits = [c for c in choices if c["properties"]["name"]["const"] == value.get("name")]
+                inside, loc = str(loc[-1]), ()
+            else:
+                fits = [_resolved(c, schema) for c in choices]
+            fits = [c for c in fits if "properties" in c and c.get("additionalProperties") is False]
+            if len(fits) != 1:
+                return
+            allowed = fits[0]["properties"]
+            for key, inner in value.items():
+                if key not in allowed:
+                    source = blamed((*loc, key), str(path), keys_of(overrides), inside)
+                    beside = "name" if inside else "extends"  # what is read before the options are
+                    names = [name for name in allowed if loc or name != beside]
+                    raise not_known(f"{source}: the key", ".".join(map(str, (*loc, key))), names)
+                walk(inner, allowed[key], (*loc, key), inside)
+        elif isinstance(value, list):
+            for choice in choices:
+                if isinstance(choice.get("items"), Mapping):
+                    for number, inner in enumerate(value):
+                        walk(inner, choice["items"], (*loc, number), inside)
+
+    walk(load_raw(path, overrides), {**schema, "additionalProperties": False}, (), "")
+
+
+def _resolved(entry: Mapping[str, Any], schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    return schema["$defs"][entry["$ref"].rpartition("/")[2]] if "$ref" in entry else entry
+
+
+def with_weights(net: Any, change: Callable[[str], str]) -> Any:
+    """The options of a net, or of its backbone, with another path of the file of first weights."""
+    if not isinstance(net, Mapping):
+        return net
+    changed = {key: with_weights(value, change) if key == "backbone" else value for key, value in net.items()}
+    given = changed.get("weights")
+    return changed | {"weights": change(given)} if isinstance(given, str) else changed
+
+
+def from_folder(base: Path) -> Callable[[str], str]:
+    """A path of a file of weights, absolute; relative ones are taken from `base`."""
+    return lambda path: str((base / Path(path).expanduser()).resolve())
+
+
+def absolute(site: Any, base: Path) -> Any:
+    if not isinstance(site, Mapping) or not isinstance(site.get("path"), str):
+        return site
+    given = site["path"]
+    if given.startswith("bundled:"):
+        return {**site, "path": str(bundled_path() / given.removeprefix("bundled:"))}
+    return {**site, "path": str((base / Path(given).expanduser()).resolve())}
+
+
+class _Strict(yaml.SafeLoader):
+    """YAML in which a key given twice is an error."""
+
+
+def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key is a word, not a list or a mapping", key.start_mark
+            )
+        if key.value in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key.value!r} is given twice", key.start_mark
+            )
+        seen.add(key.value)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise FederationError(f"{path}: extends itself, by way of {', '.join(str(p) for p in seen)}")
+    try:
+        raw = yaml.load(path.read_text(), _Strict)
+    except FileNotFoundError:
+        raise FederationError(f"{path}: no such federation file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise FederationError(f"{path}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        raise FederationError(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise FederationError(f"{path}: cannot be read (nested too deeply)") from None
+    if not isinstance(raw, dict):
+        raise FederationError(f"{path}: a federation file is a mapping of keys, got {type(raw).__name__}")
+    parent = raw.pop("extends", None)
+    if parent is None:
+        return raw
+    base_path = path.parent / str(parent)
+    base = read_yaml(base_path, (*seen, path.resolve()))
+    if isinstance(base.get("sites"), list):
+        base["sites"] = [absolute(site, base_path.parent) for site in base["sites"]]
+    if "net" in base:
+        base["net"] = with_weights(base["net"], from_folder(base_path.parent))
+    return _merge(base, raw)
+
+
+CHOICES = frozenset({"method", "net", "strategy", "loss", "inner"})
+"""Blocks whose `name` says what the other keys of the block are: another name begins the block anew."""
+
+
+def _merge(base: Any, over: Any, key: str = "") -> Any:
+    """`over` on `base`: mappings key by key; another choice of `CHOICES` replaces the whole block."""
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    if key in CHOICES and over.get("name", base.get("name")) != base.get("name"):
+        return over
+    return base | {k: _merge(base[k], value, k) if k in base else value for k, value in over.items()}
+
+
+def override(raw: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise FederationError(f"-o {text}: expected key.path=value, as in -o local.lr=0.01")
+    try:
+        parsed = yaml.load(value, _Strict)
+    except yaml.YAMLError:
+        parsed = value
+    parts = key.split(".")
+    place: Any = raw
+    for depth, part in enumerate(parts):
+        last = depth == len(parts) - 1
+        if isinstance(place, list):
+            names = [item.get("name") if isinstance(item, dict) else None for item in place]
+            index = names.index(part) if part in names else int(part) if part.isdigit() else -1
+            if not 0 <= index < len(place):
+                known = ", ".join(str(name) for name in names)
+                raise FederationError(
+                    f"-o {text}: no entry {part!r} in {'.'.join(parts[:depth])}; known: {known}"
+                )
+            if last:
+                place[index] = parsed
+            place = place[index]
+        elif isinstance(place, dict):
+            if last:
+                if part == "name" and depth and parts[depth - 1] in CHOICES and place.get("name") != parsed:
+                    place.clear()
+                place[part] = parsed
+            else:
+                place = place.setdefault(part, {})
+        else:
+            raise FederationError(f"-o {text}: {'.'.join(parts[:depth])} is {place!r} and has no keys")

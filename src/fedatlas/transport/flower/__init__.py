@@ -1,0 +1,1 @@
+"""The engine on Flower; imported only where it is chosen."""

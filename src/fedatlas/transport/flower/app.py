@@ -1,0 +1,1035 @@
+"""What runs inside Flower's processes: the server's job, a site's node, and the server itself with its gate.
+
+    python -m fedatlas.transport.flower.app serve KIT      the server (Flower's SuperLink)
+    python -m fedatlas.transport.flower.app attend KIT     a site's node
+
+The node speaks Flower's Fleet API itself instead of starting `flower-supernode`. So a site never runs code that
+came over the network (a SuperNode runs whatever app the server sends), a payload crosses one process at the site
+and not three, and a message does not wait for a new Python process.
+
+Imported by processes of Flower alone: it needs the package flwr. Imports no torch.
+"""
+
+import base64
+import contextlib
+import datetime
+import email.utils
+import json
+import logging
+import os
+import queue
+import secrets
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.app.message.arraychunk import ArrayChunk
+from flwr.clientapp import ClientApp
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+from flwr.common.serde import message_to_proto
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_head_values_from_object_content,
+    get_object_id,
+    get_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    ObjectPullError,
+    ObjectPushError,
+    ObjectUnavailableError,
+    inflate_object_from_contents,
+)
+
+from fedatlas.core.errors import FedAtlasError
+from fedatlas.transport.deployment import RELAY
+from fedatlas.transport.flower.engine import SECRET_HEADER, public_key_of
+from fedatlas.transport.frames import Question, question_of
+from fedatlas.transport.relay import Ask, JobEnd, Lost, forward, skewed
+
+KIT = "FEDATLAS_KIT"
+"""The environment variable in which the server's job finds its kit."""
+HEARTBEAT = 15.0
+"""Seconds; a node that was not heard for twice as long is taken for gone, and its key taken again."""
+ABSENT = 90.0
+"""Seconds without a site's node after which the site is lost: time for a process to be started again."""
+SKEW = 15.0
+"""Seconds that a message outlives its deadline, because clocks differ."""
+
+log = logging.getLogger("fedatlas")
+
+
+def _log_to(handler: logging.Handler) -> None:
+    handler.setFormatter(logging.Formatter("%(asctime)s fedatlas: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+# ------------------------------------------------------------------------------- files as Flower's objects, and back
+#
+# Flower holds a message as a tree of objects: the message, its records, their arrays, and an array's bytes in
+# chunks of 5 MB. Its own functions build the whole tree in memory, several times over. These here move one chunk
+# at a time between a file and the network.
+
+
+class _Chunk(ArrayChunk):
+    """Some bytes of a file, as Flower's ArrayChunk: read when they are sent."""
+
+    def __init__(self, path: Path, start: int, length: int) -> None:
+        self.path, self.start, self.length = path, start, length
+        self.number = get_object_id(self.deflate())
+
+    def deflate(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            data = file.read(self.length)
+        return ArrayChunk(memoryview(data)).deflate()
+
+    @property
+    def object_id(self) -> str:
+        return self.number
+
+
+def packed(path: Path, name: str) -> ArrayRecord:
+    """A record with one array: the bytes of the file, which must stay as they are until they were sent."""
+    size = path.stat().st_size
+    starts = range(0, size, FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
+    chunks = [_Chunk(path, at, min(FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, size - at)) for at in starts]
+    array = Array("uint8", (size,), f"fedatlas.{name}", b"")
+    # where Flower keeps an array's chunks, once it has cut them from the array's data
+    array.__dict__["_chunks"] = [(chunk.object_id, chunk) for chunk in chunks]
+    record = ArrayRecord()
+    record["bytes"] = array  # its constructor would copy the array, without the chunks
+    return record
+
+
+def _ahead(call: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    """What `call` returns for each item, in order; two at a time and no more."""
+    with ThreadPoolExecutor(2) as pool:
+        flying: deque[Any] = deque()
+        for item in items:
+            flying.append(pool.submit(call, item))
+            if len(flying) == 2:
+                yield flying.popleft().result()
+        while flying:
+            yield flying.popleft().result()
+
+
+def sent(messages: Sequence[Message], announce: Callable[[list[Any], list[Any]], Any], push: Any) -> Any:
+    """Announces the messages, then sends their objects that the server lacks. Returns the last announcement.
+
+    announce: of Flower's messages and trees, returns a response with `objects_to_push` and `session_id`. push: of
+    an object's id, its content and the session, returns whether it was stored. Raises ObjectPushError where
+    the server takes them no longer.
+    """
+    with no_object_id_recompute():
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = message.object_id
+        trees = [get_object_tree(message) for message in messages]
+        heads = [message_to_proto(remove_content_from_message(message)) for message in messages]
+        objects: dict[str, Any] = {}
+        for message in messages:
+            objects |= get_all_nested_objects(message)
+    response: Any = None
+
+    def send(name: str) -> bool:
+        return push(name, objects[name].deflate(), response.session_id)
+
+    for _ in range(3):  # again where an answer was lost on the way, or the session has ended
+        response = announce(heads, trees)
+        lacking = set(response.objects_to_push)
+        if all(list(_ahead(send, [name for name in objects if name in lacking]))):
+            return response
+    raise ObjectPushError(heads[0].metadata.message_id, heads[0].metadata.run_id, response.session_id)
+
+
+def fetched(tree: Any, pull: Callable[[str], bytes], places: Mapping[str, Path]) -> Message:
+    """A message whose arrays went into files on the way: `places` has a file for each name of `packed`.
+
+    Raises ValueError for a message that is malformed or truncated, or has an array with another name, and
+    ObjectPullError where an object does not come within ten minutes.
+    """
+    contents: dict[str, bytes] = {}
+    nothing = ArrayChunk(memoryview(b"")).deflate()
+
+    def patiently(name: str) -> bytes:
+        end, pause = time.monotonic() + 600.0, 0.05
+        while True:
+            try:
+                return pull(name)
+            except ObjectUnavailableError:  # the sender is still at it
+                if time.monotonic() > end:
+                    raise ObjectPullError(name, "it did not come within ten minutes") from None
+            time.sleep(pause)
+            pause = min(1.5 * pause, 1.0)
+
+    def visit(node: Any) -> None:
+        content = contents[node.object_id] = patiently(node.object_id)
+        kind, children, _ = get_object_head_values_from_object_content(content)
+        if kind != Array.__qualname__:
+            for child in node.children:
+                visit(child)
+            return
+        about = json.loads(content[content.index(b"\0") + 1 :])
+        place = places.get(str(about["stype"]).removeprefix("fedatlas."))
+        if place is None:
+            raise ValueError("an array that is not of this protocol")
+        with place.open("wb") as file:
+            size = 0
+            for chunk in _ahead(patiently, [children[number] for number in about["arraychunk_ids"]]):
+                size += file.write(memoryview(chunk)[chunk.index(b"\0") + 1 :])
+        if size != about["shape"][0]:
+            raise ValueError(f"{size} bytes of {about['shape'][0]} have come")
+        contents.update(dict.fromkeys(children, nothing))
+
+    try:
+        visit(tree)
+        message = inflate_object_from_contents(tree.object_id, contents)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(f"a malformed message ({type(error).__name__})") from None
+    if not isinstance(message, Message):
+        raise ValueError("not a message")
+    message.metadata.__dict__["_message_id"] = tree.object_id
+    return message
+
+
+# --------------------------------------------------------------------------------------------------- at a hospital
+
+
+def answer(message: Message, place: Path, relay: Path) -> Message:
+    """The reply to one question: the site's own process is asked through the socket that `relay` names.
+
+    place: the folder with the question's files `shared` and perhaps `own`, where the reply's will lie too.
+    Whatever fails, the server learns a code and no text of the exception; the site's own log has the text.
+    """
+    own, reply = place / "own", place / "reply"
+    try:
+        head: Any = message.content["head"]
+        own = own if own.exists() else None
+        question = question_of(head["question"], shared=place / "shared", own=own, reply=reply)
+        lost = forward(relay, question)
+        content: dict[str, Any] = {"reply": packed(reply, "reply")} if lost is None else {}
+    except Exception:
+        log.exception("a question could not be answered")
+        return refusal(message, FAILED)
+    return refusal(message, lost) if lost else reply_to(message, content)
+
+
+def refusal(message: Message, lost: Lost) -> Message:
+    """The reply of a site that has no answer."""
+    return reply_to(message, {"head": ConfigRecord({"lost": lost})})
+
+
+def reply_to(message: Message, content: dict[str, Any]) -> Message:
+    """A reply that carries the times of the question, which the server's clock has given: by a clock that goes wrong
+    it would have expired."""
+    made = Message(RecordDict(content), reply_to=message)  # type: ignore[arg-type]
+    made.metadata.created_at, made.metadata.ttl = message.metadata.created_at, message.metadata.ttl
+    return made
+
+
+FAILED = "the site's client failed (its log says why)"
+
+client = ClientApp()
+"""Flower demands one of every app. It knows no message: the sites run `Node`."""
+
+
+class _Stop(BaseException):
+    """This process was asked to end."""
+
+
+class _Refused(Exception):
+    """The server does not take this site's key."""
+
+
+class _Patient:
+    """Repeats a request that the network lost, for `seconds`; in place of Flower's retry, which ends the process."""
+
+    seconds = 300.0
+
+    def invoke(self, call: Callable[[], Any]) -> Any:
+        import httpx
+
+        end, pause, told = time.monotonic() + self.seconds, 0.5, False
+        while True:
+            try:
+                return call()
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code not in (502, 503, 504) or time.monotonic() > end:
+                    raise
+            except httpx.TransportError as error:
+                if "CERTIFICATE_VERIFY_FAILED" in str(error) or time.monotonic() > end:
+                    raise
+                if not told:
+                    log.warning("the server cannot be reached (%s); asking on", error)
+                    told = True
+            time.sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+
+class Signed:
+    """Signs every request of a node with its key and the time, as Flower's `NodeAuthHttpInterceptor` does; the time is
+    the server's, which every response tells, so that a clock that goes wrong at a site shuts nobody out."""
+
+    APART = 30.0
+    """Seconds by which clocks may differ without a word."""
+
+    def __init__(self, key: Any) -> None:
+        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+        self.key, self.public = key, public_key_to_bytes(key.public_key())
+        self.ahead = 0.0
+        """Seconds by which the server's clock is ahead of this machine's."""
+
+    def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
+        from flwr.common.constant import TIMESTAMP_HEADER
+        from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
+        from flwr.supercore.primitives.asymmetric import sign_message
+
+        time = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.ahead)
+        text = time.isoformat()
+        signature = sign_message(self.key, text.encode("ascii"))
+        headers = context.request.headers
+        headers[FLEET_HTTP_PUBLIC_KEY_HEADER] = base64.b64encode(self.public).decode("ascii")
+        headers[TIMESTAMP_HEADER] = text
+        headers[FLEET_HTTP_SIGNATURE_HEADER] = base64.b64encode(signature).decode("ascii")
+        response = call_next(context)
+        self.see(response.headers.get("date"))
+        return response
+
+    def see(self, date: str | None) -> None:
+        """Takes the server's time from a response; what cannot be read is not taken."""
+        with contextlib.suppress(TypeError, ValueError):
+            told = email.utils.parsedate_to_datetime(str(date))
+            ahead = (told - datetime.datetime.now(datetime.UTC)).total_seconds()
+            if abs(ahead - self.ahead) > self.APART:
+                self.ahead = 0.0 if abs(ahead) <= self.APART else ahead
+                log.warning("%s", skewed("this machine's clock", -self.ahead))
+
+
+class Node:
+    """A site's node: one per process. Raises FedAtlasError for a kit that is not usable."""
+
+    def __init__(self, kit: Path, relay: Path) -> None:
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+        from flwr.supernode.fleet_http_client import FleetHttpClient
+
+        from fedatlas.transport.flower.engine import read_json, site_key_of
+
+        engine = kit / "engine"
+        about, key = read_json(engine / "site.json"), site_key_of(engine / "site.key")
+        self.site, self.server = about["site"], about["server"]
+        self.relay, self.public = relay, public_key_to_bytes(key.public_key())
+        self.patient = _Patient()
+        self.folder = engine / "tmp"
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was killed
+        self.folder.mkdir(mode=0o700)
+        self.client = FleetHttpClient.from_server_address(
+            self.server,
+            False,
+            (engine / "ca.crt").read_bytes(),
+            [
+                RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+                Signed(key),
+            ],
+            retry_invoker=self.patient,  # type: ignore[arg-type]
+        )
+        self.node: Any = None
+        self.resting = threading.Event()
+
+    def attend(self) -> None:
+        """Answers questions until the process is asked to end. Raises _Refused where the server takes no key."""
+        import httpx
+
+        while True:
+            self._activate()
+            try:
+                self._answer_all()
+            except httpx.HTTPStatusError as error:
+                if error.response.status_code != httpx.codes.UNAUTHORIZED:
+                    raise
+                log.warning(
+                    "the server no longer knows this node: it was restarted, or the key was taken out"
+                )
+            finally:
+                self._rest()
+
+    def _activate(self) -> None:
+        import httpx
+        from flwr.proto.fleet_pb2 import ActivateNodeRequest  # type: ignore[attr-defined]
+        from flwr.proto.node_pb2 import Node as NodeId  # type: ignore[attr-defined]
+
+        request = ActivateNodeRequest(public_key=self.public, heartbeat_interval=HEARTBEAT)
+        end, told = time.monotonic() + 90.0, False
+        while True:
+            try:
+                self.node = NodeId(node_id=self.client.ActivateNode(request).node_id)
+                break
+            except httpx.HTTPStatusError as error:
+                code = error.response.status_code
+                text = f"the server at {self.server} refuses the key of site {self.site} (HTTP {code})"
+                if time.monotonic() > end:
+                    raise _Refused(
+                        f"{text}: it is not registered there, or another process uses it"
+                    ) from None
+                if not told:
+                    log.warning(
+                        "%s: not registered, or still in use by a process that crashed; asking on", text
+                    )
+                    told = True
+            time.sleep(3.0)
+        self.resting.clear()
+        threading.Thread(target=self._beat, args=(self.node,), daemon=True).start()
+        log.info("site %s attends the server at %s", self.site, self.server)
+
+    def _beat(self, node: Any) -> None:
+        """Keeps this node present while it works on an answer."""
+        import httpx
+        from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest  # type: ignore[attr-defined]
+
+        while not self.resting.wait(HEARTBEAT / 3):
+            with contextlib.suppress(httpx.HTTPError):  # the main thread's next request meets the same
+                self.client.SendNodeHeartbeat(
+                    SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT)
+                )
+
+    def _rest(self) -> None:
+        """Tells the server, so that this site's next process is taken at once."""
+        from flwr.proto.fleet_pb2 import DeactivateNodeRequest  # type: ignore[attr-defined]
+
+        self.resting.set()
+        self.patient.seconds = 0.0
+        with contextlib.suppress(Exception):
+            self.client.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id))
+        self.patient.seconds = _Patient.seconds
+
+    def _answer_all(self) -> None:
+        from flwr.proto.fleet_pb2 import PullMessagesRequest  # type: ignore[attr-defined]
+
+        pause = 0.1
+        while True:
+            response = self.client.PullMessages(PullMessagesRequest(node=self.node))
+            if response.messages_list:
+                self._answer(response.messages_list[0], response.message_object_trees[0])
+                pause = 0.1
+            else:
+                time.sleep(pause)
+                pause = min(1.3 * pause, 1.0)
+
+    def _answer(self, head: Any, tree: Any) -> None:
+        """One message, from its first object to the last of its reply."""
+        import httpx
+        from flwr.common.serde import message_from_proto
+        from flwr.proto.fleet_pb2 import PushMessagesRequest  # type: ignore[attr-defined]
+        from flwr.proto.message_pb2 import PushObjectRequest  # type: ignore[attr-defined]
+        from flwr.supercore.inflatable import inflatable_protobuf_utils as calls
+
+        client, node, run = self.client, self.node, head.metadata.run_id
+        pull = calls.make_pull_object_fn_protobuf(client.PullObject, node, run)
+        confirm = calls.make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, run)
+        spent = 0.0
+
+        def announce(heads: list[Any], trees: list[Any]) -> Any:
+            request = PushMessagesRequest(node=node, messages_list=heads, message_object_trees=trees)
+            request.clientapp_runtime_list.append(spent)
+            return client.PushMessages(request)
+
+        def push(name: str, content: bytes, session: str) -> bool:
+            request = PushObjectRequest(
+                node=node, run_id=run, object_id=name, object_content=content, session_id=session
+            )
+            return client.PushObject(request).stored
+
+        try:
+            with contextlib.ExitStack() as stack:
+                try:
+                    place = Path(
+                        stack.enter_context(tempfile.TemporaryDirectory(prefix="ask-", dir=self.folder))
+                    )
+                    message = fetched(tree, pull, {"shared": place / "shared", "own": place / "own"})
+                    confirm(tree.object_id)
+                    start = time.monotonic()
+                    reply = answer(message, place, self.relay)
+                    spent = time.monotonic() - start
+                except (ValueError, OSError):
+                    log.exception("a question could not be taken in")
+                    confirm(tree.object_id)
+                    reply = refusal(message_from_proto(head), FAILED)
+                sent([reply], announce, push)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code == httpx.codes.UNAUTHORIZED:
+                raise
+            log.info("a question or its answer is no longer wanted (HTTP %d)", error.response.status_code)
+        except (ObjectPullError, ObjectPushError, httpx.TransportError, OSError) as error:
+            log.warning("a question or its answer was lost on the way: %s", error)
+
+
+def attend(kit: Path) -> int:
+    """A site's process. Returns its exit status."""
+    if RELAY not in os.environ:
+        raise FedAtlasError(f"the environment variable {RELAY} does not name the site's socket: use start.sh")
+    import httpx
+
+    node = Node(kit, Path(os.environ[RELAY]))
+    try:
+        node.attend()
+    except _Stop:
+        return 0
+    except _Refused as error:
+        log.error("%s", error)
+    except httpx.TransportError as error:
+        log.error("the server at %s cannot be reached: %s", node.server, error)
+    finally:
+        shutil.rmtree(node.folder, ignore_errors=True)
+    return 1
+
+
+# --------------------------------------------------------------------------------------------- at the server, the job
+
+
+def sites_of(nodes: Iterable[Any], keys: Path) -> tuple[dict[str, Any], list[str]]:
+    """Which node is which site: by the key with which Flower has authenticated every one of its requests.
+
+    nodes: Flower's NodeInfo, of which `node_id` and `public_key` (PEM) count and what a node says of itself does
+    not. keys: the folder of <site>.pub. Returns the node of each site, and for a person what was refused.
+    """
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+    owners: dict[bytes, list[str]] = {}
+    refused = []
+    for path in sorted(keys.glob("*.pub")):
+        try:
+            owners.setdefault(public_key_to_bytes(public_key_of(path)), []).append(path.stem)
+        except FedAtlasError as error:
+            refused.append(str(error))
+    refused += [f"one key is registered for {names}: refused" for names in owners.values() if len(names) > 1]
+    found: dict[str, Any] = {}
+    for node in nodes:
+        names = owners.get(bytes(node.public_key), [])
+        if len(names) == 1 and names[0] not in found:
+            found[names[0]] = node
+        elif len(names) == 1:
+            refused.append(f"a second node for site {names[0]}: refused")
+        elif not names:
+            refused.append(f"node {node.node_id} with a key that is no site's: refused")
+    return found, refused
+
+
+@dataclass
+class _Put:
+    """A question on its way. expires: on the clock of time.monotonic."""
+
+    site: str
+    nonce: str
+    activated: str
+    expires: float
+
+
+@dataclass
+class _Open:
+    """An ask that is being served."""
+
+    ask: Ask
+    end: float
+    waiting: dict[str, Question]
+    puts: dict[str, _Put] = field(default_factory=dict)
+
+
+class Post:
+    """Messages between the server's job and the nodes, by Flower's Runtime API."""
+
+    def __init__(self, grid: Any) -> None:
+        self.grid, self.client = grid, grid._runtime_client
+        self.run, self.node = grid.run.run_id, grid.node
+
+    def nodes(self) -> Iterable[Any]:
+        """Flower's NodeInfo of every node that is there."""
+        return self.grid.get_nodes()
+
+    def put(self, messages: Sequence[Message]) -> list[str]:
+        """Sends them; returns their ids, "" for one that Flower did not take."""
+        from flwr.proto.message_pb2 import PushObjectRequest  # type: ignore[attr-defined]
+        from flwr.proto.runtime_pb2 import PushAppMessagesRequest  # type: ignore[attr-defined]
+
+        def announce(heads: list[Any], trees: list[Any]) -> Any:
+            return self.client.PushMessages(
+                PushAppMessagesRequest(messages_list=heads, message_object_trees=trees)
+            )
+
+        def push(name: str, content: bytes, session: str) -> bool:
+            request = PushObjectRequest(
+                node=self.node, run_id=self.run, object_id=name, object_content=content, session_id=session
+            )
+            return self.client.PushObject(request).stored
+
+        return list(sent(messages, announce, push).message_ids)
+
+    def take(
+        self, names: Iterable[str], place: Callable[[str], Path]
+    ) -> Iterator[tuple[str, Message | Lost | None]]:
+        """The replies that have come to the messages with these ids, with the message's id.
+
+        place: where a reply's bytes go, by that id. None for a reply that broke off; a text, for a person, for
+        one that is malformed or cannot be stored.
+        """
+        from flwr.proto.runtime_pb2 import PullAppMessagesRequest  # type: ignore[attr-defined]
+        from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
+
+        pull = make_pull_object_fn_protobuf(self.client.PullObject, self.node, self.run)
+        response = self.client.PullMessages(PullAppMessagesRequest(message_ids=list(names)))
+        for head, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+            asked = head.metadata.reply_to_message_id
+            try:
+                yield asked, fetched(tree, pull, {"reply": place(asked)})
+            except ObjectPullError as error:
+                log.warning("an answer broke off: %s", error)
+                yield asked, None
+            except ValueError as error:
+                log.warning("an answer is refused: %s", error)
+                yield asked, NOT_AN_ANSWER
+            except OSError as error:
+                log.error("an answer cannot be stored: %s", error)
+                yield asked, f"the server could not store its answer ({error.strerror})"
+            self.forget(head.metadata.message_id)
+
+    def forget(self, name: str) -> None:
+        """Lets Flower drop what it keeps of a message."""
+        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest  # type: ignore[attr-defined]
+
+        self.client.ConfirmMessageReceived(
+            ConfirmMessageReceivedRequest(node=self.node, run_id=self.run, message_object_id=name)
+        )
+
+
+NOT_AN_ANSWER = "its answer is not one to this question"
+
+
+class Desk:
+    """The server's job: takes asks from the federation and puts each question to its site's node.
+
+    sites: who may be asked. A question whose node was started again meanwhile is put again.
+    """
+
+    def __init__(self, post: Post, keys: Path, sites: Sequence[str], end: JobEnd) -> None:
+        self.post, self.keys, self.sites, self.end = post, keys, tuple(sites), end
+        self.nodes: dict[str, Any] = {}
+        self.seen = dict.fromkeys(self.sites, time.monotonic())
+        self.looked = 0.0
+        self.complaints: set[str] = set()
+        self.stale: dict[str, float] = {}
+        """Messages whose answers nobody waits for any more, and when they expire."""
+
+    def run(self) -> None:
+        """Until the federation has nothing more to ask, or its process has gone."""
+        asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
+
+        def feed() -> None:
+            for ask in self.end.asks():
+                asks.put(ask)
+            asks.put(None)
+
+        threading.Thread(target=feed, daemon=True).start()
+        while True:
+            self._look()
+            try:
+                ask = asks.get(timeout=2.0)
+            except queue.Empty:
+                continue
+            if ask is None:
+                return
+            self._serve(ask, asks)
+
+    def _look(self) -> None:
+        """Who is there, at most every 2 s; and lets go of late answers."""
+        if time.monotonic() - self.looked < 2.0:
+            return
+        self.looked = now = time.monotonic()
+        nodes, refused = sites_of(self.post.nodes(), self.keys)
+        for text in set(refused) - self.complaints:
+            log.warning("%s", text)
+        self.complaints = set(refused)
+        nodes = {site: node for site, node in nodes.items() if site in self.sites}
+        if nodes.keys() != self.nodes.keys():
+            log.info("sites present: %s", ", ".join(sorted(nodes)) or "none")
+            self.end.present(sorted(nodes))
+        self.nodes = nodes
+        self.seen |= dict.fromkeys(nodes, now)
+        if self.stale:
+            for message, _ in self.post.take(list(self.stale), lambda message: Path(os.devnull)):
+                self.stale[message] = 0.0
+        for message in [message for message, expires in self.stale.items() if now > expires]:
+            self._drop(message)
+
+    def _drop(self, message: str) -> None:
+        self.stale.pop(message, None)
+        self.post.forget(message)
+
+    def _serve(self, ask: Ask, asks: "queue.SimpleQueue[Ask | None]") -> None:
+        """Until every site has answered or is lost, or the federation asks something else."""
+        served = _Open(ask, time.monotonic() + ask.deadline, {q.site: q for q in ask.questions})
+        for site in sorted(served.waiting.keys() - set(self.sites)):
+            self._lose(served, site, "not a site of this deployment")
+        self.looked = 0.0
+        pause = 0.1
+        while served.waiting and asks.empty():
+            now = time.monotonic()
+            if now > served.end:
+                for site in sorted(served.waiting):
+                    self._lose(served, site, f"no answer within {ask.deadline:g} s (faults.deadline)")
+                break
+            self._look()
+            self._put([site for site in served.waiting if self._is_new(served, site)], served)
+            for site in sorted(served.waiting):
+                if site not in self.nodes and now - self.seen[site] > ABSENT:
+                    self._lose(served, site, f"not connected for {ABSENT:g} s")
+            pause = 0.1 if self._collect(served) else min(1.2 * pause, 1.0)
+            time.sleep(pause if served.waiting else 0.0)
+        self.stale |= {message: put.expires for message, put in served.puts.items()}
+
+    def _is_new(self, served: _Open, site: str) -> bool:
+        """Whether this site's node, as it was last started, was not yet asked."""
+        node = self.nodes.get(site)
+        return node is not None and all(
+            (put.site, put.activated) != (site, node.last_activated_at) for put in served.puts.values()
+        )
+
+    def _put(self, sites: Sequence[str], served: _Open) -> None:
+        records: dict[Path, ArrayRecord] = {}  # one for all messages: it travels to the server once
+        messages, puts = [], []
+        left = max(served.end - time.monotonic(), 1.0) + SKEW
+        for site in sites:
+            question = served.waiting[site]
+            if question.shared not in records:
+                records[question.shared] = packed(question.shared, "shared")
+            nonce = secrets.token_hex(
+                16
+            )  # comes back with the reply: nobody but the node that was asked can answer
+            content: dict[str, Any] = {
+                "head": ConfigRecord({"question": question.head()}),
+                "shared": records[question.shared],
+            }
+            if question.own is not None:
+                content["own"] = packed(question.own, "own")
+            node = self.nodes[site]
+            messages.append(Message(RecordDict(content), node.node_id, "query", ttl=left, group_id=nonce))
+            puts.append(_Put(site, nonce, node.last_activated_at, time.monotonic() + left))
+        if messages:
+            served.puts |= {
+                name: put for name, put in zip(self.post.put(messages), puts, strict=True) if name
+            }
+
+    def _collect(self, served: _Open) -> bool:
+        """Takes the answers that have come. Returns whether there was one."""
+        questions = {question.site: question for question in served.ask.questions}
+
+        def place(message: str) -> Path:
+            reply = questions[served.puts[message].site].reply
+            return reply.with_name(f".{reply.name}.{message[:16]}")
+
+        heard = False
+        for message, reply in self.post.take(list(served.puts), place) if served.puts else ():
+            heard = True
+            part, put = place(message), served.puts.pop(message)
+            if put.site in served.waiting:
+                self._judge(served, put, message, reply, part)
+            part.unlink(missing_ok=True)
+        return heard
+
+    def _judge(
+        self, served: _Open, put: _Put, message: str, reply: Message | Lost | None, part: Path
+    ) -> None:
+        """One reply of a site that is waited for; its bytes lie in `part`."""
+        if isinstance(reply, str):
+            self._lose(served, put.site, reply)
+            return
+        if reply is None or (reply.has_error() and reply.error.code in _GONE):
+            log.warning("site %s: its node has gone", put.site)
+            self.nodes.pop(put.site, None)  # until it is seen again; it is then asked again
+            self.looked = 0.0
+            self._drop(message)
+            return
+        if reply.has_error():
+            self._lose(served, put.site, f"the site's client failed (Flower's code {reply.error.code})")
+            return
+        try:
+            if reply.metadata.group_id != put.nonce:
+                raise ValueError("it answers another question")
+            if "head" in reply.content:
+                head: Any = reply.content["head"]
+                self._lose(served, put.site, "".join(c for c in str(head["lost"])[:200] if c.isprintable()))
+                return
+            if "reply" not in reply.content:
+                raise ValueError("it holds nothing")
+            os.replace(part, served.waiting[put.site].reply)
+        except (KeyError, TypeError, ValueError) as error:
+            log.warning("site %s: its answer is refused: %s", put.site, error)
+            self._lose(served, put.site, NOT_AN_ANSWER)
+        else:
+            del served.waiting[put.site]
+            self.end.answered(served.ask, put.site)
+
+    def _lose(self, served: _Open, site: str, reason: str) -> None:
+        log.warning("site %s is lost: %s", site, reason)
+        del served.waiting[site]
+        self.end.lost(served.ask, site, reason)
+
+
+_GONE = frozenset({3, 4, 5})
+"""Flower's codes for a message, an answer or a node that is no longer there: the question is put again."""
+
+server = ServerApp()
+
+
+@server.main()
+def _main(grid: Grid, context: Context) -> None:
+    from logging.handlers import RotatingFileHandler
+
+    engine = Path(os.environ[KIT]) / "engine"
+    _log_to(RotatingFileHandler(engine / "job.log", maxBytes=1_000_000, backupCount=1))
+    path = engine / "jobs" / f"{int(str(context.run_config['job']), 16):016x}.json"
+    about = json.loads(path.read_text())
+    path.unlink()
+    end = JobEnd(Path(about["relay"]))
+    try:
+        Desk(Post(grid), engine / "sites", about["sites"], end).run()
+    except Exception as error:
+        log.error("the job fails: %s: %s", type(error).__name__, error)
+        raise
+    finally:
+        end.close()
+
+
+# ---------------------------------------------------------------------------------------------- at the server, itself
+
+
+class Gate:
+    """Stands before Flower's web application: the Fleet API alone for everyone, the rest for the admin port.
+
+    admin: the admin port. secret: what a request to the Control API must carry. Requests to Flower's Runtime API
+    are authenticated by Flower (a shared secret, then a token for each task).
+    """
+
+    def __init__(self, app: Any, admin: int, secret: str) -> None:
+        self.app, self.admin, self.secret = app, admin, secret.encode()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # Flower has no web sockets
+            return
+        who = f"{scope['client'][0] if scope['client'] else '?'}: {scope['method']} {scope['path'][:100]!r}"
+
+        async def tell(event: Any) -> None:
+            if event["type"] == "http.response.start" and event["status"] in (401, 403, 404, 412):
+                log.warning("refused (HTTP %d) %s", event["status"], who)
+            await send(event)
+
+        if self._allows(scope):
+            await self.app(scope, receive, tell)
+            return
+        await tell({"type": "http.response.start", "status": 403, "headers": [(b"content-length", b"0")]})
+        await tell({"type": "http.response.body", "body": b""})
+
+    def _allows(self, scope: Mapping[str, Any]) -> bool:
+        path = scope["path"]
+        if scope["server"][1] != self.admin:
+            return path.startswith("/v1/fleet/")
+        if path.startswith("/v1/control/"):
+            given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
+            return secrets.compare_digest(given, self.secret)
+        return path.startswith("/v1/runtime/")
+
+
+class Register:
+    """Keeps the keys that Flower knows equal to the files in a folder of <site>.pub."""
+
+    def __init__(self, state: Any, keys: Path) -> None:
+        self.state, self.keys = state, keys
+        self.known: dict[str, bytes] = {}
+        self.told: set[str] = set()
+
+    def follow(self) -> None:
+        """Reads the folder once. A damaged file takes its site out, and is logged."""
+        from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
+        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+        found: dict[str, bytes] = {}
+        for path in sorted(self.keys.glob("*.pub")):
+            try:
+                found[path.stem] = public_key_to_bytes(public_key_of(path))
+            except FedAtlasError as error:
+                if str(error) not in self.told:
+                    log.error("%s", error)
+                    self.told.add(str(error))
+        for site in [site for site, key in self.known.items() if found.get(site) != key]:
+            node = self.state.get_node_id_by_public_key(self.known.pop(site))
+            if node is not None:
+                self.state.delete_node(NOOP_FLWR_AID, node)
+            log.info("the key of site %s is no longer registered", site)
+        for site, key in found.items():
+            if site not in self.known:
+                self.known[site] = key
+                try:
+                    self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
+                    log.info("the key of site %s is registered", site)
+                except ValueError:
+                    log.error(
+                        "the key of site %s was taken out before: start the server again, or renew it", site
+                    )
+
+    def watch(self) -> None:
+        while True:
+            time.sleep(2.0)
+            try:
+                self.follow()
+            except OSError as error:
+                log.error("the keys of the sites cannot be read: %s", error)
+
+
+class _ToldTls(ssl.SSLObject):
+    """One end of a TLS connection; what is no TLS, or TLS that fails, is logged."""
+
+    def do_handshake(self) -> None:
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            log.warning(
+                "refused a connection: no TLS, or not with this server's certificate (%s)", error.reason
+            )
+            raise
+
+
+class Kept:
+    """A process that is started again when it ends by itself: without Flower's executor no job would ever start."""
+
+    PAUSE = 1.0
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
+        self.over = threading.Event()
+        self.process = subprocess.Popen(self.command)
+        self.keeper = threading.Thread(target=self._keep, daemon=True)
+        self.keeper.start()
+
+    def _keep(self) -> None:
+        while not self.over.wait(self.PAUSE):
+            code = self.process.poll()
+            if code is not None:
+                log.warning("%s ended (%d); it is started again", self.command[0], code)
+                self.process = subprocess.Popen(self.command)
+
+    def end(self) -> None:
+        self.over.set()
+        self.keeper.join()
+        self.process.terminate()
+        self.process.wait()
+
+
+def _listen(host: str, port: int) -> Any:
+    """Raises FedAtlasError where the port is taken."""
+    import socket
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise FedAtlasError(
+            f"port {port} of this machine cannot be had ({error.strerror}): choose another"
+        ) from None
+    made.set_inheritable(False)
+    return made
+
+
+def serve(kit: Path) -> int:
+    """The server's process. Returns its exit status; raises FedAtlasError where a port is taken."""
+    from importlib import import_module
+    from types import SimpleNamespace
+
+    import uvicorn
+
+    from fedatlas.transport.flower.engine import read_json, write
+
+    engine = kit / "engine"
+    about = read_json(engine / "server.json")
+    admin = int(about["admin_port"])
+    secret = secrets.token_hex(32)
+    write(engine / "admin.secret", secret.encode(), secret=True)
+    write(engine / "executor.secret", secrets.token_hex(32).encode(), secret=True)
+    os.environ[KIT] = str(kit)
+    local = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
+    everywhere = "::" if ":" in about["host"] else "0.0.0.0"
+    sockets = [_listen("127.0.0.1", admin), _listen(local.get(about["host"], everywhere), int(about["port"]))]
+
+    def run(app: Any, host: str, port: int, **settings: Any) -> None:
+        register = Register(app.state.linkstate_factory.state(), engine / "sites")
+        register.follow()
+        threading.Thread(target=register.watch, daemon=True).start()
+        settings |= {"access_log": False, "timeout_graceful_shutdown": 1}
+        settings = {name: value for name, value in settings.items() if name not in ("reload", "workers")}
+        command = ["flower-superexec", "--root-certificates", str(engine / "ca.crt")]
+        command += ["--runtime-api-address", f"127.0.0.1:{admin}", "--parent-pid", str(os.getpid())]
+        command += ["--superexec-auth-secret-file", str(engine / "executor.secret")]
+        executor = Kept(command)
+        config = uvicorn.Config(Gate(app, admin, secret), **settings)
+        config.load()
+        assert config.ssl is not None
+        config.ssl.sslobject_class = _ToldTls
+        try:
+            uvicorn.Server(config).run(sockets=sockets)
+        finally:
+            executor.end()
+
+    superlink: Any = import_module("flwr.superlink.cli.flower_superlink")
+    superlink.uvicorn = SimpleNamespace(run=run)  # the one place where Flower starts its web server
+    sys.argv = ["flower-superlink", "--host", "127.0.0.1", "--port", str(admin), "--enable-supernode-auth"]
+    sys.argv += ["--ssl-certfile", str(engine / "server.crt"), "--ssl-keyfile", str(engine / "server.key")]
+    sys.argv += ["--ssl-ca-certfile", str(engine / "ca.crt"), "--disable-runtime-dependency-installation"]
+    sys.argv += ["--isolation", "process", "--superexec-auth-secret-file", str(engine / "executor.secret")]
+    superlink.flower_superlink()
+    return 0
+
+
+def main() -> int:
+    _log_to(logging.StreamHandler())
+
+    def stop(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise _Stop
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    role, kit = sys.argv[1], Path(sys.argv[2])
+    try:
+        return serve(kit) if role == "serve" else attend(kit)
+    except _Stop:
+        return 0
+    except FedAtlasError as error:
+        log.error("%s", error)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

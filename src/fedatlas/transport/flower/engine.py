@@ -1,0 +1,570 @@
+"""Flower as the engine: keys and certificates, processes to start, and the relay job.
+
+What Flower does here: TLS to the server, every request of a site signed with its key, and messages of opaque
+bytes between the server's job and the sites. `flower_app` holds the processes; this module starts them.
+
+Two ports. The sites reach `port`, where nothing but Flower's Fleet API is served. `admin_port` is bound to this
+machine's loopback address alone and serves the rest (jobs, and Flower's own processes), to holders of a secret
+in the server's kit: Flower by itself offers job submission to everyone who can reach its one port.
+
+    out/server/engine/   server.json ca.crt server.crt server.key sites/<site>.pub; when running: job.log home/ jobs/
+    out/<site>/engine/   site.json ca.crt site.key site.pub
+    out/authority/       ca.crt ca.key
+
+A site is the holder of the private key whose public half lies in `sites/<site>.pub` of the server's kit, and of
+no other: a file put there or removed there is taken into account by the running server within seconds. What
+Flower signs of a request is the time (good for five minutes), so that the rest rests on TLS.
+"""
+
+import base64
+import contextlib
+import datetime
+import importlib.util
+import ipaddress
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedatlas.core.errors import FederationError
+from fedatlas.transport.deployment import EARLIER, Job, Launch, Plan
+
+APP = "fedatlas-relay"
+_QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+
+
+def _needs(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise FederationError(
+            f'engine flower needs the package {package}, which is not installed: pip install "fedatlas[flower]"'
+        )
+
+
+# ------------------------------------------------------------------------------------------- keys and certificates
+
+
+def write(path: Path, data: bytes, secret: bool = False) -> None:
+    """Whole or not at all; what is secret, for this user alone from its first byte on."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o644), "wb") as file:
+        file.write(data)
+    os.replace(part, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises FederationError for a file that is missing or damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise FederationError(
+            f"{path} cannot be read ({type(error).__name__}); it is made by `fedatlas deploy init` for engine flower"
+        ) from None
+
+
+def _new_key() -> Any:
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    return ec.generate_private_key(ec.SECP384R1())
+
+
+def _private_bytes(key: Any) -> bytes:
+    """In OpenSSH's format, which is what Flower reads a site's key in."""
+    from cryptography.hazmat.primitives import serialization as form
+
+    return key.private_bytes(form.Encoding.PEM, form.PrivateFormat.OpenSSH, form.NoEncryption())
+
+
+def _tls_bytes(key: Any) -> bytes:
+    from cryptography.hazmat.primitives import serialization as form
+
+    return key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+
+
+def _public_bytes(key: Any) -> bytes:
+    from cryptography.hazmat.primitives import serialization as form
+
+    return key.public_key().public_bytes(form.Encoding.OpenSSH, form.PublicFormat.OpenSSH) + b"\n"
+
+
+def _certificate(
+    subject: str, key: Any, issuer: Any, issuer_key: Any, days: float, hosts: Sequence[str] = ()
+) -> Any:
+    """A certificate for `key`; for a certificate authority where `issuer` is None.
+
+    days: valid from `EARLIER` ago (clocks differ) until that many days from now; negative: already expired.
+    """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject[:64])])
+    now = datetime.datetime.now(datetime.UTC)
+    end = now + datetime.timedelta(days=days)
+    public, authority = key.public_key(), issuer is None
+    usage = dict.fromkeys(
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    )
+    built = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name if authority else issuer.subject)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(now, end) - EARLIER)
+        .not_valid_after(end)
+        .add_extension(
+            x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True
+        )
+        .add_extension(
+            x509.KeyUsage(
+                digital_signature=not authority, key_cert_sign=authority, crl_sign=authority, **usage
+            ),
+            critical=True,
+        )
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False
+        )
+    )
+    if not authority:
+        names = [_general_name(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+        built = built.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        built = built.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    return built.sign(issuer_key, hashes.SHA384())
+
+
+def _general_name(host: str) -> Any:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _pem(certificate: Any) -> bytes:
+    from cryptography.hazmat.primitives import serialization as form
+
+    return certificate.public_bytes(form.Encoding.PEM)
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def provision(plan: Plan, out: Path) -> None:
+    """Writes the kits of the server, of every site and of the coordinator (`authority`) under `out`.
+
+    All keys are made here and now; none is sent anywhere. A site that wants a key that the coordinator has never
+    seen calls `renew` on its kit. Raises FederationError where `out` already holds a certificate authority, or
+    the package `cryptography` is missing.
+    """
+    _needs("cryptography")
+    authority, server = out / "authority", out / "server" / "engine"
+    if (authority / "ca.key").exists():
+        raise FederationError(f"{authority} holds the keys of a deployment already: choose another folder")
+    authority.mkdir(parents=True, exist_ok=True)
+    authority.chmod(0o700)
+    (server / "sites").mkdir(parents=True, exist_ok=True)
+
+    ca_key = _new_key()
+    ca = _certificate(f"{plan.name} authority", ca_key, None, ca_key, max(plan.days, 3650))
+    write(authority / "ca.key", _tls_bytes(ca_key), secret=True)
+    write(authority / "ca.crt", _pem(ca))
+
+    key = _new_key()
+    write(server / "server.key", _tls_bytes(key), secret=True)
+    write(server / "server.crt", _pem(_certificate(plan.host, key, ca, ca_key, plan.days, [plan.host])))
+    write(server / "ca.crt", _pem(ca))
+    write(
+        server / "server.json",
+        json.dumps({"host": plan.host, "port": plan.port, "admin_port": plan.admin_port}).encode(),
+    )
+    for site in plan.sites:
+        folder, key = out / site / "engine", _new_key()
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / "site.key", _private_bytes(key), secret=True)
+        write(folder / "site.pub", _public_bytes(key))
+        write(folder / "ca.crt", _pem(ca))
+        write(
+            folder / "site.json",
+            json.dumps({"site": site, "server": _address(plan.host, plan.port)}).encode(),
+        )
+        write(server / "sites" / f"{site}.pub", _public_bytes(key))
+
+
+# -------------------------------------------------------------------------------------------------------- processes
+
+
+def _direct() -> dict[str, str]:
+    """What keeps a proxy, where the environment names one, out of connections within this machine."""
+    now = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    value = ",".join(filter(None, [now, "127.0.0.1", "localhost"]))
+    return {"no_proxy": value, "NO_PROXY": value}
+
+
+def _launch(kit: Path, role: str, pause: float) -> Launch:
+    _needs("flwr")
+    engine = kit.resolve() / "engine"
+    tools = str(Path(sys.executable).parent)  # where Flower's own commands are, which it starts by name
+    env = (
+        _QUIET
+        | _direct()
+        | {
+            "FLWR_HOME": str(engine / "home"),
+            "PATH": os.pathsep.join([tools, *filter(None, [os.environ.get("PATH")])]),
+        }
+    )
+    command = (sys.executable, "-m", "fedatlas.transport.flower.app", role, str(kit.resolve()))
+    return Launch(command, env, engine, pause)
+
+
+def server_process(kit: Path) -> Launch:
+    """Flower's SuperLink, in the foreground, for `kit` = out/server."""
+    read_json(kit / "engine" / "server.json")
+    return _launch(kit, "serve", pause=2.0)
+
+
+def site_process(kit: Path) -> Launch:
+    """A site's node, in the foreground, for `kit` = out/<site>; finds the site's own process by FEDATLAS_RELAY.
+
+    After a crash, the server refuses the site's key for up to half a minute, while it still holds the crashed
+    process for alive: the new process keeps asking.
+    """
+    read_json(kit / "engine" / "site.json")
+    return _launch(kit, "attend", pause=5.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- jobs
+
+
+class _Control:
+    """Flower's Control API on the admin port of this machine's server."""
+
+    def __init__(self, kit: Path) -> None:
+        from flwr.supercore.control import ControlHttpClient
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+        engine = kit / "engine"
+        kept = dict(os.environ)
+        os.environ.update(_direct())  # read when the client is made, and there is no other way to tell it
+        try:
+            self.client = ControlHttpClient.from_server_address(
+                f"127.0.0.1:{read_json(engine / 'server.json')['admin_port']}",
+                False,
+                (engine / "ca.crt").read_bytes(),
+                [RuntimeVersionHttpInterceptor(component_name="fedatlas"), self],
+            )
+        finally:
+            for name in _direct():
+                os.environ.pop(name)
+                if name in kept:
+                    os.environ[name] = kept[name]
+        self.secret = engine / "admin.secret"
+
+    def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
+        with contextlib.suppress(OSError):  # the server has not written it yet: it will refuse
+            context.request.headers[SECRET_HEADER] = self.secret.read_text()
+        return call_next(context)
+
+
+SECRET_HEADER = "fedatlas-admin"
+"""The header in which a request to the admin port carries the secret in kit/engine/admin.secret."""
+
+
+class FlowerJob:
+    """A run of the relay's ServerApp on a SuperLink."""
+
+    def __init__(self, control: _Control, run: int) -> None:
+        self.control, self.run = control, run
+        self.asked = 0.0
+        self.end: str | None = None
+        self.silent = 0
+
+    def ended(self) -> str | None:
+        """None while it is starting or running; else how it ended. Asks the server at most every 2 s."""
+        import httpx
+        from flwr.proto.control_pb2 import ListRunsRequest  # type: ignore[attr-defined]
+
+        if self.end is None and time.monotonic() - self.asked > 2.0:
+            self.asked = time.monotonic()
+            try:
+                response = self.control.client.ListRuns(ListRunsRequest(run_id=self.run))
+                status = response.run_dict[self.run].status
+                self.silent = 0
+                if status.status == "finished":
+                    self.end = f"the job is {status.sub_status}" + (
+                        f": {status.details}" if status.details else ""
+                    )
+            except httpx.HTTPStatusError as error:
+                self.end = f"the Flower server no longer knows the job (HTTP {error.response.status_code})"
+            except httpx.HTTPError as error:
+                self.silent += 1
+                if self.silent > 3:
+                    self.end = f"the Flower server does not answer ({type(error).__name__})"
+        return self.end
+
+    def stop(self) -> None:
+        """Ends it, and waits until it has ended: at most 30 s."""
+        import httpx
+        from flwr.proto.control_pb2 import StopRunRequest  # type: ignore[attr-defined]
+
+        with contextlib.suppress(httpx.HTTPError):  # it has ended already, or its server has
+            self.control.client.StopRun(StopRunRequest(run_id=self.run))
+        end = time.monotonic() + 30.0
+        while self.ended() is None and time.monotonic() < end:
+            time.sleep(0.2)
+
+
+def _bundle() -> tuple[str, bytes]:
+    """Hash and bytes of the app that Flower starts; it holds names alone, and the installed package the code."""
+    import hashlib
+
+    from flwr.cli.build import build_fab_from_files
+
+    project = f"""[project]
+name = "{APP}"
+version = "1.0.0"
+license = "Apache-2.0"
+dependencies = []
+[tool.flwr.app]
+publisher = "fedatlas"
+[tool.flwr.app.components]
+serverapp = "relay:server"
+clientapp = "relay:client"
+[tool.flwr.app.config]
+job = ""
+"""
+    module = "from fedatlas.transport import flower_app\n\nserver = flower_app.server\nclient = flower_app.client\n"
+    content, _ = build_fab_from_files({"pyproject.toml": project.encode(), "relay.py": module.encode()})
+    return hashlib.sha256(content).hexdigest(), content
+
+
+def submit(kit: Path, authority: Path, relay: Path, sites: Sequence[str]) -> Job:
+    """Starts the relay job for `sites` on the server of `kit` = out/server; returns when it was accepted.
+
+    relay: the file that names the federation's socket. Waits up to 60 s for the server to answer. Raises
+    FederationError where it does not, or refuses.
+    """
+    _needs("flwr")
+    import httpx
+    from flwr.common.serde import fab_to_proto, user_config_to_proto
+    from flwr.proto.control_pb2 import StartRunRequest  # type: ignore[attr-defined]
+    from flwr.supercore.fab import Fab
+
+    engine = kit / "engine"
+    name = secrets.token_hex(8)
+    jobs = engine / "jobs"
+    jobs.mkdir(exist_ok=True)
+    write(jobs / f"{name}.json", json.dumps({"relay": str(relay.resolve()), "sites": list(sites)}).encode())
+    control = _Control(kit)
+    request = StartRunRequest(
+        fab=fab_to_proto(Fab(*_bundle(), {})), override_config=user_config_to_proto({"job": name})
+    )
+    end = time.monotonic() + 60.0
+    while True:
+        try:
+            response = control.client.StartRun(request)
+            break
+        except (httpx.TransportError, httpx.HTTPStatusError) as error:
+            refused = isinstance(error, httpx.HTTPStatusError)
+            if time.monotonic() > end:
+                raise FederationError(
+                    f"the Flower server of {kit} {'refused the job' if refused else 'does not answer'} for 60 s "
+                    f"({error}): start it with start.sh in that folder, and see its log"
+                ) from None
+        time.sleep(0.5)
+    if not response.HasField("run_id"):
+        raise FederationError(f"the Flower server of {kit} accepted no job: see its log")
+    return FlowerJob(control, response.run_id)
+
+
+# -------------------------------------------------------------------------------------------------- changing the keys
+
+
+def renew(kit: Path) -> Path:
+    """Makes a new private key in `kit` and returns the file to send to the coordinator; it holds no secret.
+
+    For a site, a public key signed with the present key. For the server's kit, a request for a certificate.
+    Nothing changes until `install`. Raises FederationError where `kit` is neither.
+    """
+    _needs("cryptography")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    engine, key = kit / "engine", _new_key()
+    if (engine / "server.json").exists():
+        write(engine / "next.key", _tls_bytes(key), secret=True)
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, read_json(engine / "server.json")["host"])])
+        request = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA384())
+        write(engine / "server.csr", request.public_bytes(serialization.Encoding.PEM))
+        return engine / "server.csr"
+    site = read_json(engine / "site.json")["site"]
+    public = _public_bytes(key)
+    proof = site_key_of(engine / "site.key").sign(_claim(site, public), ec.ECDSA(hashes.SHA384()))
+    write(engine / "next.key", _private_bytes(key), secret=True)
+    path = engine / f"{site}.request"
+    plain = {"site": site, "public_key": public.decode(), "proof": base64.b64encode(proof).decode()}
+    write(path, json.dumps(plain, indent=1).encode())
+    return path
+
+
+def _claim(site: str, public: bytes) -> bytes:
+    return b"fedatlas: the next key of site " + site.encode() + b" is " + public
+
+
+def site_key_of(path: Path) -> Any:
+    """The ECDSA private key in a file in OpenSSH's format. Raises FederationError where it holds none."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except (OSError, ValueError) as error:
+        raise FederationError(
+            f"{path} is no private key in OpenSSH's format ({type(error).__name__})"
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise FederationError(f"{path} holds a key of another kind than ECDSA: make one with `renew`")
+    return key
+
+
+def public_key_of(path: Path) -> Any:
+    """The ECDSA public key in a file in OpenSSH's format. Raises FederationError where it holds none."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+    try:
+        key = load_ssh_public_key(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise FederationError(
+            f"{path} is no public key in OpenSSH's format ({type(error).__name__})"
+        ) from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise FederationError(f"{path} holds a key of another kind than ECDSA")
+    return key
+
+
+def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
+    """At the coordinator: answers a request of `renew`, and returns the file to send back.
+
+    For a site, its new public key replaces the present one in out/server/engine/sites, where a running server
+    finds it; the site is then refused until it has installed the key. The request must be signed with the present
+    key. Where that is lost or no longer to be trusted, remove the site's file there first, and compare the new
+    key with the site by another way. For the server, a certificate valid for `days`.
+
+    Raises FederationError for a request that is damaged, of an unknown site, or not signed with its present key.
+    """
+    _needs("cryptography")
+    try:
+        data = request.read_bytes()
+    except OSError as error:
+        raise FederationError(f"{request} cannot be read ({type(error).__name__})") from None
+    if data.startswith(b"-----BEGIN CERTIFICATE REQUEST"):
+        return _sign_server(request, data, authority, out, days)
+    return _register(request, data, out / "server" / "engine" / "sites")
+
+
+def _sign_server(request: Path, data: bytes, authority: Path, out: Path, days: int) -> Path:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    host = read_json(out / "server" / "engine" / "server.json")["host"]
+    try:
+        asked = x509.load_pem_x509_csr(data)
+        ca = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
+        ca_key = load_pem_private_key((authority / "ca.key").read_bytes(), None)
+    except (OSError, ValueError) as error:
+        raise FederationError(
+            f"{request}: request or {authority} cannot be read ({type(error).__name__})"
+        ) from None
+    if not asked.is_signature_valid:
+        raise FederationError(f"{request} is damaged: its signature does not fit; make it again with `renew`")
+    answer = out / "server" / "engine" / "next.crt"
+    write(answer, _pem(_certificate(host, asked, ca, ca_key, days, [host])))
+    return answer
+
+
+def _register(request: Path, data: bytes, sites: Path) -> Path:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+
+    try:
+        plain = json.loads(data)
+        site, public = str(plain["site"]), str(plain["public_key"]).encode()
+        proof = base64.b64decode(plain["proof"], validate=True)
+        key = load_ssh_public_key(public)
+    except (ValueError, KeyError, TypeError) as error:
+        raise FederationError(f"{request} is no request of `renew` ({type(error).__name__})") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise FederationError(f"{request}: only ECDSA keys are allowed; make one with `renew`")
+    if not site or site.startswith(".") or "/" in site or "\\" in site:
+        raise FederationError(f"{request}: {site!r} is no name of a site")
+    path = sites / f"{site}.pub"
+    if path.exists():
+        try:
+            public_key_of(path).verify(proof, _claim(site, public), ec.ECDSA(hashes.SHA384()))
+        except InvalidSignature:
+            raise FederationError(
+                f"{request} is not signed with the present key of site {site} ({path}). If the site has lost that "
+                f"key, compare its new key with the site by telephone, remove {path}, and sign again"
+            ) from None
+    write(path, public)
+    return path
+
+
+def install(kit: Path, answer: Path) -> None:
+    """Takes the answer of `sign` into use; the process of `kit` uses it from its next start.
+
+    Raises FederationError where the answer does not belong to the key that `renew` made here.
+    """
+    _needs("cryptography")
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    engine = kit / "engine"
+    following = engine / "next.key"
+    if not following.exists():
+        raise FederationError(
+            f"{kit} waits for no answer: `renew` was not called there, or was installed already"
+        )
+    wrong = f"{answer} does not belong to the key that `renew` made in {kit}: call `renew` and `sign` again"
+    if (engine / "server.json").exists():
+        try:
+            certificate = x509.load_pem_x509_certificate(answer.read_bytes())
+            key = load_pem_private_key(following.read_bytes(), None)
+        except (OSError, ValueError):
+            raise FederationError(wrong) from None
+        if certificate.public_key() != key.public_key():
+            raise FederationError(wrong)
+        write(engine / "server.crt", _pem(certificate))
+        os.replace(following, engine / "server.key")
+        (engine / "server.csr").unlink(missing_ok=True)
+        return
+    public = _public_bytes(site_key_of(following))
+    if public_key_of(answer) != site_key_of(following).public_key():
+        raise FederationError(wrong)
+    os.replace(following, engine / "site.key")
+    write(engine / "site.pub", public)
+    for request in engine.glob("*.request"):
+        request.unlink()

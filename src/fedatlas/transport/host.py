@@ -1,0 +1,352 @@
+"""A site's end of the wire: it runs what it is asked to run, if that is allowed, and answers in bytes.
+
+Nothing of one call is left for the next but the site's memory, so any process may serve any call.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import resource
+import shutil
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedatlas.core.contract import Batches
+from fedatlas.core.errors import FedAtlasError
+from fedatlas.core.labels import SiteLabels
+from fedatlas.core.seeds import generator, isolated
+from fedatlas.core.tensors import Tensors, Tree, load, to_tree
+from fedatlas.transport import egress, wire
+from fedatlas.transport.allocator import keeping_freed_blocks
+from fedatlas.transport.egress import Asked, EgressLog, NetForms, Scores
+from fedatlas.transport.exchange import BUILT_IN, EXTRA, SiteExchange, Terms
+from fedatlas.transport.frames import Question
+from fedatlas.transport.store import MemoryStore, read_whole, write_atomic
+from fedatlas.transport.wire import Data
+
+
+class SiteSource(Protocol):
+    """The data of a site, as a host needs them."""
+
+    labels: SiteLabels
+    n_train: int
+    n_labelled: Tensor
+
+    @property
+    def n_positive(self) -> Tensor: ...
+    def batches(
+        self,
+        rng_parts: tuple[str | int, ...],
+        *,
+        batch: int,
+        steps: int | None,
+        epochs: float | None,
+        device: torch.device,
+    ) -> Batches: ...
+    def volumes(self, split: str) -> Any: ...
+
+
+NetMaker = Callable[[str], nn.Module]
+"""Makes a net of the federation: "main", or a name that the method declares."""
+
+
+@dataclass
+class HostedSite:
+    """The `method.Site` of one call, and what evaluation needs beyond it."""
+
+    name: str
+    source: SiteSource
+    make_net: NetMaker
+    memory: dict[str, Tree]
+    rng: torch.Generator
+    device: torch.device
+    folder: Path
+    seed_parts: tuple[str | int, ...]
+    logged: dict[str, float] = field(default_factory=dict)
+    along: Any = None
+    own_score: Callable[["HostedSite", nn.Module], float | None] | None = None
+    _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    @property
+    def labels(self) -> SiteLabels:
+        return self.source.labels
+
+    @property
+    def n_train(self) -> int:
+        return self.source.n_train
+
+    @property
+    def n_labelled(self) -> Tensor:
+        return self.source.n_labelled
+
+    @property
+    def n_positive(self) -> Tensor:
+        return self.source.n_positive
+
+    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
+        net = self.make_net(name)
+        if model is not None:
+            load(net, model)
+        return net.to(self.device).train()
+
+    def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> Batches:
+        parts = (*self.seed_parts, "batches", next(self._calls))
+        given: dict[str, Any] = {} if self.along is None else {"along": self.along}
+        return self.source.batches(
+            parts, batch=batch, steps=steps, epochs=epochs, device=self.device, **given
+        )
+
+    @contextlib.contextmanager
+    def with_predictions(
+        self, net: nn.Module, *, within: contextlib.AbstractContextManager[Any], **how: Any
+    ) -> Iterator["HostedSite"]:
+        predict = getattr(self.source, "predict_cases", None)
+        if predict is None:
+            raise FedAtlasError(
+                f"site {self.name}: only cases whose voxels are labelled can be predicted ahead"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # a site serves one call at a time: what is there was left by a process that was killed
+        for left in self.folder.glob(".predictions-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=".predictions-", dir=self.folder))
+        try:
+            began = time.perf_counter()
+            with within:
+                along = predict(net, folder, **how)
+            del net  # its memory is free for training, if the caller lets it go too
+            self.log(predicted_windows=along.windows, predicting_seconds=time.perf_counter() - began)
+            yield replace(self, along=along)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def volumes(self, split: str) -> "Any":
+        return self.source.volumes(split)
+
+    def score(self, net: nn.Module) -> float | None:
+        return None if self.own_score is None else self.own_score(self, net)
+
+    def log(self, **numbers: float) -> None:
+        for name, value in numbers.items():  # several trainings of one call add up
+            self.logged[name] = float(value) + (self.logged.get(name, 0.0) if name in ADDED else 0.0)
+
+
+ADDED = ("steps", "step_seconds")
+
+
+class Host:
+    """Serves the calls of one site.
+
+    functions: name -> function(site, **payload); the only ones that are ever run.
+    sends: name -> what that function answers, key -> kind; anything else is refused before it leaves.
+    scores: name -> what the rows of an evaluation by that function may hold, given the site and the payload.
+    seed: the federation's; with site, round and call it decides everything random.
+    log: where every message that leaves is written down first; None only where nothing leaves (a test).
+    texts: False keeps the text of every exception at the site; the server gets a code.
+    terms: what happens to models on their way.
+    instance: tells this installation of the site from any other that uses its name; part of every reply.
+    remembers: False where calls are no part of a run, and must leave its memory alone.
+    own_score: what `method.Site.score` gives, of the site and a net; None: no net has a score.
+    case_name: how the site calls a case in the rows of an evaluation; None: by its own name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: SiteSource,
+        functions: Mapping[str, Callable[..., Any]],
+        make_net: NetMaker,
+        folder: Path,
+        *,
+        sends: Mapping[str, Mapping[str, str]],
+        scores: Mapping[str, Callable[..., Scores]] | None = None,
+        seed: int,
+        threads: int = 1,
+        device: str = "cpu",
+        log: EgressLog | None = None,
+        texts: bool = True,
+        case_name: Callable[[str], str] | None = None,
+        terms: Terms | None = None,
+        instance: str = "",
+        remembers: bool = True,
+        own_score: Callable[[HostedSite, nn.Module], float | None] | None = None,
+    ) -> None:
+        self.name, self.source, self.functions, self.make_net = name, source, dict(functions), make_net
+        self.folder, self.seed, self.threads, self.device = folder, seed, threads, torch.device(device)
+        self.log, self.texts, self.case_name = log, texts, case_name
+        self.sends, self.scores = dict(sends), dict(scores or {})
+        self.forms = NetForms(make_net)
+        self.instance, self.own_score = instance, own_score
+        self.memory, self.remembers = MemoryStore(folder / "memory"), remembers
+        self.exchange = SiteExchange(terms or Terms(), name, folder)
+
+    def answer(self, question: Question) -> None:
+        """Answers a question whose payloads are files, in a file. Raises OSError where not even an error reply
+        can be written."""
+        shared = read_whole(question.shared)
+        own = read_whole(question.own) if question.own else None
+        place = (question.function, question.round, question.call)
+        reply = self.handle(*place, shared, own, question.memory)
+        del shared, own
+        try:
+            write_atomic(question.reply, reply, durable=False)
+        except OSError as error:
+            write_atomic(question.reply, self._error(*place, error), durable=False)
+
+    def handle(
+        self,
+        function: str,
+        round: int,
+        call: int,
+        shared: Data,
+        own: Data | None = None,
+        version: str | None = None,
+    ) -> Data:
+        """Answers one call. The reply is a tree with "to" (what it answers), "value", "log" and "cost", or with
+        "to" and "error".
+
+        shared, own: the payload as `wire` bytes, used by nobody else from now on. version: of the site's memory, see
+        `Question`. Whatever goes wrong in the
+        function, the answer is an error reply: its code, its text where texts may leave, and the traceback stays
+        in `errors.log` of the site's folder.
+        """
+        reset_peak()
+        began = time.perf_counter()
+        try:
+            mark = _mark(shared, own) if self.exchange.terms.privacy else ""
+            if (before := self.exchange.replayed(function, round, call, mark)) is not None:
+                self._record(function, round, call, {"": "the very answer that was sent before"}, before)
+                return before
+            value, logged = self._run(function, round, call, shared, own, version)
+            del shared, own
+            cost: Tree = {"seconds": time.perf_counter() - began, "peak_mb": peak_mb()}
+            to = self._to(function, round, call)
+            contents = egress.contents({"value": value, "log": logged, "cost": cost})
+            kept = self.memory.after(round, call)
+            head: dict[str, Tree] = {"to": to, "from": self.instance, "memory": kept}
+            reply = wire.encode(head | {"value": value, "log": logged, "cost": cost})
+            del value
+            self.exchange.remember(function, round, call, mark, reply)
+            self._record(function, round, call, contents, reply)
+            return reply
+        except Exception as error:
+            return self._error(function, round, call, error)
+
+    def _to(self, function: str, round: int, call: int) -> dict[str, Tree]:
+        return {"site": self.name, "function": function, "round": round, "call": call}
+
+    def _record(self, function: str, round: int, call: int, contents: dict[str, str], reply: Data) -> None:
+        if self.log:
+            what = {"function": function, "round": round, "call": call, "contents": contents}
+            self.log.record(what, reply)
+
+    def _error(self, function: str, round: int, call: int, error: Exception) -> Data:
+        """The error reply, with everything about the error in the site's own errors.log."""
+        file = self.folder / "errors.log"
+        with contextlib.suppress(OSError):  # the disk may be what is wrong
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with file.open("a") as log:
+                log.write(f"round {round}, call {call}, {function}\n")
+                log.write("".join(traceback.format_exception(error)) + "\n")
+        content: dict[str, Tree] = {"code": type(error).__name__}
+        if self.texts:
+            known = isinstance(error, FedAtlasError | FloatingPointError | OSError | MemoryError)
+            content["text"] = str(error) if known else f"{error} (see {file})"
+        reply = wire.encode({"to": self._to(function, round, call), "from": self.instance, "error": content})
+        with contextlib.suppress(OSError):  # a code alone may leave where the log cannot be written
+            self._record(function, round, call, {"error/code": content["code"]}, reply)  # type: ignore[dict-item]
+        return reply
+
+    def _scores(self, function: str, payload: Mapping[str, Any]) -> Scores | None:
+        of = self.scores.get(function)
+        return of(self.name, None, **payload) if of else None
+
+    def _run(
+        self, function: str, round: int, call: int, shared: Data, own: Data | None, version: str | None
+    ) -> tuple[Tree, dict[str, Tree]]:
+        built_in = tuple(BUILT_IN) if self.exchange.terms.secure else ()
+        if function not in self.functions and function not in built_in:
+            allowed = ", ".join(sorted((*self.functions, *built_in)))
+            raise FedAtlasError(f"site {self.name}: asked to run {function!r}; allowed: {allowed}")
+        torch.set_num_threads(self.threads)
+        payload: Any = wire.decode(shared, copy=False)
+        extra: Any = wire.decode(own, copy=False) if own is not None else {}
+        if not isinstance(payload, dict) or not isinstance(extra, dict):
+            raise FedAtlasError(f"site {self.name}: the payload of {function!r} is not a dict of arguments")
+        del shared, own
+        payload |= extra
+        if function in built_in:
+            return self.exchange.built_in(function, payload), {}
+        special = payload.pop(EXTRA, None)
+        payload = self.exchange.receive(payload)
+        parts = (self.seed, self.name, round, call)
+        memory = self.memory.before(round, call, version) if self.remembers else {}
+        site = HostedSite(
+            name=self.name,
+            source=self.source,
+            make_net=self.make_net,
+            memory=memory,
+            rng=generator(*parts),
+            device=self.device,
+            folder=self.folder,
+            seed_parts=parts,
+            own_score=self.own_score,
+        )
+        with keeping_freed_blocks(), isolated(*parts, "libraries"):
+            value: Any = to_tree(self.functions[function](site, **payload))
+        if self.case_name and isinstance(value, dict) and isinstance(value.get("rows"), list):
+            for row in value["rows"]:
+                row["case"] = row["case"] and self.case_name(row["case"])
+        what = f"site {self.name}: the answer to {function}"
+        egress.check(
+            value,
+            self.sends.get(function, {}),
+            what=what,
+            classes=len(self.source.labels.space),
+            forms=self.forms,
+            asked=Asked(payload, scores=self._scores(function, payload)),
+        )
+        egress.check_log(site.logged, what=what)
+        logged: dict[str, Tree] = dict(site.logged)
+        if function in self.exchange.terms.sending:
+            received = payload.get("model") if isinstance(payload.get("model"), dict) else None
+            value = self.exchange.send(function, value, received, site.memory, special)
+            if self.exchange.terms.privacy:  # what training logs is of the data, and not protected
+                logged = {"releases": float(self.exchange.releases(more=1))}
+        if self.remembers:
+            self.memory.save(round, call, site.memory, version)
+        return value, logged
+
+
+def _mark(shared: Data, own: Data | None) -> str:
+    """A digest of what was asked."""
+    digest = hashlib.sha256(shared)
+    digest.update(own or b"")
+    return digest.hexdigest()
+
+
+def reset_peak() -> None:
+    """Starts a new measurement of peak memory, where the system can (Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def peak_mb() -> float:
+    """The process's largest resident memory since `reset_peak` (elsewhere: since it began), in MiB."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    except OSError:
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,1 @@
+"""The engine on NVIDIA FLARE; imported only where it is chosen."""

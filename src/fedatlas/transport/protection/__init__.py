@@ -1,0 +1,1 @@
+"""What is done to a model on its way: compression, differential privacy, secure aggregation."""

@@ -1,0 +1,361 @@
+"""The one round loop, and the run folder that makes every complete round a point to resume from."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from fedatlas.core.contract import Clients, Method, State, declared
+from fedatlas.core.errors import FedAtlasError, RunFolderError, WireError
+from fedatlas.core.tensors import from_tree, to_tree
+from fedatlas.transport import wire
+from fedatlas.transport.clients import Call, Spool
+from fedatlas.transport.host import peak_mb, reset_peak
+from fedatlas.transport.store import read_whole, sync_folder, write_atomic
+
+
+class RoundClients(Clients, Protocol):
+    """Clients that are told when a round begins, and keep a record of its calls."""
+
+    calls: list[Call]
+    models: Spool | None
+    remembered: dict[str, str]
+
+    @property
+    def everyone(self) -> list[str]: ...
+    def begin(self, round: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Round:
+    """What is kept of one complete round. log: training and cost per site; rows: validation, as dicts."""
+
+    number: int
+    state: State
+    log: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+def run(
+    method: Method,
+    net: nn.Module,
+    clients: RoundClients,
+    rounds: int,
+    *,
+    state: State | None = None,
+    evaluate: Callable[[State], list[dict[str, Any]]] | None = None,
+    after_round: Callable[[Round], None] | None = None,
+) -> State:
+    """Runs a method for `rounds` rounds and returns the last state.
+
+    state: where to go on; None begins with `method.start(net, clients)`.
+    evaluate: called on the state of every complete round; its rows go into the round's record.
+    after_round: is given the record of every complete round, and of the start as round 0.
+
+    Raises SiteLost as `clients` does, and FedAtlasError where a method does not count its rounds.
+    """
+    if state is None:
+        clients.begin(0)
+        clients.remembered.update(dict.fromkeys(clients.everyone, ""))
+        state = replace(method.start(net, clients), round=0, rounds=rounds)
+        if after_round:
+            after_round(Round(0, state, _log(0, clients.calls, {}, 0.0, clients.remembered), []))
+    while state.round < rounds:
+        number = state.round + 1
+        clients.begin(number)
+        reset_peak()
+        began = time.perf_counter()
+        state = method.round(state, clients)
+        trained = time.perf_counter()
+        peak = peak_mb()
+        if state.round != number:
+            raise FedAtlasError(
+                f"{type(method).__name__}.round returned the state of round {state.round}, expected {number}; "
+                "it ends with replace(state, round=state.round + 1, …)"
+            )
+        rows = evaluate(state) if evaluate else []
+        phases = {"round": trained - began, "evaluate": time.perf_counter() - trained}
+        if after_round:
+            after_round(
+                Round(number, state, _log(number, clients.calls, phases, peak, clients.remembered), rows)
+            )
+    return state
+
+
+def _log(
+    number: int, calls: list[Call], phases: dict[str, float], peak: float, memory: Mapping[str, str]
+) -> dict[str, Any]:
+    """Adds up the calls of a round: per site its numbers, and its cost of training apart from evaluation."""
+    sites: dict[str, dict[str, float]] = {}
+    cost: dict[str, dict[str, float]] = {}
+    lost: dict[str, str] = {}
+    for call in calls:
+        lost |= {site: f"{call.function}: {reason}" for site, reason in call.lost.items()}
+        prefix = "evaluate_" if call.function == "evaluate" else ""
+        for site, numbers in call.logs.items():
+            sites.setdefault(site, {}).update(numbers)
+        for site, spent in call.cost.items():
+            total = cost.setdefault(site, {})
+            for key, value in spent.items():
+                name = prefix + key
+                total[name] = (
+                    max(total.get(name, 0.0), value) if key == "peak_mb" else total.get(name, 0) + value
+                )
+    epsilons = [call.epsilon for call in calls if call.epsilon is not None]
+    return {
+        "round": number,
+        "memory": dict(sorted(memory.items())),
+        "epsilon": epsilons[-1] if epsilons else None,
+        "sites": sites,
+        "cost": cost,
+        "phases": phases,
+        "lost": lost,
+        "server_peak_mb": peak,
+    }
+
+
+class RunFolder:
+    """runs/<id>: rounds/NNNN/ (state, log, rows), models/, sites/, and what the experiment writes beside them.
+
+    A round's folder appears under its name only when it is whole. States older than the last two are removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def rounds(self) -> Path:
+        return self.path / "rounds"
+
+    @contextlib.contextmanager
+    def held(self, tell: Callable[[str], None]) -> Iterator[None]:
+        """Locks the folder for this process, and makes it if need be. The lock is the kernel's: it ends with the
+        context, and with the process however that ends. tell: is told where the file system has no locks.
+
+        Raises RunFolderError, naming the process and its machine, where another process holds the folder.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            opened = (self.path / "lock").open("a+")
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path}: cannot be made or written ({error.strerror or error}); choose another place with --runs"
+            ) from None
+        with opened as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                raise RunFolderError(
+                    f"{self.path}: {lock.read().strip() or 'another process'} works on this run; wait until it has "
+                    "ended, or begin another run with --id"
+                ) from None
+            except OSError as error:
+                tell(
+                    f"{self.path}: cannot be locked ({error.strerror or error}); see that no other process works on "
+                    "this run"
+                )
+            lock.truncate(0)
+            began = datetime.now(UTC).isoformat(timespec="seconds")
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {began},")
+            lock.flush()
+            yield
+
+    def site(self, name: str) -> Path:
+        """The private folder of a site that is served on this machine."""
+        return self.path / "sites" / name
+
+    def complete(self) -> list[int]:
+        """The numbers of all complete rounds."""
+        return sorted(int(path.name) for path in self.rounds.glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
+
+    def save(self, record: Round, models: Spool | None = None) -> None:
+        """Keeps a complete round; `models`: the sites' local models, kept with it if given."""
+        self.rounds.mkdir(parents=True, exist_ok=True)
+        final = self.rounds / f"{record.number:04d}"
+        part = self.rounds / f".{record.number:04d}.part"
+        shutil.rmtree(part, ignore_errors=True)
+        try:
+            write_atomic(part / "state.fa", wire.encode(to_tree(record.state)))
+            write_atomic(part / "log.json", to_json(sealed(record.log)))
+            write_atomic(part / "rows.json", to_json(record.rows))
+            for site, reply in models or ():
+                kept = {"model": reply["model"], "classes": reply.get("classes")}
+                write_atomic(part / "local" / f"{site}.fa", wire.encode(kept))
+            if final.exists():
+                shutil.rmtree(final)
+            os.rename(part, final)
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise RunFolderError(
+                f"{final}: round {record.number} could not be written ({error.strerror}); the rounds before it "
+                "are intact, make room and go on with --resume"
+            ) from error
+        sync_folder(self.rounds)
+        for number in self.complete():
+            if number < record.number - 1:
+                (self.rounds / f"{number:04d}" / "state.fa").unlink(missing_ok=True)
+                shutil.rmtree(self.rounds / f"{number:04d}" / "local", ignore_errors=True)
+
+    def latest(self, method: Method) -> State | None:
+        """The state of the last complete round that can be read; None if no round was completed.
+
+        What a later round left behind, damaged or half, is removed. Raises RunFolderError if rounds were
+        completed and no state can be read.
+        """
+        for part in self.rounds.glob(".*.part"):
+            shutil.rmtree(part, ignore_errors=True)
+        damaged = []
+        for number in reversed(self.complete()):
+            path = self.rounds / f"{number:04d}" / "state.fa"
+            if not path.exists():
+                break
+            try:
+                state = self.state(path, method)
+            except RunFolderError as error:
+                damaged.append(str(error))
+                continue
+            for later in self.complete():
+                if later > number:
+                    shutil.rmtree(self.rounds / f"{later:04d}")
+            return state
+        if self.complete():
+            raise RunFolderError(f"{self.path}: no round can be resumed. " + " ".join(damaged))
+        return None
+
+    def state(self, path: Path, method: Method) -> State:
+        """A kept state. Raises RunFolderError if the file is missing, damaged or of another method."""
+        try:
+            return from_tree(declared(method, "state"), wire.decode(read_whole(path), copy=False))
+        except FileNotFoundError:
+            raise RunFolderError(f"{path}: missing; the run has no complete round yet") from None
+        except (WireError, TypeError, KeyError, ValueError, AttributeError, OSError) as error:
+            told = str(error) if isinstance(error, WireError | TypeError | OSError) else type(error).__name__
+            raise RunFolderError(f"{path}: cannot be read ({told})") from error
+
+    def log(self, number: int) -> dict[str, Any]:
+        """The log of a complete round. Raises RunFolderError where it is not what was written."""
+        path = self.rounds / f"{number:04d}" / "log.json"
+        log = read_json(path)
+        require_seal(path, log)
+        return log
+
+    def records(self) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+        """(log, rows) of every complete round, in order."""
+        return [(self.log(n), read_json(self.rounds / f"{n:04d}" / "rows.json")) for n in self.complete()]
+
+    def keep_model(self, name: str, number: int) -> None:
+        """Copies the state of round `number`, which must be one of the last two, to models/<name>.fa."""
+        data = (self.rounds / f"{number:04d}" / "state.fa").read_bytes()
+        write_atomic(self.path / "models" / f"{name}.fa", data)
+
+    def keep_local(self, site: str, number: int) -> None:
+        """Copies a site's local model of round `number`, one of the last two, to models/local/<site>.fa."""
+        data = (self.rounds / f"{number:04d}" / "local" / f"{site}.fa").read_bytes()
+        write_atomic(self.path / "models" / "local" / f"{site}.fa", data)
+
+    @property
+    def choices(self) -> dict[str, dict[str, Any]]:
+        """site -> {"round", "score"} of its local model that was best on its own validation cases, which is
+        models/local/<site>.fa; empty where sites did not choose."""
+        file = self.path / "models" / "local.json"
+        return read_json(file) if file.exists() else {}
+
+    def local_models(self) -> dict[str, tuple[Path, int]]:
+        """site -> the file of its local model, and its round: that which the site chose, else of the last round."""
+        numbers = self.complete()
+        last = numbers[-1] if numbers else 0
+        files = sorted((self.rounds / f"{last:04d}" / "local").glob("*.fa"))
+        found = {file.stem: (file, last) for file in files}
+        for site, kept in self.choices.items():
+            found[site] = (self.path / "models" / "local" / f"{site}.fa", kept["round"])
+        return dict(sorted(found.items()))
+
+    def best_is_last(self, rounds: int) -> bool:
+        """Is the best model of a finished run that of its last round? rounds: so many it has."""
+        best = read_json(self.path / "best.json")
+        return all(kept["round"] == rounds for kept in (best, *best.get("sites", {}).values()))
+
+
+def to_json(value: Any) -> bytes:
+    """JSON with sorted keys; numbers that are not finite become null."""
+    return (json.dumps(_finite(value), indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+SEAL = "seal"
+
+
+def sealed(plain: Mapping[str, Any], keys: Iterable[str] | None = None) -> dict[str, Any]:
+    """Plain values with a digest of those of `keys` (None: of all), by which a later change is found."""
+    chosen = {key: plain[key] for key in (sorted(plain) if keys is None else keys)}
+    return {**plain, SEAL: {"of": sorted(chosen), "sha256": _digest(chosen)}}
+
+
+def require_seal(path: Path, plain: Mapping[str, Any]) -> None:
+    """Raises RunFolderError where values of a file are not those that `sealed` saw. A file without a seal, of an
+    older version, is not checked."""
+    seal = plain.get(SEAL)
+    if seal is None:
+        return
+    try:
+        same = _digest({key: plain[key] for key in seal["of"]}) == seal["sha256"]
+    except (KeyError, TypeError):
+        same = False
+    if not same:
+        raise RunFolderError(
+            f"{path}: was changed after the run wrote it, in {', '.join(map(str, _of(seal)))}; restore the file"
+        )
+
+
+def read_run(path: Path) -> dict[str, Any]:
+    """The record of a run, run.json of its folder. Raises RunFolderError where it is missing, damaged, lacks what every
+    run writes, or was changed since."""
+    file = path / "run.json"
+    info = read_json(file)
+    missing = [
+        key
+        for key in ("labels", "channels", "hash", "sites")
+        if not isinstance(info, dict) or key not in info
+    ]
+    if missing:
+        raise RunFolderError(f"{file}: lacks {', '.join(missing)}; a run's record has them, restore the file")
+    require_seal(file, info)
+    return info
+
+
+def _of(seal: Any) -> list[Any]:
+    of = seal.get("of") if isinstance(seal, Mapping) else None
+    return of if isinstance(of, list) else ["what it holds"]
+
+
+def _digest(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(to_json(plain)).hexdigest()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if abs(value) != float("inf") and value == value else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def read_json(path: Path) -> Any:
+    """Raises RunFolderError if the file is missing or not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except RecursionError:
+        raise RunFolderError(f"{path}: cannot be read (nested too deeply)") from None
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{path}: cannot be read ({error})") from error

@@ -1,0 +1,249 @@
+"""Files that are whole or absent, and the private memory of a site, versioned by round and call."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedatlas.core.errors import DataChanged, RunFolderError, WireError
+from fedatlas.core.tensors import Tree
+from fedatlas.transport import wire
+from fedatlas.transport.wire import Data
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    tell: Callable[[str], None]
+    patience: float
+
+
+_WAITING: ContextVar[_Waiting | None] = ContextVar("waiting", default=None)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+PAUSE = 2.0
+"""Seconds between two looks at a disk that is full."""
+
+
+@contextlib.contextmanager
+def waiting_for_room(tell: Callable[[str], None], patience: float) -> Iterator[None]:
+    """While it is open, `write_atomic` and `make_room` of this thread wait where a disk is full, at most `patience`
+    seconds each, and tell when that begins and ends."""
+    token = _WAITING.set(_Waiting(tell, patience))
+    try:
+        yield
+    finally:
+        _WAITING.reset(token)
+
+
+def _waits(path: Path, why: str) -> Iterator[None]:
+    """Goes on for as long as somebody may wait for room; each step is a pause."""
+    waiting = _WAITING.get()
+    if waiting is None:
+        return
+    waiting.tell(
+        f"{path}: {why}; waits for room, at most {waiting.patience:g} s, and then goes on. Ctrl-C ends the run, which "
+        "--resume takes up"
+    )
+    end = time.monotonic() + waiting.patience
+    while time.monotonic() < end:
+        time.sleep(PAUSE)
+        yield
+
+
+def _has_room() -> None:
+    if waiting := _WAITING.get():
+        waiting.tell("there is room again; the run goes on")
+
+
+def make_room(folder: Path, needed: int) -> None:
+    """Waits until a folder's disk has room for so many bytes; does nothing outside of `waiting_for_room`, and gives up
+    when its patience is over."""
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return
+    for _ in _waits(
+        folder, f"{free / 1e6:,.1f} MB are free; what is to come may take {needed / 1e6:,.1f} MB"
+    ):
+        if shutil.disk_usage(folder).free >= needed:
+            _has_room()
+            return
+
+
+def write_atomic(path: Path, data: Data, *, durable: bool = True) -> None:
+    """Writes a file so that, whatever happens, `path` holds the old bytes or all of the new ones.
+
+    durable: False for what need not outlive a crash of the machine. Raises OSError as the file system does (disk full,
+    unless `waiting_for_room`); then `path` is as it was.
+    """
+    try:
+        return _write(path, data, durable)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        full = error
+    for _ in _waits(path, full.strerror or "the disk is full"):
+        try:
+            _write(path, data, durable)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+        else:
+            return _has_room()
+    raise full
+
+
+def _write(path: Path, data: Data, durable: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    if durable:
+        sync_folder(path.parent)
+
+
+def read_whole(path: Path) -> bytearray:
+    """A file's bytes, in memory that may be written to, held once."""
+    with path.open("rb") as file:
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        del data[file.readinto(data) :]
+    return data
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+DATA = "data.json"
+"""The file, in a site's folder of a run, of the digests of its data."""
+
+
+def guard_data(
+    file: Path, data: Mapping[str, str], site: str, *, begins: bool = False, accept: bool = False
+) -> bool:
+    """Compares a site's data with those with which its run began. They are remembered, as digests, in `file`, which
+    stays with the site's private memory.
+
+    data: case -> its digest. begins: the run has no complete round, and takes them as they are. accept: go on with
+    changed data, which are remembered from then on. Returns whether they changed. Raises DataChanged, naming the cases;
+    RunFolderError where the file cannot be read.
+    """
+    if begins or not file.exists():
+        write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode())
+        return False
+    try:
+        before = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise RunFolderError(f"{file}: cannot be read ({type(error).__name__}); restore it") from None
+    changes = {
+        "changed": sorted(case for case in data if case in before and data[case] != before[case]),
+        "gone": sorted(set(before) - set(data)),
+        "new": sorted(set(data) - set(before)),
+    }
+    if not any(changes.values()):
+        return False
+    if accept:
+        write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode())
+        return True
+    told = "; ".join(f"{how}: {_listed(cases)}" for how, cases in changes.items() if cases)
+    raise DataChanged(
+        f"site {site}: its data are not those with which this run began ({told}); put them back, begin another run with "
+        "--id, or go on with the changed data with --data-changed"
+    )
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+class MemoryStore:
+    """What a site keeps for itself between calls: one file per call that changed it.
+
+    Calls are numbered (round, call). A call starts from the newest version that is older than itself, so a
+    round that is done again, after a lost reply or by a server that resumed, starts from the same memory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def before(self, round: int, call: int, version: str | None = None) -> dict[str, Tree]:
+        """The memory from which call `call` of round `round` starts; empty if nothing was ever kept.
+
+        version: the one to start from, by its name, "" for none; None: the newest that is older than the call.
+        Raises RunFolderError where the file that holds it is missing or damaged.
+        """
+        start = self._start(round, call, version)
+        if start is None:
+            return {}
+        path = self._path(start)
+        try:
+            tree = wire.decode(read_whole(path), copy=False)
+        except FileNotFoundError:
+            raise RunFolderError(
+                f"{path}: missing; it is the site's private memory of this run, without which it cannot go on"
+            ) from None
+        except (WireError, OSError) as error:
+            raise RunFolderError(
+                f"{path}: the site's memory cannot be read ({error}); remove the run folder or restore the file"
+            ) from error
+        assert isinstance(tree, dict)
+        return tree
+
+    def save(self, round: int, call: int, memory: dict[str, Tree], version: str | None = None) -> None:
+        """Keeps the memory after a call, unless it is what the call began with, from `version` as in `before`;
+        forgets what no resume needs, and what came of calls between the two, whose answers did not count."""
+        data = wire.encode(memory)
+        start = self._start(round, call, version)
+        unchanged = not memory if start is None else self._path(start).read_bytes() == data
+        for other in self._versions():
+            if other >= (round, call) or (start is None or other > start):
+                self._path(other).unlink()
+        if unchanged:
+            return
+        write_atomic(self._path((round, call)), data)
+        # a server resumes at the start of this round, or of the one before if its newest state is lost
+        needed = self._newest_before((round - 1, 0))
+        for old in self._versions():
+            if needed is not None and old < needed:
+                self._path(old).unlink()
+
+    def _start(self, round: int, call: int, version: str | None) -> tuple[int, int] | None:
+        if version is None:
+            return self._newest_before((round, call))
+        return (int(version[:6]), int(version[7:])) if version else None
+
+    def versions(self) -> list[str]:
+        """The names of all that is kept, oldest first; a name orders by round and call."""
+        return [self._path(version).stem for version in self._versions()]
+
+    def after(self, round: int, call: int) -> str:
+        """The name of the version with which a call left the memory; "" if nothing is kept."""
+        version = self._newest_before((round, call + 1))
+        return self._path(version).stem if version else ""
+
+    def _path(self, version: tuple[int, int]) -> Path:
+        return self.folder / f"{version[0]:06d}-{version[1]:03d}.fa"
+
+    def _versions(self) -> list[tuple[int, int]]:
+        names = sorted(path.stem for path in self.folder.glob("[0-9]*-[0-9]*.fa"))
+        return [(int(name[:6]), int(name[7:])) for name in names]
+
+    def _newest_before(self, limit: tuple[int, int]) -> tuple[int, int] | None:
+        older = [version for version in self._versions() if version < limit]
+        return older[-1] if older else None

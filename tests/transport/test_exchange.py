@@ -1,0 +1,322 @@
+"""exchange.py: compression, privacy and secure aggregation on the way of a model, with a toy method."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_local import Source, Tampered
+from torch import nn
+
+from fedatlas.core.contract import State, at_site, functions_of, sends_of
+from fedatlas.core.errors import FederationError, SiteLost
+from fedatlas.core.tensors import average, tensors_of
+from fedatlas.transport import wire
+from fedatlas.transport.clients import Faults, SiteClients
+from fedatlas.transport.egress import Declaration, EgressLog, NetForms, read_log
+from fedatlas.transport.exchange import ServerExchange, Terms, terms_of
+from fedatlas.transport.host import Host
+from fedatlas.transport.local import InProcess
+from fedatlas.transport.protection.compression import Comm
+from fedatlas.transport.protection.privacy import Privacy
+from fedatlas.transport.protection.secure import Secure
+from fedatlas.transport.rounds import run
+
+SITES = "abcd"
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Every site moves the model a little in a direction of its own; the server averages."""
+
+    summed = "cases"
+
+    def start(self, net, clients) -> State:
+        return State(tensors_of(net))
+
+    def round(self, state: State, clients) -> State:
+        replies = clients.call(self.step, model=state.model)
+        model = average(replies.each("model"), replies.plain("n"))
+        return replace(state, model=model, round=state.round + 1)
+
+    @at_site
+    def step(self, site, model) -> dict:
+        draw = lambda tensor: torch.randn(tensor.shape, generator=site.rng)  # noqa: E731
+        moved = {n: v + 0.1 * draw(v) if v.is_floating_point() else v + 1 for n, v in model.items()}
+        site.log(loss=0.5)
+        return {"model": moved, "n": site.n_train}
+
+
+@dataclass(frozen=True)
+class Even(Drift):
+    summed = "equal"
+
+    def round(self, state: State, clients) -> State:
+        replies = clients.call(self.step, model=state.model)
+        model = average(replies.each("model"), [1] * len(replies.sites))
+        return replace(state, model=model, round=state.round + 1)
+
+
+def net() -> nn.Module:
+    made = nn.Linear(40, 30)
+    with torch.no_grad():
+        made.weight.copy_(torch.linspace(-1, 1, 1200).reshape(30, 40))
+        made.bias.zero_()
+    made.register_buffer("count", torch.tensor(3))
+    return made
+
+
+def federation(
+    folder: Path, *, method: Any = None, faults: Faults | None = None, **terms: Any
+) -> SiteClients:
+    method = method or Drift()
+    agreed = Terms(sites=4, weights=method.summed, sending=frozenset({"step"}), **terms)
+    hosts = {
+        name: Host(
+            name,
+            Source(ord(name) - 90),
+            functions_of(method),
+            lambda _: net(),
+            folder / name,
+            sends=sends_of(method),
+            seed=5,
+            terms=agreed,
+            log=EgressLog(folder / name / "egress.jsonl"),
+        )
+        for name in SITES
+    }
+    transport = InProcess(lambda question: hosts[question.site].answer(question))
+    exchange = ServerExchange(agreed)
+    declaration = Declaration(sends_of(method), 2, NetForms(lambda _: net()))
+    scratch = folder / "scratch"
+    return SiteClients(
+        list(SITES), transport, scratch, faults or Faults(), exchange=exchange, declaration=declaration
+    )
+
+
+def go(folder: Path, rounds: int = 3, **options: Any) -> tuple[State, SiteClients]:
+    clients = federation(folder, **options)
+    return run(options.get("method") or Drift(), net(), clients, rounds), clients
+
+
+def distance(one: State, other: State) -> float:
+    return max(float((one.model[n].double() - v.double()).abs().max()) for n, v in other.model.items())
+
+
+def traffic(clients: SiteClients) -> tuple[float, float]:
+    cost = clients.calls[-1].cost["a"]
+    return cost["bytes_down"], cost["bytes_up"]
+
+
+# ------------------------------------------------------------------------------------------------------ compression
+
+
+@pytest.mark.parametrize(
+    ("kind", "within", "share"), [("bf16", 2e-3, 0.75), ("int8", 5e-3, 0.6), ("topk", 1.0, 0.5)]
+)
+def test_compressed_both_ways_stays_near(tmp_path, kind: str, within: float, share: float) -> None:
+    """On this small model the manifest of a message weighs; the shares of a real one are in test_compression."""
+    plain, exact = go(tmp_path / "plain")
+    comm = Comm(up=kind, down=kind, fraction=0.1)
+    near, packed = go(tmp_path / kind, comm=comm)
+    assert 0 < distance(plain, near) < within
+    down, up = traffic(packed)
+    assert down < share * traffic(exact)[0] and up < share * traffic(exact)[1]
+    assert near.model["count"] == plain.model["count"], "counters travel exactly"
+
+
+def test_topk_of_everything_is_exact(tmp_path) -> None:
+    plain, _ = go(tmp_path / "plain")
+    near, _ = go(tmp_path / "all", comm=Comm(up="topk", fraction=1.0))
+    # received + (trained - received) is rounded once more than trained
+    assert distance(plain, near) < 1e-6
+
+
+def test_feedback_is_kept_at_the_site(tmp_path) -> None:
+    with_it, _ = go(tmp_path / "with", rounds=1, comm=Comm(up="topk", fraction=0.1))
+    memory = sorted((tmp_path / "with" / "a" / "memory").glob("*.fa"))
+    assert list(wire.decode(memory[-1].read_bytes())) == ["exchange.residual"]
+    without, _ = go(tmp_path / "without", rounds=1, comm=Comm(up="topk", fraction=0.1, feedback=False))
+    assert not list((tmp_path / "without" / "a").glob("memory/*.fa"))
+    assert distance(with_it, without) == 0, "in the first round there is nothing to feed back"
+
+
+def test_a_model_that_is_held_is_not_sent_again(tmp_path) -> None:
+    clients = federation(tmp_path, comm=Comm(down="int8"))
+    model = tensors_of(net())
+    first = clients.call(Drift().step, model=model)
+    whole = traffic(clients)[0]
+    again = clients.call(Drift().step, model=model)
+    assert traffic(clients)[0] < 0.2 * whole and first.sites == again.sites == list(SITES)
+
+
+def test_a_site_that_lost_what_it_held_gets_it_whole(tmp_path) -> None:
+    plain, _ = go(tmp_path / "plain", comm=Comm(down="int8"))
+    clients = federation(tmp_path / "lossy", comm=Comm(down="int8"))
+    state = run(Drift(), net(), clients, 2)
+    for file in (tmp_path / "lossy" / "b" / "exchange" / "held").glob("*.fa"):
+        file.unlink()
+    state = run(Drift(), net(), clients, 3, state=replace(state, rounds=3))
+    assert distance(plain, state) == 0 and clients.lost == {}
+    assert clients.calls[-1].cost["b"]["bytes_down"] > 2 * clients.calls[-1].cost["a"]["bytes_down"]
+
+
+# ---------------------------------------------------------------------------------------------------------- privacy
+
+
+def test_a_wide_clip_without_noise_changes_nothing(tmp_path) -> None:
+    plain, _ = go(tmp_path / "plain")
+    private, clients = go(tmp_path / "private", privacy=Privacy(clip=1e6, noise=0.0))
+    for name in ("weight", "bias"):
+        assert (plain.model[name] - private.model[name]).abs().max() < 1e-6
+    assert private.model["count"] == 3, "a count of batches is not protected, and not sent"
+    assert clients.calls[-1].epsilon == float("inf")
+
+
+def test_noise_is_not_the_seeds(tmp_path) -> None:
+    one, clients = go(tmp_path / "1", privacy=Privacy(clip=0.1, noise=1.0))
+    two, _ = go(tmp_path / "2", privacy=Privacy(clip=0.1, noise=1.0))
+    assert distance(one, two) > 1e-3
+    epsilons = clients.calls[-1].epsilon
+    assert epsilons is not None and 0 < epsilons < 100
+    assert set(clients.calls[-1].logs["a"]) == {"releases"}, "the loss is of the data, and stays"
+    assert clients.calls[-1].logs["a"]["releases"] == 3
+
+
+def test_a_question_asked_again_gets_the_same_noise(tmp_path) -> None:
+    clients = federation(tmp_path, privacy=Privacy(clip=0.1, noise=1.0))
+    ask = lambda: {s: r["model"]["weight"] for s, r in clients.call(Drift().step, model=tensors_of(net()))}  # noqa: E731
+    clients.begin(1)
+    first = ask()
+    clients.begin(1)
+    second = ask()
+    assert all(torch.equal(first[site], second[site]) for site in SITES)
+    assert clients.calls[-1].logs["a"]["releases"] == 1
+    clients.begin(2)
+    third = ask()
+    assert not torch.equal(first["a"], third["a"]) and clients.calls[-1].logs["a"]["releases"] == 2
+
+
+# ---------------------------------------------------------------------------------------------- secure aggregation
+
+
+@pytest.mark.parametrize("method", [Drift(), Even()])
+def test_the_secure_sum_is_the_mean_within_its_quantum(tmp_path, method) -> None:
+    plain, _ = go(tmp_path / "plain", rounds=1, method=method)
+    summed, clients = go(tmp_path / "summed", rounds=1, method=method, secure=Secure(bits=24))
+    weights = sum(ord(name) - 90 for name in SITES) if method.summed == "cases" else 4
+    quantum = 4 * 2**-25 / weights
+    for name in ("weight", "bias"):
+        # beside the quantum: the plain mean and the sum are each rounded to float32 once
+        assert (plain.model[name] - summed.model[name]).abs().max() <= quantum + 2.0**-23 * 2
+    assert clients.models is None, "no local model is known to the server"
+
+
+def test_what_leaves_a_site_is_masked(tmp_path) -> None:
+    clients = federation(tmp_path, secure=Secure())
+    seen: dict[str, Any] = {}
+
+    def look(question) -> None:
+        if question.function == "step":
+            seen[question.site] = wire.decode(question.reply.read_bytes())["value"]
+
+    clients.transport = Tampered(clients.transport, look)
+    clients.begin(1)
+    clients.call(Drift().step, model=tensors_of(net()))
+    assert {tuple(value) for value in seen.values()} == {("masked",)}
+    # of the 64 bits of a fixed-point number below 8 the upper 30 say nothing; under the mask they are random
+    high = seen["a"]["masked"].abs() >> 40
+    assert (high > 0).float().mean() > 0.9
+    lines = read_log(tmp_path / "a" / "egress.jsonl")
+    assert [line["function"] for line in lines] == [
+        "secure_advertise",
+        "secure_share",
+        "step",
+        "secure_reveal",
+    ]
+    assert "value/n" not in lines[2]["contents"]
+
+
+@pytest.mark.parametrize("stage", ["secure_advertise", "secure_share", "step", "secure_reveal"])
+def test_a_site_may_be_lost_at_any_step(tmp_path, stage: str) -> None:
+    def without(folder: Path, when: str, **terms) -> State:
+        clients = federation(folder, faults=Faults(on_lost="drop"), **terms)
+        lose = lambda q: "gone" if q.site == "b" and q.function == when else None  # noqa: E731
+        clients.transport = Tampered(clients.transport, lose)
+        state = run(Drift(), net(), clients, 1)
+        assert set(clients.calls[-1].lost) == {"b"}
+        return state
+
+    summed = without(tmp_path / "summed", stage, secure=Secure())
+    if stage == "secure_reveal":  # its masked model was there already, and is in the sum
+        plain, _ = go(tmp_path / "plain", rounds=1)
+    else:
+        plain = without(tmp_path / "plain", "step")
+    for name in ("weight", "bias"):
+        assert (plain.model[name] - summed.model[name]).abs().max() < 1e-6
+
+
+def test_too_few_for_a_secure_sum_is_told(tmp_path) -> None:
+    clients = federation(tmp_path, faults=Faults(on_lost="drop"), secure=Secure())
+    clients.transport = Tampered(
+        clients.transport, lambda q: "gone" if q.site in "bc" and q.function == "step" else None
+    )
+    with pytest.raises(SiteLost, match="2 of the 3|threshold|3"):
+        run(Drift(), net(), clients, 1)
+
+
+def test_a_site_does_not_send_its_model_in_the_open(tmp_path) -> None:
+    """A server that leaves the steps out gets nothing."""
+    clients = federation(tmp_path, secure=Secure())
+    clients.exchange = ServerExchange()
+    with pytest.raises(SiteLost, match="sent masked only"):
+        run(Drift(), net(), clients, 1)
+
+
+def test_all_together(tmp_path) -> None:
+    private = Privacy(clip=1e6, noise=0.0, mode="central")
+    plain, _ = go(tmp_path / "plain", method=Even())
+    both, clients = go(
+        tmp_path / "both", method=Even(), secure=Secure(), privacy=private, comm=Comm(down="bf16")
+    )
+    assert (plain.model["weight"] - both.model["weight"]).abs().max() < 5e-3
+    assert clients.calls[-1].logs["a"]["releases"] == 3
+
+
+# ------------------------------------------------------------------------------------------------- what is refused
+
+
+class Richer(Drift):
+    summed = None
+
+
+class Classes(Drift):
+    sends = {"model": "model", "n": "cases", "classes": "classes"}  # noqa: RUF012
+
+
+class Pooled(Drift):
+    pooled = True
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "text"),
+    [
+        (Richer(), {"summed": Secure()}, "needs the model of every site by itself"),
+        (Classes(), {"summed": Secure()}, "answers step with classes beside one model"),
+        (Classes(), {"private": Privacy(clip=1, noise=1)}, "answers step with classes"),
+        (Pooled(), {"private": Privacy(clip=1, noise=1)}, "has no site to protect"),
+        (Drift(), {"summed": Secure(), "comm": Comm(up="int8")}, "cannot be compressed"),
+        (Drift(), {"private": Privacy(clip=1, noise=1, mode="central")}, "without secure aggregation"),
+        (
+            Drift(),
+            {"private": Privacy(clip=1, noise=1, mode="central"), "summed": Secure()},
+            "needs equal weights",
+        ),
+        (Drift(), {"summed": Secure(threshold=2)}, "2"),
+    ],
+)
+def test_what_does_not_go_together_is_told(method, given: dict, text: str) -> None:
+    given = {"comm": Comm(), "private": None, "summed": None} | given
+    with pytest.raises(FederationError, match=text):
+        terms_of(method, "drift", **given, sites=4)

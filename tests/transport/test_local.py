@@ -1,0 +1,526 @@
+"""local.py and run.py with a toy method: no data, no nets of ours."""
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fedatlas.core.contract import State, at_site, functions_of, sends_of
+from fedatlas.core.errors import FedAtlasError, RunFolderError, SiteLost
+from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.tensors import average, tensors_of
+from fedatlas.transport import wire
+from fedatlas.transport.clients import Faults, SiteClients
+from fedatlas.transport.egress import Declaration, NetForms
+from fedatlas.transport.frames import Question
+from fedatlas.transport.host import Host
+from fedatlas.transport.local import InProcess, Workers, keeping_workers
+from fedatlas.transport.rounds import Round, RunFolder, run
+from fedatlas.transport.store import MemoryStore, waiting_for_room
+
+SPACE = LabelSpace(("background", "a"))
+
+
+@dataclass
+class Source:
+    """A site's data, as little as a host needs."""
+
+    n_train: int
+    labels: SiteLabels = field(default_factory=lambda: SiteLabels(SPACE, frozenset({1})))
+    n_labelled: torch.Tensor = field(default_factory=lambda: torch.tensor([0, 3]))
+
+    def batches(self, *_, **__):
+        raise AssertionError("not asked for here")
+
+    volumes = batches
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Moves the model by a site's own momentum and randomness; keeps both in the state it hands back."""
+
+    fail: str = ""
+
+    def start(self, net, clients) -> State:
+        return State(tensors_of(net))
+
+    def round(self, state: State, clients) -> State:
+        replies = clients.call(
+            self.step, each={s: {"scale": i + 1.0} for i, s in enumerate(clients.sites)}, model=state.model
+        )
+        model = average(replies.each("model"), replies.plain("n"))
+        return replace(state, model=model, round=state.round + 1)
+
+    @at_site
+    def step(self, site, model, scale) -> dict:
+        if self.fail == f"error {site.name}":
+            raise ValueError("no such thing")
+        momentum = site.memory.get("momentum", torch.zeros(2))
+        momentum = 0.5 * momentum + torch.randn(2, generator=site.rng) + torch.randn(2) + scale
+        site.memory["momentum"] = momentum
+        moved = {name: value + momentum.sum() for name, value in model.items()}
+        if self.fail == f"nan {site.name}":
+            moved = {name: value / 0 for name, value in moved.items()}
+        if self.fail == f"names {site.name}":
+            moved = {"other": torch.zeros(1)}
+        site.log(loss=1.0)
+        return {"model": moved, "n": site.n_train}
+
+    def not_allowed(self, site) -> dict:
+        return {}
+
+
+def net() -> nn.Module:
+    made = nn.Linear(2, 1)
+    nn.init.ones_(made.weight)
+    nn.init.zeros_(made.bias)
+    return made
+
+
+def clients(folder: Path, method: Walk, *, faults: Faults | None = None, order: str = "cab") -> SiteClients:
+    hosts = {
+        name: Host(
+            name,
+            Source(ord(name) - 90),
+            functions_of(method),
+            lambda _: net(),
+            folder / name,
+            sends=sends_of(method),
+            seed=5,
+        )
+        for name in order
+    }
+    transport = InProcess(lambda question: hosts[question.site].answer(question))
+    declaration = Declaration(sends_of(method), len(SPACE), NetForms(lambda _: net()))
+    scratch = folder / "scratch"
+    return SiteClients(list(order), transport, scratch, faults or Faults(), declaration=declaration)
+
+
+def equal(one: State, other: State) -> bool:
+    return wire.encode(one.model) == wire.encode(other.model) and one.round == other.round
+
+
+def go(folder: Path, rounds: int = 4, method: Walk | None = None, **options) -> State:
+    method = method or Walk()
+    return run(method, net(), clients(folder, method, **options), rounds)
+
+
+def test_the_order_of_sites_and_the_number_at_once_change_nothing(tmp_path) -> None:
+    one = go(tmp_path / "1")
+    assert equal(one, go(tmp_path / "2", order="bca"))
+    torch.randn(7)
+    assert equal(one, go(tmp_path / "3"))
+
+
+def test_sites_that_take_longest_are_asked_first(tmp_path) -> None:
+    method = Walk()
+    there = clients(tmp_path, method)
+    ask, order = there.transport.ask, []
+
+    def listen(questions: Any, deadline: float) -> Any:
+        order.append("".join(question.site for question in questions))
+        return ask(questions, deadline)
+
+    there.transport.ask = listen  # type: ignore[method-assign]
+    state = method.start(net(), there)
+    method.round(state, there)
+    assert set(there.seconds) == set("abc") and all(spent["step"] > 0 for spent in there.seconds.values())
+    for spent in ({"a": 1.0, "b": 3.0, "c": 2.0}, {"a": 2.0, "b": 1.0, "c": 3.0}):
+        there.seconds = {site: {"step": seconds, "": 9.0} for site, seconds in spent.items()}
+        method.round(state, there)
+    there.seconds = {"a": {"evaluate": 5.0, "": 1.0}, "b": {"": 4.0}, "c": {"step": 2.0}}
+    method.round(state, there)
+    assert order == ["abc", "bca", "cab", "bca"]
+
+
+def test_resuming_at_any_round_gives_the_same_bits(tmp_path) -> None:
+    whole = go(tmp_path / "whole")
+    for stop in range(4):
+        folder = RunFolder(tmp_path / str(stop))
+        method = Walk()
+
+        def keep(record: Round, folder=folder, stop=stop) -> None:
+            if record.number == stop + 1:  # the sites have moved on, the server has not written the round
+                raise KeyboardInterrupt
+            folder.save(record)
+
+        with pytest.raises(KeyboardInterrupt):
+            run(method, net(), clients(folder.path, method), 4, after_round=keep)
+        state = folder.latest(method)
+        assert state is not None and state.round == stop
+        assert equal(
+            whole, run(method, net(), clients(folder.path, method), 4, state=state, after_round=folder.save)
+        )
+
+
+@dataclass
+class Tampered:
+    """A transport under which something happens to every answer."""
+
+    inner: InProcess
+    change: Callable[[Question], str | None]
+
+    def ask(self, questions, deadline):
+        for site, lost in self.inner.ask(questions, deadline):
+            question = next(q for q in questions if q.site == site)
+            yield site, lost or self.change(question)
+
+    def close(self) -> None: ...
+
+
+def tamper(asked: SiteClients, site: str, change: Callable[[dict], object]) -> SiteClients:
+    """Rewrites the replies of one site, as a faulty installation there would."""
+
+    def rewrite(question: Question) -> None:
+        if question.site == site:
+            tree = wire.decode(question.reply.read_bytes())
+            change(tree)
+            question.reply.write_bytes(wire.encode(tree))
+
+    asked.transport = Tampered(asked.transport, rewrite)
+    return asked
+
+
+def silent(asked: SiteClients, site: str, when: Callable[[Question], bool] = lambda q: True) -> SiteClients:
+    """A federation in which a site does not answer."""
+    asked.transport = Tampered(
+        asked.transport, lambda q: "did not answer" if q.site == site and when(q) else None
+    )
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("fail", "text"),
+    [
+        ("error b", "ValueError: no such thing"),
+        ("nan b", "not finite, in 'model'"),
+        ("names b", "EgressError: .*holds the tensor 'other', which the net does not have; it was not sent"),
+    ],
+)
+def test_a_refused_answer_stops_or_drops(tmp_path, fail: str, text: str) -> None:
+    with pytest.raises(SiteLost, match=f"b: .*{text}"):
+        go(tmp_path / "stop", method=Walk(fail))
+    method = Walk(fail)
+    asked = clients(tmp_path / "drop", method, faults=Faults(on_lost="drop"))
+    state = run(method, net(), asked, 2)
+    assert re.search(text, asked.lost["b"])
+    # the same bits as a federation in which the site is silent
+    other = silent(clients(tmp_path / "without", Walk(), faults=Faults(on_lost="drop")), "b")
+    assert equal(state, run(Walk(), net(), other, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda t: t["value"].update(model={"other": torch.zeros(1)}),
+            "holds the tensor 'other', which the net does not have",
+        ),
+        (
+            lambda t: t["value"]["model"].update(weight=torch.zeros(3)),
+            r"'weight' is float32\[3\], in the net it is float32\[1, 2\]",
+        ),
+        (
+            lambda t: t["value"]["model"].update(weight=torch.full((1, 2), torch.nan)),
+            "not finite, in 'model'",
+        ),
+        (lambda t: t["to"].update(round=7), "another question .*round 7.*asked was .*round 1"),
+        (lambda t: t["to"].update(site="a"), "another question .*site a"),
+        (lambda t: t.pop("to"), "not the reply of a site"),
+        (lambda t: t.update(value=[1]), "answered a list"),
+    ],
+)
+def test_what_a_faulty_site_sends_is_refused(tmp_path, change, text: str) -> None:
+    asked = tamper(clients(tmp_path, Walk()), "b", change)
+    with pytest.raises(SiteLost, match=f"b: .*{text}"):
+        run(Walk(), net(), asked, 1)
+
+
+def test_who_is_waited_for_is_asked_again_to_the_same_bits(tmp_path) -> None:
+    asked: list[Question] = []
+
+    def first_time(question: Question) -> bool:
+        asked.append(question)
+        return question.round == 2 and sum(q.round == 2 and q.site == "b" for q in asked) == 1
+
+    whole = go(tmp_path / "whole")
+    late = silent(clients(tmp_path / "late", Walk(), faults=Faults(on_lost="wait")), "b", first_time)
+    assert equal(whole, run(Walk(), net(), late, 4))
+    assert late.calls[-1].lost == {}
+    patience = Faults(on_lost="wait", patience=0.5)
+    with pytest.raises(SiteLost, match="b: did not answer"):
+        run(Walk(), net(), silent(clients(tmp_path / "never", Walk(), faults=patience), "b"), 4)
+
+
+def test_too_few_sites_stop_the_run(tmp_path) -> None:
+    with pytest.raises(SiteLost, match="2 sites answered, faults.min_sites is 3"):
+        go(tmp_path, method=Walk("nan b"), faults=Faults(on_lost="drop", min_sites=3))
+
+
+def test_only_marked_functions_are_called(tmp_path) -> None:
+    method = Walk()
+    asked = clients(tmp_path, method)
+    with pytest.raises(FedAtlasError, match="not marked @at_site"):
+        asked.call(method.not_allowed)
+    host = Host("a", Source(1), functions_of(method), lambda _: net(), tmp_path, sends={}, seed=1)
+    reply = wire.decode(host.handle("not_allowed", 1, 0, wire.encode({})))
+    assert "asked to run 'not_allowed'; allowed: step" in reply["error"]["text"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda data: data[: len(data) // 2], "truncated or damaged"),
+        (lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:], "digest differs"),
+        (lambda data: b"", "0 bytes that do not begin as one of ours"),
+    ],
+)
+def test_damaged_replies_are_refused(tmp_path, damage, text: str) -> None:
+    asked = clients(tmp_path, Walk())
+
+    def change(question: Question) -> None:
+        question.reply.write_bytes(damage(question.reply.read_bytes()))
+
+    asked.transport = Tampered(asked.transport, change)
+    with pytest.raises(SiteLost, match=text):
+        run(Walk(), net(), asked, 1)
+
+
+def test_a_damaged_payload_is_refused_at_the_site(tmp_path) -> None:
+    host = Host("a", Source(1), functions_of(Walk()), lambda _: net(), tmp_path, sends={}, seed=1)
+    data = wire.encode({"model": tensors_of(net()), "scale": 1.0})
+    data[-1] ^= 1
+    reply = wire.decode(host.handle("step", 1, 0, data))
+    assert reply["error"]["code"] == "WireError"
+
+
+def test_a_method_that_does_not_count_is_told(tmp_path) -> None:
+    class Stuck(Walk):
+        def round(self, state, clients):
+            return state
+
+    with pytest.raises(FedAtlasError, match=r"round=state.round \+ 1"):
+        go(tmp_path, method=Stuck())
+
+
+def test_replies_are_read_again_and_again(tmp_path) -> None:
+    method = Walk()
+    asked = clients(tmp_path, method)
+    replies = asked.call(method.step, model=tensors_of(net()), scale=1.0)
+    assert [s for s, _ in replies] == [s for s, _ in replies] == ["a", "b", "c"]
+    assert replies.plain("n") == [7, 8, 9]
+
+
+def test_a_full_disk_keeps_the_last_complete_round(tmp_path, monkeypatch) -> None:
+    folder, method = RunFolder(tmp_path), Walk()
+    state = State(tensors_of(net()))
+    folder.save(Round(1, replace(state, round=1), {}, []))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fedatlas.transport.store.os.fsync", full)
+    with pytest.raises(RunFolderError, match="round 2 could not be written"):
+        folder.save(Round(2, replace(state, round=2), {}, []))
+    monkeypatch.undo()
+    latest = folder.latest(method)
+    assert latest is not None and latest.round == 1 and os.listdir(folder.rounds) == ["0001"]
+
+
+@pytest.fixture
+def full(monkeypatch) -> list[int]:
+    """A disk that is full for as many durable writes as the list's number says."""
+    left, sync = [0], os.fsync
+
+    def fsync(file: int) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(28, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr("fedatlas.transport.store.os.fsync", fsync)
+    monkeypatch.setattr("fedatlas.transport.store.PAUSE", 0.01)
+    return left
+
+
+def test_a_coordinator_waits_for_room_and_says_so(tmp_path, full) -> None:
+    folder, method, told = RunFolder(tmp_path / "run"), Walk(), []
+    whole = go(tmp_path / "whole")
+    with waiting_for_room(told.append, patience=60):
+
+        def keep(record: Round) -> None:
+            full[0] = 3 if record.number == 2 else 0
+            folder.save(record)
+
+        state = run(method, net(), clients(folder.path, method), 4, after_round=keep)
+    assert equal(whole, state) and folder.complete() == [0, 1, 2, 3, 4]
+    assert len(told) == 2 and "No space left on device; waits for room, at most 60 s" in told[0], told
+    assert told[1] == "there is room again; the run goes on"
+    full[0] = 1000
+    with (
+        waiting_for_room(told.append, patience=0.05),
+        pytest.raises(RunFolderError, match="could not be written"),
+    ):
+        folder.save(Round(5, replace(state, round=5), {}, []))
+    assert folder.complete()[-1] == 4
+
+
+def test_answers_for_which_there_is_no_room_are_not_asked_for_yet(tmp_path, monkeypatch) -> None:
+    free = iter([10, 10, 10**12])
+    usage = lambda path: type("usage", (), {"free": next(free, 10**12)})()  # noqa: E731
+    monkeypatch.setattr("fedatlas.transport.store.shutil.disk_usage", usage)
+    monkeypatch.setattr("fedatlas.transport.store.PAUSE", 0.01)
+    told: list[str] = []
+    with waiting_for_room(told.append, patience=60):
+        go(tmp_path, 1)
+    assert len(told) == 2 and "0.0 MB are free; what is to come may take 0.0 MB" in told[0]
+
+
+def test_a_site_whose_disk_is_full_is_waited_for_to_the_same_bits(tmp_path, monkeypatch) -> None:
+    """It cannot write its log, then not even its answer; with wait it is asked again, and the coordinator says so."""
+    told: list[str] = []
+    whole = go(tmp_path / "whole")
+    late = clients(tmp_path / "late", Walk(), faults=Faults(on_lost="wait"))  # type: ignore[call-arg]
+    late.tell = told.append
+    fails = {"b": 2}
+    save = MemoryStore.save
+
+    def full(self: MemoryStore, *rest: object) -> None:
+        if self.folder.parent.name == "b" and fails["b"]:
+            fails["b"] -= 1
+            raise OSError(28, "No space left on device")
+        save(self, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(MemoryStore, "save", full)
+    assert equal(whole, run(Walk(), net(), late, 4))
+    assert len(told) == 1 and told[0].startswith("waits for b (OSError: "), told
+    stops = clients(tmp_path / "stops", Walk())
+    fails["b"] = 1
+    with pytest.raises(SiteLost, match="b: OSError: .*No space left"):
+        run(Walk(), net(), stops, 1)
+
+
+def test_a_damaged_newest_round_falls_back_to_the_one_before(tmp_path) -> None:
+    folder, method = RunFolder(tmp_path), Walk()
+    state = State(tensors_of(net()))
+    for number in (1, 2, 3):
+        folder.save(Round(number, replace(state, round=number), {}, []))
+    (folder.rounds / "0003" / "state.fa").write_bytes(b"half")
+    latest = folder.latest(method)
+    assert latest is not None and latest.round == 2 and folder.complete() == [1, 2]
+
+
+def test_a_worker_that_is_killed_is_replaced_and_asked_again(small, tmp_path) -> None:
+    """As the system does for memory: the call is done again by a new process, to the same bits."""
+    from pathlib import Path as Folder
+
+    from fedatlas.federation.file import parse_federation
+    from fedatlas.federation.session import run_federation
+
+    killed: list[int] = []
+
+    def last(path: Folder, workers: int) -> bytes:
+        small["engine"]["workers"] = workers
+        federation = parse_federation(small, base=Folder())
+        run_federation(federation, path, tell=lambda text: None, after_round=murder if workers else None)
+        return (path / "models" / "last.fa").read_bytes()
+
+    def murder(record, best) -> None:
+        for pid in children():
+            os.kill(pid, 9)
+            killed.append(pid)
+
+    whole = last(tmp_path / "whole", 0)
+    assert last(tmp_path / "killed", 2) == whole and killed
+
+
+def children() -> list[int]:
+    """The worker processes of this process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_bytes()
+        except (OSError, IndexError, ValueError):
+            continue
+        if parent == os.getpid() and b"fedatlas.transport.worker" in command:
+            found.append(int(entry.name))
+    return found
+
+
+def test_idle_workers_serve_the_next_run_and_end_with_the_context(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+
+    def asked_of(workers: Workers, name: str) -> str:
+        question = Question("a", "f", 1, 0, tmp_path / "q", None, tmp_path / f"{name}.txt")
+        assert list(workers.ask([question], 60)) == [("a", None)]
+        return (tmp_path / f"{name}.txt").read_text()
+
+    def of(name: str) -> Workers:
+        return Workers("worker_targets:telling", {"name": name}, 1, tmp_path / f"{name}.log")
+
+    with keeping_workers():
+        first, second = of("first"), of("second")
+        first.start()
+        pids = children()
+        assert len(pids) == 1
+        assert asked_of(first, "first") == "first"
+        with keeping_workers():  # within another: nothing ends before that does
+            first.close()
+        second.start()
+        assert children() == pids
+        assert asked_of(second, "second") == "second"
+        second.end("a")  # serves nobody
+        second.close()
+        assert children() == pids
+        os.kill(pids[0], 9)
+        third = of("third")
+        assert asked_of(third, "third") == "third", "one that ended while nobody used it is replaced"
+        third.close()
+    assert children() == []
+    assert [(tmp_path / f"{name}.log").read_text() for name in ("first", "second", "third")] == [
+        f"{name} prints\n" for name in ("first", "second", "third")
+    ]
+    fourth = of("fourth")
+    assert asked_of(fourth, "fourth") == "fourth"
+    fourth.close()
+    assert children() == []
+
+
+def test_another_installation_of_a_name_is_refused(tmp_path) -> None:
+    """Two parties of one name: the second answers in the place of the one that joined."""
+    asked = clients(tmp_path, Walk())
+    run(Walk(), net(), asked, 1)
+    assert asked.answering == {"a": "", "b": "", "c": ""}
+    asked.instances = dict(asked.answering)
+    with pytest.raises(SiteLost, match="b: another installation answered under its name"):
+        run(Walk(), net(), tamper(asked, "b", lambda tree: tree.update({"from": "f00d"})), 2)
+
+
+def test_an_answer_that_did_not_count_leaves_no_trace_at_its_site(tmp_path) -> None:
+    """Its reply was lost after it had worked: the next round starts from the memory of the one that counted."""
+    once = lambda question: question.round == 2  # noqa: E731
+    faults = Faults(on_lost="drop")
+    lost = silent(clients(tmp_path / "lost", Walk(), faults=faults), "b", once)
+    state = run(Walk(), net(), lost, 4)
+    never = clients(tmp_path / "never", Walk(), faults=faults)
+    inner = never.transport
+
+    class Absent:
+        """Does not even ask."""
+
+        def ask(self, questions, deadline):
+            yield from ((q.site, "absent") for q in questions if q.site == "b" and once(q))
+            yield from inner.ask([q for q in questions if not (q.site == "b" and once(q))], deadline)
+
+        def close(self) -> None: ...
+
+    never.transport = Absent()
+    assert equal(state, run(Walk(), net(), never, 4))
+    assert lost.remembered == {site: "000004-000" for site in "abc"}
