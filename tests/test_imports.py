@@ -86,12 +86,45 @@ def test_imports_run_one_way(module: str, path: Path) -> None:
         assert package_of(name) in allowed, f"{module} imports {name}, and may not: see MAY_IMPORT"
 
 
-def test_no_engine_names_a_method() -> None:
+FIGURES_OF_A_PAPER = {"compare.gradients", "compare.schedules", "compare.teaching"}
+"""What these draw are options of UFPS, which they take from its class."""
+ITS_DEFAULT = {"federation.file": "fedavg"}
+"""The method of a federation file that names none."""
+
+
+def test_nobody_outside_methods_names_a_method() -> None:
+    """No name of a method is compared with or looked up, and no class of one is used. Sentences may name a paper."""
     from fedatlas import methods
 
-    for path in sorted((ROOT / "transport").rglob("*.py")):
-        words = set(path.read_text().lower().replace('"', " ").replace(".", " ").split())
-        assert not words & set(methods.REGISTRY), path.name
+    classes = {target.rpartition(":")[2] for target in methods.REGISTRY.values()}
+    for module, path in modules():
+        if package_of(module).startswith("methods") or module in FIGURES_OF_A_PAPER:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            where = f"{module}:{getattr(node, 'lineno', '')}"
+            if isinstance(node, ast.Constant) and node.value != ITS_DEFAULT.get(module):
+                assert node.value not in methods.REGISTRY, f"{where} names the method {node.value}"
+            if isinstance(node, ast.Name | ast.Attribute):
+                name = node.id if isinstance(node, ast.Name) else node.attr
+                assert name not in classes, f"{where} uses {name}"
+            if (
+                isinstance(node, ast.ImportFrom)
+                and node.module
+                and node.module.startswith("fedatlas.methods.")
+            ):
+                shared = node.module.startswith("fedatlas.methods.shared")
+                assert shared, f"{where} imports {node.module}; take a method by `methods.get`"
+
+
+def test_the_test_of_names_sees_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "session.py"
+    monkeypatch.setattr(sys.modules[__name__], "modules", lambda: [("federation.session", file)])
+    for text in ('x = "fedprox"', "y = z.FedProx", "from fedatlas.methods.fedprox import proximal"):
+        file.write_text(text)
+        with pytest.raises(AssertionError, match=r"federation\.session:1"):
+            test_nobody_outside_methods_names_a_method()
+    file.write_text('"""As FedProx, `fedprox`."""')
+    test_nobody_outside_methods_names_a_method()
 
 
 @pytest.mark.parametrize(

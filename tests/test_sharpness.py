@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fedatlas import nets
 from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError, NameMismatch, WireError
 from fedatlas.core.seeds import isolated
@@ -240,6 +241,12 @@ def test_asam_with_T_of_one_is_sam() -> None:
     close(perturbation(signs, g, Sharpness(eta=0.0), w), sam)
     length = math.sqrt(sum(float(value.square().sum()) for value in sam.values()))
     assert length == pytest.approx(0.7, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", nets.REGISTRY)
+def test_weights_of_modules_are_those_that_published_code_finds_by_name(name: str) -> None:
+    net = nets.build(name, {}, in_channels=1, classes=3, spatial_dims=2, seed=0, initial=False)
+    assert scaled_names(net, "name") == {name for name, _ in net.named_parameters() if "weight" in name}
 
 
 def test_which_parameters_are_scaled() -> None:

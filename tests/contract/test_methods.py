@@ -90,7 +90,9 @@ def test_equal_bits_in_process_in_workers_and_resumed(
     small["evaluation"] |= {"models": ["best", "last", "local"]}
     whole = run_small(small, tmp_path / "whole")
     small["evaluation"] |= {"models": ["last"]}
-    small["engine"]["workers"] = 1  # several at once, and a process for every run: tests/transport/test_local.py
+    small["engine"]["workers"] = (
+        1  # several at once, and a process for every run: tests/transport/test_local.py
+    )
     small["sites"] = list(reversed(small["sites"]))
     assert run_small(small, tmp_path / "workers") == whole
     # only the first round is left, as after a kill: a new process goes on from there

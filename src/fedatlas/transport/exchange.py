@@ -92,7 +92,7 @@ def terms_of(
         if weights is None:
             raise FederationError(
                 f"secure aggregation: method {name} needs the model of every site by itself, and secure aggregation "
-                "shows the server their weighted sum only; choose a method that averages models (fedavg, …)"
+                "shows the server their weighted sum only; choose a method that averages models"
             )
         if comm.up != "none":
             raise FederationError(

@@ -53,8 +53,8 @@ class Sharpness:
     )
     scaled: Literal["name", "layers", "none"] = option(
         "name",
-        "For which parameters T_w is |w| + eta: name, whose name contains 'weight', those of normalisation too, as "
-        "published code has it; layers, the weights of convolutions and linear layers; none, SAM.",
+        "For which parameters T_w is |w| + eta: name, the weight of every module, that of normalisation too, as published "
+        "code finds it by its name; layers, the weights of convolutions and linear layers; none, SAM.",
     )
     direction: Literal["gradient", "random"] = option(
         "gradient", "random: a Gaussian direction, as long as the perturbation along the gradient."
@@ -94,16 +94,15 @@ class Sparsity:
 
 def scaled_names(net: nn.Module, by: Literal["name", "layers", "none"]) -> frozenset[str]:
     """The parameters whose T_w is |w| + eta; see `Sharpness.scaled`."""
-    if by == "name":
-        return frozenset(name for name, _ in net.named_parameters() if "weight" in name)
     if by == "none":
         return frozenset()
-    layers = {
-        id(module.weight)
+    scaled = {
+        id(getattr(module, kernel, None))
         for module in net.modules()
-        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+        if by == "name" or isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+        for kernel in ("weight", "in_proj_weight")  # the second: of attention
     }
-    return frozenset(name for name, p in net.named_parameters() if id(p) in layers)
+    return frozenset(name for name, p in net.named_parameters() if id(p) in scaled)
 
 
 @torch.no_grad()
