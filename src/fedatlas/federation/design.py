@@ -71,7 +71,7 @@ def build_net(
         if wanted[name].on == "features":
             main = build_net(federation, method, "main", channels=channels, space=space, shapes=True)
             inputs = main.n_features  # type: ignore[assignment]
-    with torch.device("meta") if shapes else nullcontext():
+    with nets.without_values() if shapes else nullcontext():
         return nets.build(
             kind,
             chosen,

@@ -1,12 +1,14 @@
 """Nets by name, their options, and the checks that a net fits a federation."""
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from fedatlas.core import seeds
 from fedatlas.core.errors import FederationError
@@ -73,6 +75,39 @@ def get(name: str) -> type[Any]:
     if name not in REGISTRY:
         raise not_known("the net", name, REGISTRY)
     return REGISTRY[name]
+
+
+class _NoValues(TorchFunctionMode):
+    """Leaves tensors on the meta device as they are where a net would fill them: there is nothing to fill, and torch takes
+    ten times as long over it as over making the net."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            getattr(func, "__name__", "") in _FILLS
+            and args
+            and isinstance(args[0], torch.Tensor)
+            and args[0].is_meta
+        ):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+_FILLS = {
+    "normal_",
+    "uniform_",
+    "trunc_normal_",
+    "kaiming_normal_",
+    "kaiming_uniform_",
+    "xavier_uniform_",
+    "xavier_normal_",
+}
+
+
+@contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Within the context nets are made on the meta device: their tensors have a shape and no values."""
+    with torch.device("meta"), _NoValues():
+        yield
 
 
 def build(
