@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from fedatlas.methods.shared.weighting import head_of
 
 from benchmarks.timing import alternate, show
 from fedatlas import losses, methods, nets
@@ -24,7 +25,6 @@ from fedatlas.federation.file import load_federation
 from fedatlas.federation.session import run_federation
 from fedatlas.learning.loop import Local, Step, make_optimizer
 from fedatlas.methods.fedpsl import DecoupledStep
-from fedatlas.methods.shared.weighting import head_of
 
 ROOT = Path(__file__).parents[1]
 SPACE = LabelSpace(("a", "b", "c", "d", "e", "f"), exclusive=False, level="image")

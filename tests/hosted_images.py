@@ -10,7 +10,7 @@ from torch import nn
 
 from fedatlas import nets
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import declared, functions_of, sends_of
+from fedatlas.core.contract import sends_of
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import from_tree, to_tree
@@ -59,7 +59,7 @@ class Federation:
 
     def __init__(self, method: Any, folder: Path, net: dict[str, Any] | None = None) -> None:
         self.method, self.net = method, net or {}
-        pooled = declared(method, "pooled")
+        pooled = method.pooled
         sources = {"pooled": Images("pooled", 12, None)} if pooled else {}
         for number, (name, classes) in enumerate(SITES.items()):
             if not pooled:
@@ -68,7 +68,7 @@ class Federation:
             name: Host(
                 name,
                 source,
-                functions_of(method),
+                method.functions(),
                 self.make_net,
                 folder / "sites" / name,
                 sends=sends_of(method),
@@ -98,7 +98,7 @@ class Federation:
         main = cnn(**self.net)
         if name == "main":
             return main
-        spec = declared(self.method, "nets")[name]
+        spec = self.method.nets[name]
         assert spec.on == "features"
         return nets.build(
             spec.name, spec.options, in_channels=main.n_features, classes=4, spatial_dims=2, seed=3
@@ -113,7 +113,7 @@ class Federation:
             self.clients.begin(state.round + 1)
             before = state.round
             state = self.method.round(state, self.clients)
-            assert state.round == before + 1 and type(state) is declared(self.method, "state")
+            assert state.round == before + 1 and type(state) is self.method.state
         return state
 
 

@@ -3,10 +3,9 @@
 from typing import Any
 
 from fedatlas import methods
-from fedatlas.core.contract import declared
 
 METHODS = sorted(methods.REGISTRY)
-PAIRS = [(name, task) for name in METHODS for task in declared(methods.get(name), "tasks")]
+PAIRS = [(name, task) for name in METHODS for task in methods.get(name).tasks]
 """Every method with every task that it is for."""
 PHASE: dict[str, Any] = {
     "pretrain_rounds": 1,

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fedatlas import nets
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import functions_of
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, from_tree, load, to_tree
@@ -78,7 +77,7 @@ class UNetServer(Server):
 
     def call(self, function: Any, *, each: Any = None, **payload: Any) -> Any:
         if self.method is not None:
-            function = functions_of(self.method)[function.__name__]
+            function = self.method.functions()[function.__name__]
         if "round" in payload:
             return super().call(function, each=each, **payload)
         return super().call(lambda site, round, **rest: function(site, **rest), each=each, round=0, **payload)

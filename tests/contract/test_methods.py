@@ -20,7 +20,7 @@ from method_cases import METHODS, NETS, PAIRS, with_method
 from torch import Tensor
 
 from fedatlas import methods
-from fedatlas.core.contract import declared, eval_members, functions_of, sends_of
+from fedatlas.core.contract import sends_of
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import Tensors, from_tree, to_tree
 from fedatlas.federation.design import Design, Experiment
@@ -78,7 +78,7 @@ def replies_of(small: dict[str, Any], path: Path, cache: Path) -> dict[str, list
             assert state.round == number
             again = from_tree(type(state), wire.decode(wire.encode(to_tree(state))))
             assert wire.encode(to_tree(again)) == wire.encode(to_tree(state))
-            assert type(state) is declared(experiment.method, "state")
+            assert type(state) is experiment.method.state
     return sent
 
 
@@ -108,7 +108,7 @@ def test_what_is_sent_is_what_is_declared(name, task, federation, tmp_path, phan
     parsed = parse_federation(federation, base=Path())
     experiment = Experiment(parsed, phantom_cache)
     declared_keys = [sorted(kinds) for kinds in sends_of(experiment.method).values()]
-    nets = ["main", *declared(experiment.method, "nets")]
+    nets = ["main", *experiment.method.nets]
     tensors = [value for net in nets for value in experiment.make_net(net).state_dict().values()]
     shapes = {tuple(value.shape) for value in tensors}
     most = max(value.numel() for value in tensors)
@@ -155,7 +155,7 @@ def test_every_strategy_with_menunet(name, small, tmp_path, plain_menu) -> None:
     whole = run_small(federation, path)
     folder, method = RunFolder(path), make_method(parse_federation(federation, base=Path()))
     state = folder.state(path / "models" / "last.fa", method)
-    evaluated = [m.model for site in ("s0", "") for m in eval_members(method, state, site) if m.net == "main"]
+    evaluated = [m.model for site in ("s0", "") for m in method.eval_members(state, site) if m.net == "main"]
     different = {
         tensor
         for model in evaluated
@@ -286,9 +286,9 @@ def test_every_hyper_parameter_has_its_sentence(name) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_only_marked_functions_can_be_called(name) -> None:
     method = methods.get(name)()
-    for function in functions_of(method).values():
+    for function in method.functions().values():
         assert function.at_site
-    assert not {"start", "round"} & set(functions_of(method))
+    assert not {"start", "round"} & set(method.functions())
 
 
 DEFAULTS = {
@@ -409,8 +409,7 @@ def test_one_round_at_one_site_with_all_labels_is_ordinary_training(
         state = dataclasses.replace(experiment.method.start(experiment.make_net(), running.clients), rounds=1)
         running.clients.begin(1)
         state = experiment.method.round(state, running.clients)
-        members = getattr(experiment.method, "eval_members", None)
-        result = members(state, "one")[0].model if members else state.model
+        result = experiment.method.eval_members(state, "one")[0].model
     parts = (federation.seed, trained, 1, 0)
     site = HostedSite(
         trained,

@@ -11,7 +11,7 @@ from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, same
 from torch import Tensor, nn
 
 from fedatlas import nets
-from fedatlas.core.contract import eval_members, sends_of
+from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import generator
@@ -113,7 +113,7 @@ def test_a_round_by_hand() -> None:
     # class 2 is annotated by a and c, which has more cases
     expected[VALUE] = torch.tensor([h["a"], h["a"], h["c"], h["b"], h["c"]])
     assert same(state.model, expected)
-    [member] = eval_members(method, state, "a")
+    [member] = method.eval_members(state, "a")
     assert same(member.model, expected) and type(state) is CondState
 
 

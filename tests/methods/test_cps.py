@@ -10,7 +10,6 @@ from torch import Tensor
 from unet_sites import LOCAL, UNetSite, play, resumed, same, server, unet
 
 from fedatlas import losses
-from fedatlas.core.contract import eval_members
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import load, tensors_of
 from fedatlas.losses import LossChoice
@@ -74,7 +73,7 @@ def test_without_cross_supervision_the_first_net_is_that_of_fedavg(clip: float |
     assert same(state.model, plain.model) and not same(state.second, plain.model)
     crossed = play(CPS(local=local))
     assert not same(crossed.model, plain.model)
-    assert [member.model for member in eval_members(method, state, "a")] == [state.model]
+    assert [member.model for member in method.eval_members(state, "a")] == [state.model]
 
 
 def test_resumed() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedatlas import nets
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import declared, eval_members, sends_of
+from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
@@ -88,7 +88,7 @@ def same(a: Tensors, b: Tensors) -> bool:
 
 def offered(method: Any, state: Any, site: str) -> Tensors:
     """The site's own model."""
-    [member] = eval_members(dataclasses.replace(method, speaks="site"), state, site)
+    [member] = dataclasses.replace(method, speaks="site").eval_members(state, site)
     return member.model
 
 
@@ -194,7 +194,7 @@ def test_everything_is_averaged_by_cases() -> None:
     state = play(method, federation(), rounds=1)
     assert same(state.model, average((reply["model"] for reply in replies), [3, 4, 5]))
     assert state.models == {} and same(offered(method, state, "a"), state.model)
-    assert declared(method, "summed") == "cases" and declared(OWN, "summed") is None
+    assert method.summed == "cases" and OWN.summed is None
     assert same(state.model, play(FedDoDNet(local=LOCAL, evaluate="after"), federation(), rounds=1).model)
 
 

@@ -9,7 +9,6 @@ from image_sites import SETUP_1, SPACE, ImageSite, Server, cnn
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.core.contract import eval_members
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import Tensors, average, from_tree, parts, tensors_of, to_tree
@@ -71,7 +70,7 @@ def offered(method: Any, state: Any, site: str) -> Tensors:
     """The site's own model."""
     if isinstance(method, FedBN):
         method = dataclasses.replace(method, speaks="site")
-    [member] = eval_members(method, state, site)
+    [member] = method.eval_members(state, site)
     return member.model
 
 

@@ -10,7 +10,7 @@ from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, same
 from torch import Tensor, nn
 
 from fedatlas import losses, nets
-from fedatlas.core.contract import eval_members, sends_of
+from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, parts, to_tree
@@ -42,7 +42,7 @@ def play(method: Any, server: Server, rounds: int = 2) -> Any:
 
 def offered(method: Any, state: Any, site: str) -> Tensors:
     """The site's own model."""
-    [member] = eval_members(dataclasses.replace(method, speaks="site"), state, site)
+    [member] = dataclasses.replace(method, speaks="site").eval_members(state, site)
     return member.model
 
 

@@ -10,14 +10,13 @@ from image_sites import SETUP_1, ImageSite, Replies, Server, cnn
 from pydantic import ValidationError
 from torch import nn
 
-from fedatlas.core.contract import declared
 from fedatlas.core.tensors import Tensors, average, from_tree, tensors_of, to_tree
 from fedatlas.learning.loop import Local
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedavgm import FedAvgM
 from fedatlas.methods.fedopt import FedOpt
+from fedatlas.methods.shared.averaging import RowState
 from fedatlas.methods.shared.server_step import StepRowState, StepState, started, stepped
-from fedatlas.methods.shared.weighting import RowState
 from fedatlas.transport import wire
 
 LOCAL = Local(optimizer="sgd", batch=4, steps=2, lr=0.1)
@@ -245,9 +244,9 @@ def test_the_moments_have_the_precision_of_the_parameters_or_more(dtype: torch.d
 def test_rows_of_the_head_can_be_averaged_by_their_annotations(make: Any) -> None:
     """A row that nobody annotates has Delta = 0 and stays; else it is FedAvg with the same switch."""
     method = make(aggregate_unlabelled_rows=False, weights="cases", local=LOCAL)
-    assert declared(method, "state") is StepRowState and issubclass(StepRowState, RowState)
-    assert declared(method, "summed") is None
-    assert declared(make(weights="equal"), "summed") == "equal"
+    assert method.state is StepRowState and issubclass(StepRowState, RowState)
+    assert method.summed is None
+    assert make(weights="equal").summed == "equal"
     start = tensors_of(batch_norm())
     state = trained(method, rounds=1, annotated={0, 1})
     expected = trained(FedAvg(aggregate_unlabelled_rows=False, local=LOCAL), rounds=1, annotated={0, 1})

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedatlas import nets
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import Member, eval_members
+from fedatlas.core.contract import Member
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import Tensors, average, from_tree, tensors_of, to_tree
@@ -349,7 +349,7 @@ def test_members_that_cannot_be_routed() -> None:
 
 def test_everyone_is_offered_the_same_and_it_survives_the_wire() -> None:
     state: FedSMState = play(FedSM(local=LOCAL, threshold=0.8), server(), rounds=1)
-    members = eval_members(FedSM(threshold=0.8), state, "elsewhere")
+    members = FedSM(threshold=0.8).eval_members(state, "elsewhere")
     assert [m.net for m in members] == ["main", "selector", *["main"] * 4]
     assert [m.chooses for m in members] == [None, 0.8, *[None] * 4]
     assert all(m.model is state.persons[s] for m, s in zip(members[2:], SITES, strict=True))

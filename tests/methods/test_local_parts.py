@@ -10,7 +10,7 @@ from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, same
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.core.contract import eval_members, sends_of
+from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.tensors import average, forms_of, from_tree, parts, tensors_of, to_tree
 from fedatlas.losses import LossChoice
@@ -49,7 +49,7 @@ def test_with_nothing_kept_it_is_fedavg() -> None:
     method, server = LocalParts(keep=[], local=LOCAL), federation()
     state, expected = play(method, server), play(FedAvg(local=LOCAL), federation()).model
     assert same(state.model, expected) and state.models == {}
-    [member] = eval_members(method, state, "a")
+    [member] = method.eval_members(state, "a")
     assert same(member.model, expected) and member.classes is None
     assert all(MEMORY not in site.memory for site in server.members.values())
     assert method.examine(net(), []) == ["method local_parts: keep names no part, so that it is FedAvg"]
@@ -58,7 +58,7 @@ def test_with_nothing_kept_it_is_fedavg() -> None:
 def test_with_every_part_kept_it_is_training_alone() -> None:
     method = LocalParts(keep=list(parts(net())), local=LOCAL)
     state, alone = play(method, federation()), play(Standalone(local=LOCAL), federation())
-    mine, theirs = (eval_members(m, s, "a") for m, s in ((method, state), (Standalone(), alone)))
+    mine, theirs = (m.eval_members(s, "a") for m, s in ((method, state), (Standalone(), alone)))
     assert [member.classes for member in mine] == [member.classes for member in theirs]
     assert all(same(a.model, b.model) for a, b in zip(mine, theirs, strict=True))
 
@@ -85,9 +85,9 @@ def test_a_part_stays_and_the_rest_is_shared(kind: str) -> None:
 @pytest.mark.parametrize("evaluate", ["before", "after"])
 def test_every_site_is_asked_for_what_it_annotates(evaluate: Any) -> None:
     method, server = LocalParts(evaluate=evaluate, local=LOCAL), federation()
-    assert len(eval_members(method, method.start(net(), server), "a")) == 1
+    assert len(method.eval_members(method.start(net(), server), "a")) == 1
     state = play(method, server, rounds=1)
-    members = eval_members(method, state, "a")
+    members = method.eval_members(state, "a")
     assert [member.classes for member in members] == [tuple(sorted(own)) for own in ANNOTATED.values()]
     for site, member in zip(ANNOTATED, members, strict=True):
         own = server.members[site].memory[MEMORY]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fedatlas import methods, nets
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import Member, State, declared, eval_members, functions_of
+from fedatlas.core.contract import Member, State
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
@@ -23,7 +23,7 @@ from fedatlas.losses import LossChoice
 from fedatlas.methods.centralized import Centralized
 from fedatlas.methods.condistfl import ConDistFL
 from fedatlas.methods.fedavg import FedAvg
-from fedatlas.methods.fedprox import FedProx, proximal
+from fedatlas.methods.fedprox import FedProx
 from fedatlas.methods.standalone import Standalone
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -127,7 +127,7 @@ def federation(make: Maker = small_unet, silent: str = "") -> FakeClients:
 
 
 def play(method: Any, clients: FakeClients, rounds: int = 2, net: nn.Module | None = None) -> Any:
-    clients.functions = functions_of(method)
+    clients.functions = method.functions()
     state = method.start(net or small_unet(), clients)
     state = dataclasses.replace(state, rounds=rounds)
     for number in range(rounds):
@@ -230,10 +230,10 @@ def test_standalone_sites_never_meet() -> None:
 def test_standalone_members_speak_for_their_own_classes() -> None:
     method = Standalone(local=LOCAL)
     start = method.start(small_unet(), federation())
-    [only] = eval_members(method, start, "x")
+    [only] = method.eval_members(start, "x")
     assert only.classes is None
     state = play(method, federation())
-    members: list[Member] = eval_members(method, state, "x")
+    members: list[Member] = method.eval_members(state, "x")
     assert [member.classes for member in members] == [(1,), (2, 3), (1, 2)]
     assert same(members[1].model, state.models["y"])
 
@@ -250,13 +250,13 @@ def test_standalone_keeps_the_model_of_a_silent_site() -> None:
 def test_standalone_state_survives_as_a_tree() -> None:
     method = Standalone(local=LOCAL)
     state = play(method, federation(), rounds=1)
-    back = from_tree(declared(method, "state"), to_tree(state))
+    back = from_tree(method.state, to_tree(state))
     assert back.classes == state.classes
     assert all(same(back.models[name], state.models[name]) for name in state.models)
 
 
 def test_centralized_is_one_site() -> None:
-    assert declared(Centralized(), "pooled") and not declared(FedAvg(), "pooled")
+    assert Centralized().pooled and not FedAvg().pooled
     one = FakeClients(FakeSite("pooled", {1, 2, 3}, 9, small_unet))
     expected = play(FedAvg(local=LOCAL), FakeClients(FakeSite("pooled", {1, 2, 3}, 9, small_unet))).model
     assert same(play(Centralized(local=LOCAL), one).model, expected)
@@ -267,7 +267,7 @@ def test_proximal_term_equals_nvflare(mu: float) -> None:
     v = vectors("nvflare_fedprox_loss")
     names = [key.removeprefix("local/") for key in v if key.startswith("local/")]
     w, w_t = [v[f"local/{name}"] for name in names], [v[f"global/{name}"] for name in names]
-    assert float(proximal(w, w_t, mu)) == pytest.approx(float(v[f"loss_mu{mu}"]), abs=1e-7)
+    assert float(FedProx(mu=mu).proximal(w, w_t)) == pytest.approx(float(v[f"loss_mu{mu}"]), abs=1e-7)
 
 
 class PublishedSite(FakeSite):
@@ -312,8 +312,8 @@ def test_registered_methods(name: str) -> None:
     assert callable(method.start) and callable(method.round)
     assert cls.__doc__ and cls.__doc__.splitlines()[0].endswith(".")
     assert all(field.description for field in cls.__pydantic_fields__.values())
-    assert "local_update" in functions_of(method)
-    of_images = "segmentation" not in declared(method, "tasks")
+    assert "local_update" in method.functions()
+    of_images = "segmentation" not in method.tasks
     method.check(LabelSpace(("a", "b"), exclusive=False, level="image") if of_images else SPACE)
     wrong: dict[str, Any] = {"loss": LossChoice(name="marginal_dice")}
     if name == "pseudo_labels":  # its loss is that of the method within
@@ -328,7 +328,7 @@ def test_an_unknown_method_names_the_nearest() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in methods.REGISTRY if "segmentation" in declared(methods.get(name), "tasks")]
+    "name", [name for name in methods.REGISTRY if "segmentation" in methods.get(name).tasks]
 )
 def test_changed_labels_of_other_classes_change_nothing(name: str) -> None:
     class Hidden(FakeSite):

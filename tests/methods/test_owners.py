@@ -11,7 +11,7 @@ from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, dodnet, same
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.core.contract import Member, declared, eval_members
+from fedatlas.core.contract import Member
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import from_tree, load, to_tree
 from fedatlas.learning.inference import Inference, predict_together
@@ -45,7 +45,7 @@ def play(name: str, annotated: dict[str, set[int]] = ANNOTATED, **changed: Any) 
 def test_a_class_is_asked_of_the_sites_that_annotate_it(name: str) -> None:
     method, state = play(name)
     alone = dataclasses.replace(method, speaks="site")
-    own = {site: eval_members(alone, state, site)[0].model for site in ANNOTATED}
+    own = {site: alone.eval_members(state, site)[0].model for site in ANNOTATED}
     assert not same(own["a"], own["b"]) and not same(own["a"], state.model)
     # class 2 is annotated at a and at c: each of them asks its own model, and a site without training both
     for site, told in {
@@ -54,7 +54,7 @@ def test_a_class_is_asked_of_the_sites_that_annotate_it(name: str) -> None:
         "c": {"a": (1,), "b": (3,), "c": (2, 4)},
         "tested": {"a": (1, 2), "b": (3,), "c": (2, 4)},
     }.items():
-        members = eval_members(method, state, site)
+        members = method.eval_members(state, site)
         assert [member.classes for member in members] == list(told.values()), site
         assert all(same(member.model, own[name]) for member, name in zip(members, told, strict=True))
 
@@ -63,17 +63,17 @@ def test_a_class_is_asked_of_the_sites_that_annotate_it(name: str) -> None:
 def test_the_sites_own_model_is_a_switch(name: str) -> None:
     method, state = play(name, speaks="site")
     for site in (*ANNOTATED, "tested"):
-        [member] = eval_members(method, state, site)
+        [member] = method.eval_members(state, site)
         assert member.classes is None
-    assert same(eval_members(method, state, "tested")[0].model, state.model)
+    assert same(method.eval_members(state, "tested")[0].model, state.model)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_site_that_annotates_everything_is_asked_alone(name: str) -> None:
     every = set(SPACE.foreground)
     method, state = play(name, {"a": every, "b": every})
-    alone = eval_members(dataclasses.replace(method, speaks="site"), state, "a")[0].model
-    [member] = eval_members(method, state, "a")
+    alone = dataclasses.replace(method, speaks="site").eval_members(state, "a")[0].model
+    [member] = method.eval_members(state, "a")
     assert set(member.classes or ()) == every and same(member.model, alone)
 
 
@@ -82,9 +82,9 @@ def test_a_state_of_an_earlier_version_tells_no_owners(name: str) -> None:
     method, state = play(name)
     kept: Any = to_tree(state)
     del kept["classes"]
-    old = from_tree(declared(method, "state"), kept)
-    [member] = eval_members(method, old, "a")
-    assert same(member.model, eval_members(dataclasses.replace(method, speaks="site"), state, "a")[0].model)
+    old = from_tree(method.state, kept)
+    [member] = method.eval_members(old, "a")
+    assert same(member.model, dataclasses.replace(method, speaks="site").eval_members(state, "a")[0].model)
 
 
 def test_what_a_site_does_not_annotate_is_found_by_the_model_that_learnt_it() -> None:

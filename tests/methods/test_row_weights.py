@@ -11,7 +11,7 @@ from image_sites import FINDINGS, SETUP_1, SPACE, ImageSite, Replies, Server, cn
 from torch import Tensor, nn
 
 from fedatlas import losses, nets
-from fedatlas.core.contract import State, declared, sends_of
+from fedatlas.core.contract import State, sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, parts, tensors_of, to_tree
@@ -20,7 +20,7 @@ from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedprox import FedProx
 from fedatlas.methods.fedpsl import FedPSL
-from fedatlas.methods.shared.weighting import RowState, average_rows, head_of, mean
+from fedatlas.methods.shared.averaging import RowState, average_rows, head_of, mean
 from fedatlas.transport import egress
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -164,10 +164,10 @@ def test_equal_weights_count_every_site_that_annotates_a_class_once() -> None:
 def test_what_is_declared(method: Any) -> None:
     """A site answers what it declares; the sum of models is not enough for rows with weights of their own."""
     start = method.start(cnn(), Server())
-    assert type(start) is declared(method, "state") is RowState
+    assert type(start) is method.state is RowState
     assert dict(start.head) == {"head.weight": 0, "head.bias": 0}
     assert to_tree(from_tree(RowState, to_tree(start))).keys() == to_tree(start).keys()
-    assert declared(method, "summed") is None
+    assert method.summed is None
     reply = method.local_update(ImageSite("1", {0, 4}, 7), model=start.model, round=0, rounds=1)
     assert reply["n"] == 7 and reply["labelled"] == [7, 0, 0, 0, 7, 0]
     sends = sends_of(method)["local_update"]
@@ -179,8 +179,8 @@ def test_what_is_declared(method: Any) -> None:
 )
 def test_without_rows_nothing_more_is_sent(method: Any) -> None:
     state = method.start(cnn(), Server())
-    assert type(state) is State is declared(method, "state")
-    assert declared(method, "summed") == "cases"
+    assert type(state) is State is method.state
+    assert method.summed == "cases"
     reply = method.local_update(ImageSite("1", {0, 4}, 7), model=state.model, round=0, rounds=1)
     assert sorted(reply) == ["model", "n"] == sorted(sends_of(method)["local_update"])
 

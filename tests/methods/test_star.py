@@ -10,7 +10,6 @@ from torch import nn
 from unet_sites import LOCAL, SPACE, play, resumed, same, unet
 
 from fedatlas import methods, nets
-from fedatlas.core.contract import eval_members
 from fedatlas.core.options import from_dict
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
@@ -56,8 +55,8 @@ def test_every_opponent_learns_from_pseudo_labels(name: str) -> None:
     alone = from_dict(methods.get(name), {**INNER[name], "local": ONE}, what=name)
     for site in ("a", "b"):
         for mine, other in zip(
-            eval_members(method, got, site),
-            eval_members(alone, play(alone, make=make), site),
+            method.eval_members(got, site),
+            alone.eval_members(play(alone, make=make), site),
             strict=True,
         ):
             assert not same(mine.model, other.model)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from voxel_sites import VoxelSite
 
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import functions_of, sends_of
+from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import from_dict
@@ -133,7 +133,7 @@ class Clients(Server):
             site.round = self.at
             site.rng = generator(name, self.at)
             given = {**payload, **(each or {}).get(name, {})}
-            replies[name] = functions_of(self.method)[function.__name__](site, **given)
+            replies[name] = self.method.functions()[function.__name__](site, **given)
             egress.check(
                 replies[name],
                 sends_of(self.method)[function.__name__],

@@ -9,7 +9,7 @@ import torch
 from test_local import Source, Tampered
 from torch import nn
 
-from fedatlas.core.contract import State, at_site, functions_of, sends_of
+from fedatlas.core.contract import Method, State, at_site, sends_of
 from fedatlas.core.errors import FederationError, SiteLost
 from fedatlas.core.tensors import average, tensors_of
 from fedatlas.transport import wire
@@ -27,7 +27,7 @@ SITES = "abcd"
 
 
 @dataclass(frozen=True)
-class Drift:
+class Drift(Method):
     """Every site moves the model a little in a direction of its own; the server averages."""
 
     summed = "cases"
@@ -76,7 +76,7 @@ def federation(
         name: Host(
             name,
             Source(ord(name) - 90),
-            functions_of(method),
+            method.functions(),
             lambda _: net(),
             folder / name,
             sends=sends_of(method),

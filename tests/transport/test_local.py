@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedatlas.core.contract import State, at_site, functions_of, sends_of
+from fedatlas.core.contract import Method, State, at_site, sends_of
 from fedatlas.core.errors import FedAtlasError, RunFolderError, SiteLost
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.tensors import average, tensors_of
@@ -42,7 +42,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Walk:
+class Walk(Method):
     """Moves the model by a site's own momentum and randomness; keeps both in the state it hands back."""
 
     fail: str = ""
@@ -88,7 +88,7 @@ def clients(folder: Path, method: Walk, *, faults: Faults | None = None, order: 
         name: Host(
             name,
             Source(ord(name) - 90),
-            functions_of(method),
+            method.functions(),
             lambda _: net(),
             folder / name,
             sends=sends_of(method),
@@ -268,7 +268,7 @@ def test_only_marked_functions_are_called(tmp_path) -> None:
     asked = clients(tmp_path, method)
     with pytest.raises(FedAtlasError, match="not marked @at_site"):
         asked.call(method.not_allowed)
-    host = Host("a", Source(1), functions_of(method), lambda _: net(), tmp_path, sends={}, seed=1)
+    host = Host("a", Source(1), method.functions(), lambda _: net(), tmp_path, sends={}, seed=1)
     reply = wire.decode(host.handle("not_allowed", 1, 0, wire.encode({})))
     assert "asked to run 'not_allowed'; allowed: step" in reply["error"]["text"]
 
@@ -293,7 +293,7 @@ def test_damaged_replies_are_refused(tmp_path, damage, text: str) -> None:
 
 
 def test_a_damaged_payload_is_refused_at_the_site(tmp_path) -> None:
-    host = Host("a", Source(1), functions_of(Walk()), lambda _: net(), tmp_path, sends={}, seed=1)
+    host = Host("a", Source(1), Walk().functions(), lambda _: net(), tmp_path, sends={}, seed=1)
     data = wire.encode({"model": tensors_of(net()), "scale": 1.0})
     data[-1] ^= 1
     reply = wire.decode(host.handle("step", 1, 0, data))

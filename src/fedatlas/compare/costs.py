@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas.compare.plan import Comparison
-from fedatlas.core.contract import declared
 from fedatlas.evaluation.statistics import mean_of_defined
 from fedatlas.federation.file import make_method
 from fedatlas.federation.yaml import read_yaml
@@ -67,7 +66,7 @@ def _of_run(path: Path, comparison: Comparison, arm: str, seed: int) -> dict[str
         return sum(found) / 3600 if found else None
 
     training = {site for log in rounds for site, cost in log["cost"].items() if "bytes_up" in cost}
-    pooled = declared(make_method(comparison.federations[arm][seed]), "pooled")
+    pooled = make_method(comparison.federations[arm][seed]).pooled
     megabytes = info["model_bytes"] / MEGABYTE
     ways = ("bytes_down", "bytes_up")
     sites = spent(rounds, "seconds")

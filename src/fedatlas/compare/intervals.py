@@ -10,7 +10,6 @@ import torch
 
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Cells, Tell, kept_model
-from fedatlas.core.contract import eval_members
 from fedatlas.core.errors import DataError, FedAtlasError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import seed_of
@@ -86,7 +85,7 @@ def _predict(trained: Trained, source: Any, site: str, split: str) -> Predicted:
     final evaluation."""
     if not trained.model.startswith("local/"):
         file = trained.folder.path / "models" / f"{trained.model}.fa"
-        trained.members = eval_members(trained.method, trained.folder.state(file, trained.method), site)
+        trained.members = trained.method.eval_members(trained.folder.state(file, trained.method), site)
     size, samples = trained.federation.evaluation.batch, list(source.volumes(split))
     scores = np.zeros((len(samples), len(trained.space)))
     for start in range(0, len(samples), size):

@@ -13,7 +13,6 @@ import numpy as np
 
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell, kept_model, rows_of
-from fedatlas.core.contract import eval_members
 from fedatlas.core.errors import DataError, FedAtlasError
 from fedatlas.data.site_data import SiteConfig
 from fedatlas.evaluation.metrics import whole_organs
@@ -93,7 +92,7 @@ class Subject:
         trained = Trained(self.path, model)
         if not model.startswith("local/"):
             state = trained.folder.state(self.path / "models" / f"{model}.fa", trained.method)
-            trained.members = eval_members(trained.method, state, site)
+            trained.members = trained.method.eval_members(state, site)
         return trained
 
 

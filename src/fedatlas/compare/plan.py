@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from fedatlas.core.contract import declared
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known, option, options
@@ -437,7 +436,7 @@ def _arm(
         raw["local"]["epochs"] = None
     federation = parse_federation(raw, base=base_path.parent, source=what)
     own_steps = named & {"local.steps", "local.epochs"}
-    if budget.steps and not own_steps and declared(make_method(federation), "pooled"):
+    if budget.steps and not own_steps and make_method(federation).pooled:
         training = sum(site.role == "train" for site in federation.sites)
         federation = replace(federation, local=replace(federation.local, steps=budget.steps * training))
     return federation

@@ -16,7 +16,6 @@ from fedatlas.compare.intervals import bootstrap
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.resampling import Cell, interval_by_case
 from fedatlas.compare.running import Cells, Tell, average, local_rows, rows_of, state_of
-from fedatlas.core.contract import declared
 from fedatlas.core.errors import FedAtlasError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import seed_of
@@ -382,7 +381,7 @@ def _budget_of(of_arm: Mapping[int, Federation]) -> dict[str, Any]:
     """rounds; steps or epochs of a round; total: optimizer steps of all sites together, None where epochs are given."""
     federation = next(iter(of_arm.values()))
     local = federation.local
-    pooled = declared(make_method(federation), "pooled")
+    pooled = make_method(federation).pooled
     training = 1 if pooled else sum(site.role == "train" for site in federation.sites)
     total = None if local.steps is None else federation.rounds * local.steps * training
     return {"rounds": federation.rounds, "steps": local.steps, "epochs": local.epochs, "total": total}

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedatlas.compare.plan import EXCHANGE, Comparison, Sweep
-from fedatlas.core.contract import declared
 from fedatlas.federation.file import Federation, make_method, resolved, shareable
 from fedatlas.report import markup
 from fedatlas.report.comparison import INCLUDE, MEAN, heading, of_column
@@ -48,9 +47,7 @@ def kinds(comparison: Comparison, sweep: Sweep = EXCHANGE) -> Kinds:
     ]
     swept = {arm for arms in found for arm in arms}
     pooled = [
-        arm
-        for arm, federation in firsts.items()
-        if arm not in swept and declared(make_method(federation), "pooled")
+        arm for arm, federation in firsts.items() if arm not in swept and make_method(federation).pooled
     ]
     names = [_common(arms) or _method_and_net(firsts[arms[0]]) for arms in found]
     count = Counter([*names, *pooled])

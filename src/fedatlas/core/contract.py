@@ -1,22 +1,24 @@
 """The whole contract between a method, the server and the sites.
 
-A method is two server functions, `start` and `round`, over a `State`. It reaches the hospitals only through
+A method derives from `Method`: two server functions, `start` and `round`, over a `State`. It reaches the hospitals only through
 `clients.call(self.local_update, …)`; the function that runs there belongs to the same class and is marked
 `@at_site`. A method is a frozen dataclass of its hyper-parameters: nothing on it changes while it runs.
 
 Shapes: C classes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
+from types import FunctionType
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, get_origin
 
 import torch
 from torch import Tensor, nn
 
 from fedatlas.core.batch import Batch
-from fedatlas.core.labels import SiteLabels
+from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.tensors import Tensors, Tree
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -193,24 +195,18 @@ class Clients(Protocol):
         ...
 
 
-@runtime_checkable
-class Method(Protocol):
-    """Two functions over a state. Optional declarations, with their defaults, are those below, and checks before
-    anything is trained, which raise FederationError: `check(space)`; `examine(net, training_sites)` and `plan(rounds)`, which
-    return what `fedatlas check` should tell."""
-
-    def start(self, net: nn.Module, clients: Clients) -> State: ...
-    def round(self, state: Any, clients: Clients) -> State: ...
-
-
-class Defaults:
-    """What a method may declare; a method that differs says so under the same name."""
+class Method:
+    """What every method derives from: two functions over a state, `start` and `round`, and what it may declare beside
+    them, with the defaults. A method that differs says so under the same name: a value as a value or a property, a function
+    as a function. A name that is nearly one of these is an error where the class is defined."""
 
     state: ClassVar[type[State]] = State
+    """The class of its states."""
     nets: ClassVar[Mapping[str, NetSpec]] = {}
+    """The nets that it has beside the federation's, by the names that `network` is asked for."""
     sends: ClassVar[Mapping[str, Any]] = {"model": "model", "n": "cases"}
     """What a site answers, key -> kind, and nothing else: here its model's tensors and its number of training
-    cases. The kinds are those of `engine.egress.check`, which refuses any other answer before it leaves the site.
+    cases. The kinds are those of `transport.egress.check`, which refuses any other answer before it leaves the site.
     A method whose functions answer differently gives {function: {key: kind}}."""
     summed: ClassVar[str | None] = None
     """What the server makes of the sites' models, if that is a weighted mean and nothing else: "cases" (weights
@@ -219,10 +215,83 @@ class Defaults:
     """The tasks of a federation that it is for."""
     chosen_by_site: ClassVar[bool] = False
     """True: every site chooses the round of its own model, by its own validation cases, where otherwise one round is chosen
-    for all. The method has `assembled(state, models)`: the state with these models, site -> tensors, in place of those of
-    the round; it is what `best` names."""
+    for all. `assembled` then puts these models together; it is what `best` names."""
     pooled: ClassVar[bool] = False
     """True: the federation's sites are merged into one that holds the union of their cases."""
+    loss: ClassVar[Any] = None
+    """The choice of its supervised loss, commonly an option; None: it has none."""
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the options do not fit the label space or each other."""
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """Notes on the net and the training sites, for `fedatlas check`. Raises FederationError where they do not fit."""
+        return []
+
+    def plan(self, rounds: int) -> list[str]:
+        """Notes on the number of rounds, for `fedatlas check`. Raises FederationError where it does not fit."""
+        return []
+
+    def start(self, net: nn.Module, clients: Clients) -> State:
+        """The state before the first round. net: the federation's net with its first values."""
+        raise NotImplementedError(f"{type(self).__name__} does not define start")
+
+    def round(self, state: Any, clients: Clients) -> State:
+        """The state after one more round."""
+        raise NotImplementedError(f"{type(self).__name__} does not define round")
+
+    def eval_members(self, state: Any, site: str) -> list[Member]:
+        """The models that are evaluated at a site as "the" model of the federation. site: its name; "" for a site
+        outside the federation."""
+        return [Member(state.model)]
+
+    def assembled(self, state: Any, models: Mapping[str, Tensors]) -> State:
+        """The state with the models that sites chose, site -> tensors, in place of those of the round; a site that chose
+        none keeps its own of the state."""
+        raise NotImplementedError(f"{type(self).__name__} does not define assembled")
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """What may be called at a site: name -> bound function. Nothing else is ever run there."""
+        return functions_of(self)
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        for name, value in vars(cls).items():
+            if not name.startswith("_"):
+                _check_name(cls, name, value)
+        for name, hint in vars(cls).get("__annotations__", {}).items():
+            if name not in vars(cls) and _of_class(hint):
+                _check_name(cls, name, None)
+
+
+def _check_name(cls: type[Method], name: str, value: Any) -> None:
+    """Raises TypeError for a name that is nearly one that methods declare, and for one that is of another kind."""
+    base = vars(Method)
+    known = [key for key in base if not key.startswith("_")]
+    if name in known:
+        if isinstance(base[name], FunctionType) != isinstance(value, FunctionType):
+            told = (
+                "a function"
+                if isinstance(base[name], FunctionType)
+                else "a value or a property, not a function"
+            )
+            raise TypeError(f"class {cls.__name__}: `{name}` must be {told}")
+        return
+    hint = vars(cls).get("__annotations__", {}).get(name)
+    is_option = hint is not None and not _of_class(hint)
+    inherited = any(hasattr(parent, name) for parent in cls.__bases__)
+    if is_option or inherited or getattr(value, "at_site", False):
+        return
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    if near:
+        raise TypeError(
+            f"class {cls.__name__}: `{name}` is not something that a method declares; did you mean `{near[0]}`?"
+        )
+
+
+def _of_class(hint: Any) -> bool:
+    """Whether an annotation is a ClassVar, which makes no option."""
+    return hint is ClassVar or get_origin(hint) is ClassVar or (isinstance(hint, str) and "ClassVar" in hint)
 
 
 def at_site(function: F) -> F:
@@ -231,30 +300,14 @@ def at_site(function: F) -> F:
     return function
 
 
-def functions_of(method: Method) -> dict[str, Callable[..., Any]]:
-    """What may be called at a site for this method: name -> bound function. Nothing else is ever run there. A method that
-    is put on top of another declares `functions()`."""
-    own = getattr(method, "functions", None)
-    if own is not None:
-        return own()
-    names = [name for name in dir(type(method)) if getattr(getattr(type(method), name), "at_site", False)]
-    return {name: getattr(method, name) for name in names}
+def functions_of(thing: Any) -> dict[str, Callable[..., Any]]:
+    """The functions of an object that are marked `@at_site`: name -> bound function."""
+    names = [name for name in dir(type(thing)) if getattr(getattr(type(thing), name), "at_site", False)]
+    return {name: getattr(thing, name) for name in names}
 
 
 def sends_of(method: Method) -> dict[str, dict[str, str]]:
     """What every function of a method answers: function -> key -> kind."""
-    given = declared(method, "sends")
+    given = method.sends
     by_function = any(isinstance(kind, Mapping) for kind in given.values())
-    return {name: dict(given[name] if by_function else given) for name in functions_of(method)}
-
-
-def declared(method: Method, name: str) -> Any:
-    """An optional declaration of a method, or its default."""
-    return getattr(method, name, getattr(Defaults, name))
-
-
-def eval_members(method: Method, state: State, site: str) -> list[Member]:
-    """The models that are evaluated at a site as "the" model of the federation: the global one by default;
-    a method with personal, routed or several models declares `eval_members(state, site)`."""
-    own = getattr(method, "eval_members", None)
-    return own(state, site) if own else [Member(state.model)]
+    return {name: dict(given[name] if by_function else given) for name in method.functions()}

@@ -17,7 +17,25 @@ from fedatlas.core.errors import FederationError
 
 T = TypeVar("T")
 
-_CONFIG = ConfigDict(extra="forbid", validate_default=False, use_attribute_docstrings=False)
+
+def own_first(cls: Any) -> list[str]:
+    """The names of the options of a class, its own before those of the class that it derives from."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    by_class = [
+        name for each in cls.__mro__ for name in vars(each).get("__annotations__", {}) if name in names
+    ]
+    return list(dict.fromkeys(by_class))
+
+
+def _ordered(schema: dict[str, Any], cls: type[Any]) -> None:
+    """Puts the properties of a JSON schema in the order of `own_first`."""
+    properties = schema.get("properties", {})
+    schema["properties"] = {name: properties[name] for name in own_first(cls) if name in properties}
+
+
+_CONFIG = ConfigDict(
+    extra="forbid", validate_default=False, use_attribute_docstrings=False, json_schema_extra=_ordered
+)
 
 
 def option(default: Any = ..., sentence: str = "", **limits: Any) -> Any:
@@ -140,10 +158,13 @@ _PLAIN = ("bool", "int", "float", "str")
 
 def _keys_at(cls: Any, loc: tuple[str | int, ...]) -> list[str]:
     for part in loc:
-        names = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
-        if part in names:
+        if part in _names(cls):
             cls = _inner(typing.get_type_hints(cls)[part])
-    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    return _names(cls)
+
+
+def _names(cls: Any) -> list[str]:
+    return own_first(cls) if dataclasses.is_dataclass(cls) else []
 
 
 def _inner(hint: Any) -> Any:

@@ -68,7 +68,7 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             "train slower than in float32, and to other bits than sites that have them; float32 is faster here"
         )
     found += experiment.examine(experiment.shapes())
-    loss, how = getattr(experiment.method, "loss", None), getattr(federation.evaluation, "inference", None)
+    loss, how = experiment.method.loss, getattr(federation.evaluation, "inference", None)
     foreground = getattr(loss, "options", {}).get("channels") == "foreground"
     if foreground and getattr(how, "background", None) == "channel":
         found.append(

@@ -481,12 +481,11 @@ def _parties(deploy: Path) -> list[str]:
 
 
 def _with_pool(federation: Any, deploy: Path) -> list[str]:
-    from fedatlas.core.contract import declared
     from fedatlas.federation.design import POOLED
     from fedatlas.federation.file import make_method
 
     sites = [site.name for site in federation.sites]
-    if not declared(make_method(federation), "pooled"):
+    if not make_method(federation).pooled:
         return sites
     if POOLED not in _parties(deploy):
         raise FederationError(
@@ -677,14 +676,13 @@ class Trial:
     """
 
     def __init__(self, engine: str, federation: Any, folder: Any, tell: Tell) -> None:
-        from fedatlas.core.contract import declared
         from fedatlas.federation.design import POOLED, cache_folder, data_path
         from fedatlas.federation.file import make_method
 
         self.processes: list[subprocess.Popen[bytes]] = []
         self.deploy = folder.path / f"deploy-{engine}"
         paths = {site.name: data_path(site) for site in federation.sites}
-        extra = [POOLED] if declared(make_method(federation), "pooled") else []
+        extra = [POOLED] if make_method(federation).pooled else []
         shutil.rmtree(self.deploy, ignore_errors=True)
         port, admin_port = free_ports(2)
         kits = init(

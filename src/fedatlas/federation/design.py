@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedatlas import nets
-from fedatlas.core.contract import declared, functions_of, sends_of
+from fedatlas.core.contract import functions_of, sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.memory import require_memory
@@ -62,7 +62,7 @@ def build_net(
         if "groups" in {option.name for option in fields(nets.get(kind))} and chosen.get("groups") is None:
             chosen["groups"] = space.groups
     else:
-        wanted = declared(method, "nets")
+        wanted = method.nets
         if name not in wanted:
             raise not_known(f"method {federation.method['name']}: the net", name, wanted)
         kind, chosen = wanted[name].name, wanted[name].options
@@ -140,7 +140,7 @@ class Design:
     @property
     def pooled(self) -> bool:
         """Does the method train on the union of all sites' data?"""
-        return declared(self.method, "pooled")
+        return self.method.pooled
 
     @property
     def evaluator(self) -> Any:
@@ -194,7 +194,7 @@ class Design:
         nets.check_output(net, len(self.space), in_channels=inputs, patch=size)
         self.require_memory()
         net = self.make_net(initial=initial)
-        for name, spec in declared(self.method, "nets").items():
+        for name, spec in self.method.nets.items():
             if spec.on == "images":
                 try:
                     nets.check_patch(self.shapes(name), size)
@@ -202,17 +202,14 @@ class Design:
                     told = f"method {self.federation.method['name']}: its net {name!r}"
                     raise FederationError(f"{told}: {error}") from None
         _ = self.evaluator  # refuses options that do not fit the classes
-        check = getattr(self.method, "check", None)
-        if check:
-            check(self.space)
+        self.method.check(self.space)
         self.examine(net)
         return net
 
     def examine(self, net: nn.Module) -> list[str]:
         """What the method tells of the net, the training sites and the number of rounds. Raises FederationError where they do not fit."""
-        examine, plan = (getattr(self.method, name, None) for name in ("examine", "plan"))
-        found = examine(net, training_sites(self.federation)) if examine else []
-        return [*found, *(plan(self.federation.rounds) if plan else [])]
+        notes = self.method.examine(net, training_sites(self.federation))
+        return [*notes, *self.method.plan(self.federation.rounds)]
 
 
 class Experiment(Design):
@@ -289,7 +286,7 @@ class Experiment(Design):
         return Host(
             site,
             self.training.get(site) or self.sources[site],
-            functions_of(self.method) | functions_of(self.evaluator),
+            self.method.functions() | functions_of(self.evaluator),
             partial(self.make_net, initial=False),
             folder,
             sends=self.sends,

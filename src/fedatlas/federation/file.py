@@ -14,9 +14,9 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from fedatlas import methods, nets
-from fedatlas.core.contract import Method, declared
+from fedatlas.core.contract import Method
 from fedatlas.core.errors import FederationError
-from fedatlas.core.options import explain, from_dict, not_known, option, options
+from fedatlas.core.options import explain, from_dict, not_known, option, options, own_first
 from fedatlas.data.image_index import Images
 from fedatlas.data.site_data import SiteConfig
 from fedatlas.data.transforms import Preprocessing, Sampling
@@ -194,7 +194,7 @@ def selects(federation: Federation) -> str:
 def local_models(federation: Federation) -> Literal["last", "best"]:
     """Which local models of sites are kept and evaluated, as `evaluation.local`; "best" where the method's sites choose their
     rounds themselves."""
-    by_site = declared(make_method(federation), "chosen_by_site")
+    by_site = make_method(federation).chosen_by_site
     return "best" if by_site else federation.evaluation.local
 
 
@@ -265,9 +265,9 @@ def make_method(
             f"{source}: method.local: unknown key; local training is the file's own key `local`"
         )
     method = from_dict(cls, {**chosen, "local": federation.local}, what=source, given=given, inside="method")
-    if federation.task not in declared(method, "tasks"):
+    if federation.task not in method.tasks:
         raise FederationError(
-            f"{source}: method {name} is for {' and '.join(declared(method, 'tasks'))}, and the task is "
+            f"{source}: method {name} is for {' and '.join(method.tasks)}, and the task is "
             f"{federation.task}; choose another method"
         )
     return method
@@ -299,8 +299,9 @@ def net_options(
 def resolved(federation: Federation) -> dict[str, Any]:
     """Every key with its value, defaults included, as plain values."""
     plain = TypeAdapter(Federation).dump_python(federation, mode="json")
-    method = TypeAdapter(type(make_method(federation))).dump_python(make_method(federation), mode="json")  # type: ignore[arg-type]
-    method.pop("local", None)
+    made = make_method(federation)
+    values = TypeAdapter(type(made)).dump_python(made, mode="json")
+    method = {option: values[option] for option in own_first(type(made)) if option != "local"}
     name, net = net_options(federation)
     return plain | {
         "method": {"name": federation.method["name"]} | method,

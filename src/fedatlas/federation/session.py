@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 from torch import nn
 
-from fedatlas.core.contract import Member, Method, State, declared, eval_members
+from fedatlas.core.contract import Member, Method, State
 from fedatlas.core.errors import FederationError, RunFolderError
 from fedatlas.core.tensors import Tensors, n_bytes, tensors_of, to_tree
 from fedatlas.data.checks import shared_scans
@@ -356,7 +356,7 @@ class Finished:
 
 def _state_model(name: str, state: State, method: Method, *, overlays: bool = False) -> Finished:
     """The federation's model."""
-    return Finished(name, state.round, lambda: lambda site: eval_members(method, state, site), overlays)
+    return Finished(name, state.round, lambda: lambda site: method.eval_members(state, site), overlays)
 
 
 def _local_model(site: str, file: Path, round: int) -> Finished:
@@ -465,7 +465,7 @@ def _run(
             tell(f"goes on with data that changed since the run began, at {', '.join(parties.changed)}")
         chosen, own, scores = local_models(federation), BestLocals(folder), dict[str, float]()
         best = Best(folder, evaluation.select_weights, selects(federation))
-        if declared(design.method, "chosen_by_site"):
+        if design.method.chosen_by_site:
             best = BestOfSites(folder, selects(federation), design.method, own)
         state = folder.latest(design.method)
         if state is not None:
@@ -545,11 +545,11 @@ class Best:
 
 
 class BestOfSites(Best):
-    """The same of a method whose sites choose for themselves (`Defaults.chosen_by_site`): models/best.fa is the state with
+    """The same of a method whose sites choose for themselves (`Method.chosen_by_site`): models/best.fa is the state with
     every site's model of its own best round; best.json tells each of them, the last of these rounds and the mean of the
     scores. own: has seen a round before this does."""
 
-    def __init__(self, folder: RunFolder, metric: str, method: Any, own: "BestLocals") -> None:
+    def __init__(self, folder: RunFolder, metric: str, method: Method, own: "BestLocals") -> None:
         super().__init__(folder, "classes", metric)
         self.method, self.own = method, own
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedatlas.core.contract import Member, eval_members
+from fedatlas.core.contract import Member
 from fedatlas.core.errors import DataError, FederationError, RunFolderError, WireError
 from fedatlas.core.labels import BACKGROUND, LabelSpace
 from fedatlas.core.options import from_dict, not_known
@@ -116,7 +116,7 @@ class Trained:
             raise RunFolderError(f"{file}: missing, no round of this run was validated; use --model last")
         state = self.folder.state(file, self.method)
         self.round = state.round
-        return eval_members(self.method, state, "")
+        return self.method.eval_members(state, "")
 
     @property
     def preprocessing(self) -> Preprocessing:

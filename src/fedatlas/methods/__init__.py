@@ -1,8 +1,9 @@
 """Methods by name. One paper, one file; a method is imported when it is asked for."""
 
 import importlib
-from typing import Any
 
+from fedatlas.core.contract import Method
+from fedatlas.core.errors import FederationError
 from fedatlas.core.options import not_known
 
 REGISTRY: dict[str, str] = {
@@ -41,9 +42,16 @@ REGISTRY: dict[str, str] = {
 """Name -> "module:class"."""
 
 
-def get(name: str) -> type[Any]:
-    """The class of a method. Raises FederationError, naming the nearest method, for an unknown name."""
+def get(name: str) -> type[Method]:
+    """The class of a method. Raises FederationError, naming the nearest method, for an unknown name, and for a class that
+    does not derive from `Method`."""
     if name not in REGISTRY:
         raise not_known("the method", name, REGISTRY)
     module, _, cls = REGISTRY[name].partition(":")
-    return getattr(importlib.import_module(module), cls)
+    found = getattr(importlib.import_module(module), cls)
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise FederationError(
+            f"method {name}: {cls} of {module} does not derive from fedatlas.core.contract.Method; write class {cls}(Method), "
+            "see docs/how-to/add-a-method.md"
+        )
+    return found

@@ -4,40 +4,19 @@ One site holds the cases of all. Its batches mix samples of different label sets
 the loss is the same as in the federation. One round is one exchange's worth of local training.
 """
 
-import dataclasses
-from typing import Any, ClassVar
-
-from torch import nn
+from typing import Any
 
 from fedatlas import losses
-from fedatlas.core.contract import Clients, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
-from fedatlas.core.options import option, options
+from fedatlas.core.contract import Site, at_site
+from fedatlas.core.options import options
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, train
-from fedatlas.losses import LossChoice
+from fedatlas.learning.loop import train
+from fedatlas.methods.shared.averaging import Pooled
 
 
 @options
-class Centralized:
+class Centralized(Pooled):
     """Ordinary training on the union of all cases, each with its own label set; no federation."""
-
-    pooled: ClassVar[bool] = True
-
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training between two evaluations.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
-
-    def start(self, net: nn.Module, clients: Clients) -> State:
-        return State(model=tensors_of(net))
-
-    def round(self, state: State, clients: Clients) -> State:
-        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
-        [(_, reply)] = replies
-        return dataclasses.replace(state, model=reply["model"], round=state.round + 1)
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:

@@ -32,9 +32,8 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, parts, tensors_of
-from fedatlas.learning.loop import Local, train
-from fedatlas.losses import LossChoice
-from fedatlas.methods.shared.weighting import SENDS_PER_CLASS, Weighting, answer, mean
+from fedatlas.learning.loop import train
+from fedatlas.methods.shared.averaging import SENDS_PER_CLASS, Weighted, answer, mean
 
 CONDITION = "condition"
 """The part of a net that holds, for each class, the number that the decoder reads."""
@@ -53,7 +52,7 @@ class CondState(State):
 
 
 @options
-class CondDec:
+class CondDec(Weighted):
     """FedAvg of a net whose decoder is told for which site it segments (Dmitriev 2019, UFPS)."""
 
     state: ClassVar[type[State]] = CondState
@@ -61,9 +60,6 @@ class CondDec:
     sends: ClassVar[dict[str, str]] = SENDS_PER_CLASS
 
     scale: float = option(2.0, "Conditions lie between -scale and scale, as normalised maps do.", ge=0)
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""

@@ -25,7 +25,6 @@ Differences from the official code (NVFlare, research/condist-fl, which is that 
 Shapes: B batch, C classes, G groups, *S spatial.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Literal
@@ -36,17 +35,17 @@ from torch.nn.functional import logsigmoid
 
 from fedatlas import losses
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.contract import Site, at_site
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.outputs import voxel_logits
-from fedatlas.core.tensors import Tensors, average, tensors_of
-from fedatlas.learning.loop import Local, Loss, autocast, train
+from fedatlas.core.tensors import Tensors, tensors_of
+from fedatlas.learning.loop import Loss, autocast, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.marginal import channels, labelled
-from fedatlas.methods.shared.weighting import Weighting, site_weights
+from fedatlas.methods.shared.averaging import MeanOfModels, Weighting
 
 SMOOTH = 1e-5
 """Added to the denominator of the Dice loss of Eq. (7)."""
@@ -67,7 +66,7 @@ class Cached:
 
 
 @options
-class ConDistFL:
+class ConDistFL(MeanOfModels):
     """FedAvg plus conditional distillation of every class that a site does not annotate (Wang 2025)."""
 
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
@@ -97,7 +96,6 @@ class ConDistFL:
     cached: Cached = option(Cached(), "For teacher: cached.")
     weights: Weighting = option("equal", "All sites count equally, or by their training cases.")
     loss: LossChoice = option(LossChoice(), "L_sup, the supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""
@@ -107,19 +105,6 @@ class ConDistFL:
                 "exclusive; overlapping classes allow: exact"
             )
         losses.make(self.loss, space)
-
-    def start(self, net: nn.Module, clients: Clients) -> State:
-        return State(model=tensors_of(net))
-
-    @property
-    def summed(self) -> Weighting:
-        return self.weights
-
-    def round(self, state: State, clients: Clients) -> State:
-        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
-        weights = site_weights(replies, self.weights)
-        model = average(replies.each("model"), weights)
-        return dataclasses.replace(state, model=model, round=state.round + 1)
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:

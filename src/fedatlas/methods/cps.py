@@ -33,7 +33,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from fedatlas import losses
 from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Clients, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.outputs import voxel_logits
 from fedatlas.core.seeds import generator
@@ -41,7 +40,7 @@ from fedatlas.core.tensors import Tensors, average, tensors_of
 from fedatlas.learning.loop import Local, Loss, Step, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
-from fedatlas.methods.shared.weighting import SENDS, Weighting, site_weights
+from fedatlas.methods.shared.averaging import SENDS, Weighted, site_weights
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class CPSState(State):
 
 
 @options
-class CPS:
+class CPS(Weighted):
     """Two nets at every site that learn from labels and from each other (Chen 2021)."""
 
     state: ClassVar[type[State]] = CPSState
@@ -60,13 +59,7 @@ class CPS:
     sends: ClassVar[dict[str, str]] = SENDS | {"second": "model:main"}
 
     w: float = option(1.5, "Weight of the cross supervision; 0: the first net is that of FedAvg.", ge=0)
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
     loss: LossChoice = option(LossChoice(), "L_seg, the supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def start(self, net: nn.Module, clients: Clients) -> CPSState:
         return CPSState(tensors_of(net), second=redrawn(net, generator("cps")))

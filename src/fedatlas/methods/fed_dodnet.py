@@ -41,13 +41,13 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.organs import Groups
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, Loss, train
+from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedbn import chosen, names_of_parts
 from fedatlas.methods.kim import head_known, head_space, head_target
+from fedatlas.methods.shared.averaging import SENDS, Weighted, Weighting, answer, mean
 from fedatlas.methods.shared.owners import SENDS as SENDS_OWNED
 from fedatlas.methods.shared.owners import WHO_SPEAKS, Speaks, speakers
-from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean
 
 MEMORY = "fed_dodnet.own"
 """The key of a site's memory with the tensors that it keeps."""
@@ -72,7 +72,7 @@ class DoDState(State):
 
 
 @options
-class FedDoDNet:
+class FedDoDNet(Weighted):
     """FedAvg of DoDNet, whose head is made for every organ; all of it shared, or parts kept (Zhang 2021, Xu 2023)."""
 
     state: ClassVar[type[State]] = DoDState
@@ -87,12 +87,10 @@ class FedDoDNet:
         "mean of all other parts.",
     )
     speaks: Speaks = option("owners", WHO_SPEAKS)
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
     loss: LossChoice = option(
         LossChoice(name="masked_dice_bce", options={"smooth_denominator": 1.0, "pooled": False}),
         "The loss of the heads; one for classes that are not exclusive.",
     )
-    local: Local = option(Local(), "Training at a site between two exchanges.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""

@@ -24,7 +24,6 @@ Differences from the paper: all sites take part in every round.
 Shapes: B batch, I and O channels into and out of a block, *s spatial.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,54 +36,34 @@ from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d, mse_lo
 
 from fedatlas import losses
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import Clients, Site, State, at_site
+from fedatlas.core.contract import Site, at_site
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
-from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, Loss, train
+from fedatlas.core.tensors import Tensors
+from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
+from fedatlas.methods.shared.averaging import MeanOfModels, answer
 from fedatlas.methods.shared.features import Call, watched
-from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean
 
 LEAST = 1e-12
 """Least L_lip by which the supervised loss is divided."""
 
 
 @options
-class FedAlign:
+class FedAlign(MeanOfModels):
     """FedAvg whose last block is held near a slimmed one in its Lipschitz constant (Mendieta 2022)."""
 
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
-    sends: ClassVar[dict[str, str]] = SENDS
 
     mu: float = option(0.45, "mu: the term's part of the supervised loss; 0 is FedAvg.", ge=0)
     width: float = option(0.25, "omega: share of its channels that the slimmed block keeps.", gt=0, le=1)
     iterations: int = option(10, "Steps of power iteration.", ge=1)
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
     loss: LossChoice = option(LossChoice(), "L_sup, the supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """Raises FederationError for a net that names no encoder."""
         with watched(net):
             return []
-
-    @property
-    def summed(self) -> Weighting:
-        return self.weights
-
-    def start(self, net: nn.Module, clients: Clients) -> State:
-        return State(tensors_of(net))
-
-    def round(self, state: State, clients: Clients) -> State:
-        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
-        model = mean(replies, state, self.weights)
-        return dataclasses.replace(state, model=model, round=state.round + 1)
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:

@@ -30,13 +30,11 @@ from torch import nn
 
 from fedatlas import losses
 from fedatlas.core.contract import Clients, Member, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import Local, train
-from fedatlas.losses import LossChoice
+from fedatlas.methods.shared.averaging import MeanOfModels, answer, mean
 from fedatlas.methods.shared.sharpness import AscentStep, Sharpness, swa, swa_count
-from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean
 
 
 @options
@@ -62,24 +60,16 @@ class FedASAMState(State):
 
 
 @options
-class FedASAM:
+class FedASAM(MeanOfModels):
     """FedAvg with sharpness-aware local steps, and the running mean of late models (Caldarola 2022)."""
 
     state: ClassVar[type[State]] = FedASAMState
-    sends: ClassVar[dict[str, str]] = SENDS
 
     asam_start: int = option(
         0, "The first round, from 0, with sharpness-aware steps; rounds before it are those of FedAvg.", ge=0
     )
     sharpness: Sharpness = option(Sharpness(), "The sharpness-aware step.")
     swa: SWA = option(SWA(), "The running mean at the server.")
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def start_of_mean(self, rounds: int) -> int:
         """The round, from 0, whose model the mean begins with; `rounds` or more: none."""
@@ -91,10 +81,6 @@ class FedASAM:
         if after < 1 or c == 1:
             return 1.0
         return 1 - ((after - 1) % c + 1) / c * (1 - self.swa.low)
-
-    @property
-    def summed(self) -> Weighting:
-        return self.weights
 
     def start(self, net: nn.Module, clients: Clients) -> FedASAMState:
         return FedASAMState(tensors_of(net))

@@ -30,13 +30,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from fedatlas import losses
 from fedatlas.core.contract import Clients, Member, Site, State, at_site
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import not_known, option, options
 from fedatlas.core.tensors import Tensors, forms_of, parts, tensors_of
-from fedatlas.learning.loop import Local, train
-from fedatlas.losses import LossChoice
+from fedatlas.learning.loop import train
+from fedatlas.methods.shared.averaging import Weighted, answer, mean
 from fedatlas.methods.shared.owners import SENDS, WHO_SPEAKS, Speaks, speakers
-from fedatlas.methods.shared.weighting import Weighting, answer, mean
 
 BATCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -57,7 +55,7 @@ class OwnState(State):
 
 
 @options
-class FedBN:
+class FedBN(Weighted):
     """FedAvg in which normalisation stays with the site (Li 2021)."""
 
     state: ClassVar[type[State]] = OwnState
@@ -70,13 +68,6 @@ class FedBN:
         [], "Further parts of the net that a site keeps, by name; the rest of a net is `rest`."
     )
     speaks: Speaks = option("owners", WHO_SPEAKS)
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def start(self, net: nn.Module, clients: Clients) -> OwnState:
         return OwnState(tensors_of(net), kept=self.kept(net))

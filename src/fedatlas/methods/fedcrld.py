@@ -48,15 +48,13 @@ from fedatlas import losses
 from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Clients, Member, Site, State, at_site
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.outputs import voxel_logits
 from fedatlas.core.tensors import Tensors, parts, tensors_of
-from fedatlas.learning.loop import Local, Loss, train
-from fedatlas.losses import LossChoice
+from fedatlas.learning.loop import Loss, train
 from fedatlas.methods.fedbn import chosen, names_of_parts
+from fedatlas.methods.shared.averaging import Weighted, Weighting, answer, mean
 from fedatlas.methods.shared.owners import SENDS, WHO_SPEAKS, Speaks, speakers
-from fedatlas.methods.shared.weighting import Weighting, answer, mean
 
 PRIVATE = "private_encoder"
 """The part of a net that stays with the site."""
@@ -76,7 +74,7 @@ class CRLDState(State):
 
 
 @options
-class FedCRLD:
+class FedCRLD(Weighted):
     """A private encoder beside the shared one, joined by attention, with distillation from a momentum model (Qi 2022)."""
 
     state: ClassVar[type[State]] = CRLDState
@@ -98,12 +96,6 @@ class FedCRLD:
     weights: Weighting = option(
         "cases", "n_k/n: a site counts by its training cases, or all count equally, as in the official code."
     )
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """Raises FederationError for a net without a private encoder."""

@@ -31,21 +31,19 @@ from torch import Tensor, nn
 
 from fedatlas import losses
 from fedatlas.core.contract import Clients, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, average
 from fedatlas.learning.loop import Local, Step, train
-from fedatlas.losses import LossChoice
 from fedatlas.methods.scaffold import CorrectedStep
+from fedatlas.methods.shared.averaging import SENDS, Supervised, answer
 from fedatlas.methods.shared.server_step import Rule, StepState, started, stepped
-from fedatlas.methods.shared.weighting import SENDS, answer
 
 MEMORY = "feddyn.g"
 """The key of a site's memory with g_k, by the names of the parameters."""
 
 
 @options
-class FedDyn:
+class FedDyn(Supervised):
     """Local objectives whose regularisation is renewed so that all agree in the end (Acar 2021)."""
 
     state: ClassVar[type[State]] = StepState
@@ -56,12 +54,6 @@ class FedDyn:
     alpha: float = option(
         0.01, "alpha: strength of the dynamic regulariser; 0 is FedAvg with equal weights.", ge=0
     )
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def start(self, net: nn.Module, clients: Clients) -> StepState:
         return started(net, initial=(0.0,), per_class=False)  # h = 0

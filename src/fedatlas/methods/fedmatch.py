@@ -45,17 +45,16 @@ from fedatlas import losses
 from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Clients, NetSpec, Replies, Site, State, at_site
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, average, dense, load, sparse, tensors_of
 from fedatlas.learning import augment
 from fedatlas.learning.augment import Augmentation
 from fedatlas.learning.loop import Local, Loss, Step, make_optimizer, optimizer_tree, restore_optimizer, train
-from fedatlas.losses import LossChoice
 from fedatlas.losses.consistency import is_confident, mean_over, pseudo_bce
 from fedatlas.losses.heads import full_precision
 from fedatlas.methods.shared import simsiam
+from fedatlas.methods.shared.averaging import Supervised
 from fedatlas.methods.shared.simsiam import HEADS, PreTraining
 
 Changes = dict[str, Tensors]
@@ -81,7 +80,7 @@ class MatchPlusState(MatchState):
 
 
 @options
-class Match:
+class Match(Supervised):
     """The hyper-parameters of FedMatch and FedMatch+."""
 
     lambda_s: float = option(10.0, "lambda_s: weight of the supervised loss.", ge=0)
@@ -100,7 +99,6 @@ class Match:
     strong: Augmentation = option(
         augment.STRONG, "The strong view; keys left out have the defaults of `augmentation`."
     )
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
     local: Local = option(Local(), "Training at a site between two exchanges; both sigma and psi go by it.")
 
 
@@ -118,10 +116,6 @@ class FedMatch(Match):
         },
         "keep_helpers": {},
     }
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def start(self, net: nn.Module, clients: Clients) -> MatchState:
         values = tensors_of(net)
@@ -395,10 +389,6 @@ class FedMatchPlus(Match):
     def match(self) -> FedMatch:
         """FedMatch with the same hyper-parameters."""
         return FedMatch(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Match)})
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        self.match.check(space)
 
     def start(self, net: nn.Module, clients: Clients) -> MatchPlusState:
         return MatchPlusState(model=tensors_of(net), heads=tensors_of(clients.network(name=HEADS)))

@@ -50,7 +50,7 @@ from fedatlas.core.tensors import Tensors, Tree, parts, tensors_of
 from fedatlas.learning.loop import Local, Loss, Step, make_optimizer, optimizer_tree, restore_optimizer, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.marginal import MarginalDiceCE
-from fedatlas.methods.shared.weighting import Weighting, site_weights
+from fedatlas.methods.shared.averaging import Weighted, Weighting, site_weights
 from fedatlas.methods.strategies import Averaging, MakeStep, Place, StrategyChoice, make_strategy
 
 ENCODER, AGD = "encoder:", "agd"
@@ -81,7 +81,7 @@ class MENUState(State):
 
 
 @options
-class FedMENU:
+class FedMENU(Weighted):
     """A sub-encoder per organ, trained where the organ is annotated, with a shared auxiliary decoder (Xu 2023)."""
 
     state: ClassVar[type[State]] = MENUState

@@ -28,10 +28,9 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import not_known, option, options
 from fedatlas.core.tensors import Tensors, average, tensors_of
-from fedatlas.learning.loop import Local, train
-from fedatlas.losses import LossChoice
+from fedatlas.learning.loop import train
 from fedatlas.methods.fedbn import chosen, names_in, norm_layers, nothing_kept
-from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean, site_weights
+from fedatlas.methods.shared.averaging import SENDS, Weighted, answer, mean, site_weights
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class GroupState(State):
 
 
 @options
-class FedNorm:
+class FedNorm(Weighted):
     """FedAvg in which normalisation is shared within groups of sites, as of one modality (Bernecker 2022)."""
 
     state: ClassVar[type[State]] = GroupState
@@ -53,9 +52,6 @@ class FedNorm:
     groups: dict[str, list[str]] = option(
         {}, "Group -> the names of its sites; sites that no group names are a group together."
     )
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space, or a site is in two

@@ -20,23 +20,18 @@ Differences from the paper: all sites take part in every round. Buffers are aver
 """
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 
-from fedatlas import losses
-from fedatlas.core.contract import Clients, Site, at_site
-from fedatlas.core.labels import LabelSpace
+from fedatlas.core.contract import Clients
 from fedatlas.core.options import option, options
-from fedatlas.core.tensors import Tensors
-from fedatlas.learning.loop import Local, train
-from fedatlas.losses import LossChoice
+from fedatlas.methods.shared.averaging import Averaging, Weighting, mean
 from fedatlas.methods.shared.server_step import StepRowState, StepState, started, stepped, velocity
-from fedatlas.methods.shared.weighting import SENDS, SENDS_PER_CLASS, Weighting, answer, mean
 
 
 @options
-class FedOpt:
+class FedOpt(Averaging):
     """An optimizer at the server, for which the sites' mean is a descent direction (Reddi 2021)."""
 
     optimizer: Literal["sgd", "adam", "yogi", "adagrad"] = option("sgd", "The server's optimizer.")
@@ -56,33 +51,14 @@ class FedOpt:
         1e-3, "tau: adaptivity of adam, yogi and adagrad; a larger one is nearer to plain momentum.", gt=0
     )
     weights: Weighting = option("equal", "n_k/n: a site counts by its training cases, or all count equally.")
-    aggregate_unlabelled_rows: bool = option(
-        True,
-        "Whether row c of the head counts for sites that do not annotate class c; false weighs it by the cases "
-        "annotated for c, as FedPSL does.",
-    )
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def start(self, net: nn.Module, clients: Clients) -> StepState:
         initial = (0.0,) if self.optimizer == "sgd" else (0.0, self.tau**2)
-        return started(net, initial=initial, per_class=not self.aggregate_unlabelled_rows)
+        return started(net, initial=initial, per_class=self.per_class)
 
     @property
     def state(self) -> type[StepState]:
-        return StepState if self.aggregate_unlabelled_rows else StepRowState
-
-    @property
-    def sends(self) -> dict[str, str]:
-        return SENDS if self.aggregate_unlabelled_rows else SENDS_PER_CLASS
-
-    @property
-    def summed(self) -> Weighting | None:
-        return self.weights if self.aggregate_unlabelled_rows else None
+        return StepRowState if self.per_class else StepState
 
     def round(self, state: StepState, clients: Clients) -> StepState:
         replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
@@ -114,10 +90,3 @@ class FedOpt:
         if self.optimizer == "yogi":
             return v - (1 - self.beta2) * square * (v - square).sign()
         return self.beta2 * v + (1 - self.beta2) * square
-
-    @at_site
-    def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
-        net = site.network(model)
-        loss = losses.supervised(self.loss, site)
-        train(site, net, loss, self.local, round=round, rounds=rounds)
-        return answer(site, net, per_class=not self.aggregate_unlabelled_rows)

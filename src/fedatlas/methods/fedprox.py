@@ -17,59 +17,17 @@ from torch import Tensor, nn
 from fedatlas import losses
 from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Clients, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors
-from fedatlas.learning.loop import Local, train
-from fedatlas.losses import LossChoice
-from fedatlas.methods.shared.weighting import (
-    SENDS,
-    SENDS_PER_CLASS,
-    RowState,
-    Weighting,
-    answer,
-    mean,
-    started,
-)
+from fedatlas.learning.loop import train
+from fedatlas.methods.shared.averaging import Averaging, answer, mean
 
 
 @options
-class FedProx:
+class FedProx(Averaging):
     """FedAvg whose local weights are pulled towards the global model (Li 2020)."""
 
     mu: float = option(0.01, "mu: strength of the pull towards the global model; 0 is FedAvg.", ge=0)
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
-    aggregate_unlabelled_rows: bool = option(
-        True,
-        "Whether row c of the head counts for sites that do not annotate class c; false weighs it by the cases "
-        "annotated for c, as FedPSL does.",
-    )
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
-
-    def start(self, net: nn.Module, clients: Clients) -> State:
-        return started(net, per_class=not self.aggregate_unlabelled_rows)
-
-    @property
-    def state(self) -> type[State]:
-        return State if self.aggregate_unlabelled_rows else RowState
-
-    @property
-    def sends(self) -> dict[str, str]:
-        return SENDS if self.aggregate_unlabelled_rows else SENDS_PER_CLASS
-
-    @property
-    def summed(self) -> Weighting | None:
-        return self.weights if self.aggregate_unlabelled_rows else None
-
-    def round(self, state: State, clients: Clients) -> State:
-        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
-        model = mean(replies, state, self.weights)  # Alg. 2, line 6
-        return dataclasses.replace(state, model=model, round=state.round + 1)
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
@@ -77,17 +35,18 @@ class FedProx:
         w_t = [parameter.detach().clone() for parameter in net.parameters()]
         F_k = losses.supervised(self.loss, site)
 
-        def h_k(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
-            return {
-                "supervised": F_k(net, batch),
-                "proximal": proximal(list(net.parameters()), w_t, self.mu),
-            }  # Eq. (2)
+        def h_k(net: nn.Module, batch: Batch) -> dict[str, Tensor]:  # Eq. (2)
+            return {"supervised": F_k(net, batch), "proximal": self.proximal(list(net.parameters()), w_t)}
 
         train(site, net, h_k, self.local, round=round, rounds=rounds)
-        return answer(site, net, per_class=not self.aggregate_unlabelled_rows)
+        return answer(site, net, per_class=self.per_class)
 
+    def proximal(self, w: Sequence[Tensor], w_t: Sequence[Tensor]) -> Tensor:
+        """mu / 2 * ||w - w_t||^2 over all parameters; buffers are no parameters."""
+        squares = [(a - b).square().sum() for a, b in zip(w, w_t, strict=True)]
+        return self.mu / 2 * torch.stack(squares).sum()  # Eq. (2), second term
 
-def proximal(w: Sequence[Tensor], w_t: Sequence[Tensor], mu: float) -> Tensor:
-    """mu / 2 * ||w - w_t||^2 over all parameters; buffers are no parameters."""
-    squares = [(a - b).square().sum() for a, b in zip(w, w_t, strict=True)]
-    return mu / 2 * torch.stack(squares).sum()  # Eq. (2), second term
+    def round(self, state: State, clients: Clients) -> State:
+        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
+        model = mean(replies, state, self.weights)  # Alg. 2, line 6
+        return dataclasses.replace(state, model=model, round=state.round + 1)

@@ -47,10 +47,11 @@ from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors
 from fedatlas.learning.loop import Local, Loss, Step, autocast, lr_factor, train
 from fedatlas.losses import LossChoice
-from fedatlas.methods.shared.weighting import (
+from fedatlas.methods.shared.averaging import (
     SENDS,
     SENDS_PER_CLASS,
     RowState,
+    Supervised,
     Weighting,
     answer,
     head_of,
@@ -62,7 +63,7 @@ PhiInOuter = Literal["updated", "old", "joint"]
 
 
 @options
-class FedPSL:
+class FedPSL(Supervised):
     """Heads averaged by annotated cases, and extractors learnt apart from heads (Dong 2023)."""
 
     tdma: bool = option(
@@ -84,7 +85,6 @@ class FedPSL:
         "local.lr; local's optimizer, momentum and weight_decay then have no part.",
     )
     loss: LossChoice = option(LossChoice(), "L, the supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space or each other."""

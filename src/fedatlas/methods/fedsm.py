@@ -56,12 +56,10 @@ from torch import nn
 from fedatlas import losses
 from fedatlas.core.contract import Clients, Member, NetSpec, Replies, Site, State, at_site
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, average, from_tree, tensors_of, to_tree
 from fedatlas.learning.loop import Local, optimizer_tree, restore_optimizer, train
-from fedatlas.losses import LossChoice
-from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, site_weights
+from fedatlas.methods.shared.averaging import SENDS, Weighted, Weighting, answer, site_weights
 
 SELECTOR = "selector"
 """The selector's name among the nets of a method."""
@@ -145,7 +143,7 @@ class FedSMState(State):
 
 
 @options
-class FedSM:
+class FedSM(Weighted):
     """A global model, one for each site, and a selector that chooses among them by the image (Xu 2022)."""
 
     state: ClassVar[type[State]] = FedSMState
@@ -163,7 +161,6 @@ class FedSM:
         "cases",
         "n_k/n: in the means of the global model and of the selector a site counts by its training cases, or all equally.",
     )
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
     local: Local = option(Local(), "Training of either model at a site between two exchanges.")
 
     @property
@@ -173,10 +170,6 @@ class FedSM:
     @property
     def sends(self) -> dict[str, str]:
         return SENDS | {"person": "model:main"} | self.selector.sends
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def start(self, net: nn.Module, clients: Clients) -> FedSMState:
         model = tensors_of(net)

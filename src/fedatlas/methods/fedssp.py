@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from fedatlas import losses
 from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Clients, NetSpec, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, average, tensors_of
 from fedatlas.learning.loop import Local, Loss, train
 from fedatlas.losses import LossChoice
 from fedatlas.methods.shared import simsiam
+from fedatlas.methods.shared.averaging import Weighted, site_weights
 from fedatlas.methods.shared.simsiam import HEADS, PreTraining
-from fedatlas.methods.shared.weighting import Weighting, site_weights
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class SSPState(State):
 
 
 @options
-class FedSSP:
+class FedSSP(Weighted):
     """Federated SimSiam without labels, then FedAvg with the labels there are (FedPSL's baseline)."""
 
     state: ClassVar[type[State]] = SSPState
@@ -54,17 +53,12 @@ class FedSSP:
     )
     pretrain: PreTraining = option(PreTraining(), "SimSiam: its local training, views and heads.")
     freeze_encoder: bool = option(False, "Whether fine-tuning leaves the extractor as it is.")
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
     loss: LossChoice = option(LossChoice(), "The supervised loss of fine-tuning.")
     local: Local = option(Local(), "Fine-tuning at a site between two exchanges.")
 
     @property
     def nets(self) -> dict[str, NetSpec]:
         return self.pretrain.nets
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def start(self, net: nn.Module, clients: Clients) -> SSPState:
         return SSPState(model=tensors_of(net), heads=tensors_of(clients.network(name=HEADS)))

@@ -15,7 +15,6 @@ FedPSL states; the paper has 0.95. As in the official code the mean is over all 
 Shapes: B batch, C classes.
 """
 
-import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -23,23 +22,22 @@ from torch import Tensor, nn
 
 from fedatlas import losses
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import Clients, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
+from fedatlas.core.contract import Site, at_site
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning import augment
 from fedatlas.learning.augment import Augmentation
-from fedatlas.learning.loop import Local, train
+from fedatlas.learning.loop import train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.consistency import is_confident, mean_over, pseudo_bce
 from fedatlas.losses.heads import full_precision
+from fedatlas.methods.shared.averaging import Pooled
 
 
 @options
-class FixMatch:
+class FixMatch(Pooled):
     """Pseudo labels of one's own where one is sure, for strongly varied images; centralised (Sohn 2020)."""
 
-    pooled: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
 
     threshold: float = option(
@@ -50,19 +48,6 @@ class FixMatch:
         augment.STRONG, "The strong view; keys left out have the defaults of `augmentation`."
     )
     loss: LossChoice = option(LossChoice(), "l_s, the supervised loss.")
-    local: Local = option(Local(), "Training between two evaluations.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
-
-    def start(self, net: nn.Module, clients: Clients) -> State:
-        return State(model=tensors_of(net))
-
-    def round(self, state: State, clients: Clients) -> State:
-        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
-        [(_, reply)] = replies
-        return dataclasses.replace(state, model=reply["model"], round=state.round + 1)
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:

@@ -49,11 +49,11 @@ from fedatlas.core.organs import complete, read_heads
 from fedatlas.core.outputs import heads as voxel_heads
 from fedatlas.core.outputs import voxel_logits
 from fedatlas.core.tensors import Tensors, Tree, average, tensors_of
-from fedatlas.learning.loop import Local, Loss, train
+from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.masked import masked_bce
-from fedatlas.methods.shared.weighting import SENDS, Weighting, site_weights
+from fedatlas.methods.shared.averaging import SENDS, Weighted, Weighting, site_weights
 
 TEACHERS = "teachers"
 """The key in a site's memory of the local models of the other sites."""
@@ -78,7 +78,7 @@ class Teacher:
 
 
 @options
-class Kim:
+class Kim(Weighted):
     """FedAvg plus distillation of every head that a sample does not annotate, from two kinds of teachers (Kim 2024)."""
 
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
@@ -108,7 +108,6 @@ class Kim:
         LossChoice(name="masked_dice_bce", options={"smooth_denominator": 1.0, "pooled": False}),
         "The supervised loss of the heads; one for classes that are not exclusive.",
     )
-    local: Local = option(Local(), "Training at a site between two exchanges.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""

@@ -25,14 +25,12 @@ from torch import nn
 
 from fedatlas import losses
 from fedatlas.core.contract import Clients, Member, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, train
-from fedatlas.losses import LossChoice
+from fedatlas.learning.loop import train
 from fedatlas.methods.fedbn import chosen, names_of_parts
+from fedatlas.methods.shared.averaging import Weighted, answer, mean
 from fedatlas.methods.shared.owners import SENDS, by_owner
-from fedatlas.methods.shared.weighting import Weighting, answer, mean
 
 MEMORY = "local_parts.own"
 """The key of a site's memory with the tensors that it keeps."""
@@ -49,7 +47,7 @@ class LocalPartsState(State):
 
 
 @options
-class LocalParts:
+class LocalParts(Weighted):
     """FedAvg in which named parts of the net stay with the site: multi-head, multi-encoder, multi-decoder (UFPS)."""
 
     state: ClassVar[type[State]] = LocalPartsState
@@ -63,13 +61,6 @@ class LocalParts:
         "Whether sites' models are evaluated before averaging, as they were trained, or after, with the mean of all "
         "other parts.",
     )
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell of a net. Raises FederationError where it lacks a part of `keep`."""

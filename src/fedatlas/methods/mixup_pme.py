@@ -13,7 +13,6 @@ learnt. alpha is MixUp's own for CIFAR-10.
 Shapes: B batch, C classes, *S spatial.
 """
 
-import dataclasses
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,38 +21,24 @@ from torch import Tensor, nn
 
 from fedatlas import losses
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import Clients, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
+from fedatlas.core.contract import Site, at_site
 from fedatlas.core.options import option, options
 from fedatlas.core.outputs import evaluating
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, train
+from fedatlas.learning.loop import train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
+from fedatlas.methods.shared.averaging import Pooled
 
 
 @options
-class MixUpPME:
+class MixUpPME(Pooled):
     """MixUp whose missing labels are the net's own; centralised, a reconstruction (Dong 2022)."""
 
-    pooled: ClassVar[bool] = True
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
 
     alpha: float = option(1.0, "alpha: of the Beta(alpha, alpha) from which the share lambda comes.", gt=0)
     loss: LossChoice = option(LossChoice(), "The supervised loss, here of mixed labels.")
-    local: Local = option(Local(), "Training between two evaluations.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
-
-    def start(self, net: nn.Module, clients: Clients) -> State:
-        return State(model=tensors_of(net))
-
-    def round(self, state: State, clients: Clients) -> State:
-        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
-        [(_, reply)] = replies
-        return dataclasses.replace(state, model=reply["model"], round=state.round + 1)
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:

@@ -13,6 +13,8 @@ sim is the cosine. In its first round a site has no model of before, and l_con i
 
 Features are the means of the maps that the encoder ends with, of a U-Net its bottleneck, as UFPS has it.
 
+The server takes the mean, Alg. 1, line 8.
+
 Differences from the paper: no projection between encoder and features, which in the paper lies within its classifier, on
 the way to the logits; a U-Net has no such place. All sites take part in every round, so that the model of before is that
 of the last round.
@@ -20,9 +22,8 @@ of the last round.
 Shapes: B batch, d features.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,25 +31,21 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 from fedatlas import losses
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import Clients, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
+from fedatlas.core.contract import Site, at_site
 from fedatlas.core.options import option, options
-from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, Loss, train
-from fedatlas.losses import LossChoice
+from fedatlas.core.tensors import Tensors
+from fedatlas.learning.loop import Loss, train
 from fedatlas.methods.cps import redrawn
+from fedatlas.methods.shared.averaging import MeanOfModels, answer
 from fedatlas.methods.shared.features import pooled, watched
-from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean
 
 MEMORY = "moon.previous"
 """The key of a site's memory with its model of the round before."""
 
 
 @options
-class MOON:
+class MOON(MeanOfModels):
     """FedAvg whose features are held near the global model's and away from the site's last ones (Li 2021)."""
-
-    sends: ClassVar[dict[str, str]] = SENDS
 
     mu: float = option(1.0, "mu: weight of the contrastive term; 0 is FedAvg.", ge=0)
     tau: float = option(0.5, "tau: temperature of the cosines.", gt=0)
@@ -57,30 +54,11 @@ class MOON:
         "What features are held away from in a site's first round: nothing, so that there is no contrastive term; or "
         "those of a net whose weights are drawn anew.",
     )
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """Raises FederationError for a net that names no encoder."""
         with watched(net):
             return []
-
-    @property
-    def summed(self) -> Weighting:
-        return self.weights
-
-    def start(self, net: nn.Module, clients: Clients) -> State:
-        return State(tensors_of(net))
-
-    def round(self, state: State, clients: Clients) -> State:
-        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
-        model = mean(replies, state, self.weights)  # Alg. 1, line 8
-        return dataclasses.replace(state, model=model, round=state.round + 1)
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:

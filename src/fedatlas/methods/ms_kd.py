@@ -39,10 +39,11 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.outputs import voxel_logits
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, Loss, train
+from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision, thinned
 from fedatlas.methods.shared import teachers as teaching
+from fedatlas.methods.shared.averaging import SENDS, Weighted, answer, mean
 from fedatlas.methods.shared.features import watched
 from fedatlas.methods.shared.pseudo import Merge
 from fedatlas.methods.shared.teachers import (
@@ -55,7 +56,6 @@ from fedatlas.methods.shared.teachers import (
     train_teacher,
     with_teachers,
 )
-from fedatlas.methods.shared.weighting import SENDS, Weighting, answer, mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Lesson:
 
 
 @options
-class MSKD:
+class MSKD(Weighted):
     """FedAvg on pseudo labels, plus distillation from every teacher in the region that it knows (Feng 2021)."""
 
     state: ClassVar[type[State]] = TaughtState
@@ -80,9 +80,7 @@ class MSKD:
     lambda_features: float = option(1.0, "Weight of the distillation of the encoder's maps.", ge=0)
     T: float = option(1.0, "Temperature of teachers and student.", gt=0)
     teachers: Teaching = option(Teaching(), "How teachers are trained and asked.")
-    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
     loss: LossChoice = option(LossChoice(), "L_seg, the supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""

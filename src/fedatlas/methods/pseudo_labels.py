@@ -25,18 +25,7 @@ from typing import Any, ClassVar, cast
 from torch import nn
 
 from fedatlas import losses, methods
-from fedatlas.core import contract
-from fedatlas.core.contract import (
-    Clients,
-    Member,
-    Method,
-    NetSpec,
-    Site,
-    State,
-    at_site,
-    declared,
-    functions_of,
-)
+from fedatlas.core.contract import Clients, Member, Method, NetSpec, Site, State, at_site, sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import from_dict, option, options
@@ -74,7 +63,7 @@ class InnerState(TaughtState):
 
 
 @options
-class PseudoLabels:
+class PseudoLabels(Method):
     """A method of your choice on labels that teachers of all sites complete (the star of UFPS's comparison)."""
 
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
@@ -96,9 +85,9 @@ class PseudoLabels:
         if cls is PseudoLabels:
             raise FederationError(f"{what}.name: is pseudo_labels; name the method that is to train")
         made = from_dict(cls, {**self.inner.options, "local": self.local}, what=f"{what}.options")
-        if "segmentation" not in declared(made, "tasks"):
+        if "segmentation" not in made.tasks:
             raise FederationError(f"{what}.name: {self.inner.name} is not for segmentation")
-        if any("teachers" in inspect.signature(one).parameters for one in functions_of(made).values()):
+        if any("teachers" in inspect.signature(one).parameters for one in made.functions().values()):
             raise FederationError(
                 f"{what}.name: {self.inner.name} has teachers of its own; take it alone, or a method without"
             )
@@ -106,7 +95,7 @@ class PseudoLabels:
             raise FederationError(
                 f"{what}.options.teacher: is cached, which predicts on other labels than those of the teachers; take another"
             )
-        if declared(made, "pooled"):
+        if made.pooled:
             raise FederationError(
                 f"{what}.name: {self.inner.name} trains at one site that holds all cases; allowed: a method whose "
                 "sites train apart"
@@ -117,34 +106,32 @@ class PseudoLabels:
     def loss(self) -> LossChoice:
         """That of the method within, which its teachers have too, unless they have their own; of a method whose loss is of
         heads, the default for exclusive classes."""
-        chosen = getattr(self.method, "loss", None) or LossChoice()
+        chosen = self.method.loss or LossChoice()
         kind = losses.REGISTRY.get(chosen.name)
         return chosen if kind is None or kind.exclusive else LossChoice()
 
     @property
     def nets(self) -> Mapping[str, NetSpec]:
-        return declared(self.method, "nets")
+        return self.method.nets
 
     @property
     def sends(self) -> dict[str, dict[str, str]]:
-        return {"teacher_update": SENDS, **contract.sends_of(self.method)}
+        return {"teacher_update": SENDS, **sends_of(self.method)}
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """Those of the method within, at a site whose batches are completed, and the training of a teacher."""
-        inner = {name: self._on_completed(function) for name, function in functions_of(self.method).items()}
+        inner = {name: self._on_completed(function) for name, function in self.method.functions().items()}
         return {"teacher_update": self.teacher_update, **inner}
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the method within, or pseudo labels, do not fit the label space."""
         require_exclusive("pseudo_labels", space)
-        if hasattr(self.method, "check"):
-            self.method.check(space)  # type: ignore[attr-defined]
+        self.method.check(space)
         self.teachers.check(space, self.loss)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises as the method within does."""
-        inner = getattr(self.method, "examine", None)
-        notes = inner(net, sites) if inner else []
+        notes = self.method.examine(net, sites)
         if self.inner.name == "condistfl":
             notes.append(
                 "condistfl distils what is not annotated, and here every class has a label: it is fedavg"
@@ -153,8 +140,7 @@ class PseudoLabels:
 
     def plan(self, rounds: int) -> list[str]:
         """What `check` should tell. Raises as the method within does."""
-        inner = getattr(self.method, "plan", None)
-        return inner(rounds) if inner else []
+        return self.method.plan(rounds)
 
     def start(self, net: nn.Module, clients: Clients) -> InnerState:
         return self._outer(self.method.start(net, clients), {})
@@ -166,7 +152,7 @@ class PseudoLabels:
 
     def eval_members(self, state: InnerState, site: str) -> list[Member]:
         """Those of the method within."""
-        return contract.eval_members(self.method, self._inner(state), site)
+        return self.method.eval_members(self._inner(state), site)
 
     @at_site
     def teacher_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
@@ -186,7 +172,7 @@ class PseudoLabels:
 
     def _inner(self, state: InnerState) -> Any:
         own = {"model": state.model, "round": state.round, "rounds": state.rounds}
-        return from_tree(declared(self.method, "state"), {**state.inner, **own})
+        return from_tree(self.method.state, {**state.inner, **own})
 
     def _outer(self, inner: State, kept: Mapping[str, Any]) -> InnerState:
         tree = to_tree(inner)

@@ -36,7 +36,7 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, average, tensors_of
 from fedatlas.learning.loop import Local, Loss, Step, autocast, train
-from fedatlas.losses import LossChoice
+from fedatlas.methods.shared.averaging import Supervised
 from fedatlas.methods.shared.server_step import StepState, started, stepped
 
 MEMORY = "scaffold.control"
@@ -44,7 +44,7 @@ MEMORY = "scaffold.control"
 
 
 @options
-class Scaffold:
+class Scaffold(Supervised):
     """FedAvg with control variates that correct the drift of every site (Karimireddy 2020)."""
 
     state: ClassVar[type[State]] = StepState
@@ -57,8 +57,6 @@ class Scaffold:
         "c_i+: steps, the mean gradient of the local steps; weights, option II as printed, for plain sgd only; "
         "start, option I, the gradient at the global model over as many further batches.",
     )
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space or each other."""

@@ -23,12 +23,11 @@ from torch import nn
 
 from fedatlas import losses
 from fedatlas.core.contract import Clients, Member, Site, State, at_site
-from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import Local, train
-from fedatlas.losses import LossChoice
 from fedatlas.methods.shared import dp_sgd
+from fedatlas.methods.shared.averaging import Supervised
 from fedatlas.methods.shared.dp_sgd import DPSGD
 from fedatlas.methods.shared.owners import by_owner
 
@@ -42,7 +41,7 @@ class StandaloneState(State):
 
 
 @options
-class Standalone:
+class Standalone(Supervised):
     """Each site alone; evaluated alone and as the merged ensemble."""
 
     state: ClassVar[type[State]] = StandaloneState
@@ -53,7 +52,6 @@ class Standalone:
         "Which round counts. site: of every site's model the one in which it was best on the site's own validation cases, for "
         "which each site is sent its model once more in validated rounds; common: one for all, the best over all sites.",
     )
-    loss: LossChoice = option(LossChoice(), "The supervised loss.")
     dp_sgd: DPSGD | None = option(
         None, "Training with clipped gradients of single samples and noise; null: without."
     )
@@ -62,10 +60,6 @@ class Standalone:
     @property
     def chosen_by_site(self) -> bool:
         return self.choose == "site"
-
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises FederationError where DP-SGD cannot be: see `dp_sgd.examine`."""

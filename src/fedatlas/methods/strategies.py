@@ -149,7 +149,7 @@ class Strategy:
     """FedAvg, and the places in which the others differ. kept: what the server keeps of it from round to round."""
 
     sends: ClassVar[dict[str, str]] = {"model": "model"}
-    """What `update` answers, as `method.Defaults.sends`."""
+    """What `update` answers, as `Method.sends`."""
     nets: ClassVar[Mapping[str, NetSpec]] = {}
     personal: ClassVar[bool] = False
     """Whether whole models of single sites are sent."""

@@ -58,6 +58,7 @@ from fedatlas.core.tensors import Tensors, Tree, average, parts, tensors_of
 from fedatlas.learning.loop import Local, Loss, Step, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.onehot import DiceBCE, arce_coefficient, rce
+from fedatlas.methods.shared.averaging import Weighted, Weighting, site_weights
 from fedatlas.methods.shared.cmidg import CMIDG, cmidg
 from fedatlas.methods.shared.phases import begins, check_begins, check_when, runs
 from fedatlas.methods.shared.pseudo import Merged
@@ -83,7 +84,6 @@ from fedatlas.methods.shared.teachers import (
     train_teacher,
     with_teachers,
 )
-from fedatlas.methods.shared.weighting import Weighting, site_weights
 
 BANK = "ufps.uncertainty"
 """The key in a site's memory of the uncertainties of all samples so far, in their order."""
@@ -256,7 +256,7 @@ class UFPSState(TaughtState):
 
 
 @options
-class UFPS:
+class UFPS(Weighted):
     """Unified label learning and sparse unified sharpness-aware minimisation (Jiang 2024)."""
 
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
@@ -280,7 +280,6 @@ class UFPS:
     )
     weights: Weighting = option("cases", "A_i: a site counts by its training cases, or all count equally.")
     loss: LossChoice = option(LossChoice(name="dice_bce"), "The supervised loss; dice_bce with options.")
-    local: Local = option(Local(), "Training at a site between two exchanges.")
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""

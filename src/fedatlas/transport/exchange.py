@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedatlas.core.contract import Method, declared, sends_of
+from fedatlas.core.contract import Method, sends_of
 from fedatlas.core.errors import FedAtlasError, FederationError, WireError
 from fedatlas.core.tensors import Tensors, Tree
 from fedatlas.transport import wire
@@ -67,12 +67,12 @@ def terms_of(
     method: Method, name: str, comm: Comm, private: Privacy | None, summed: Secure | None, sites: int
 ) -> Terms:
     """Raises FederationError where the method, or the rest of the file, does not go with what is asked."""
-    weights: str | None = declared(method, "summed")
+    weights: str | None = method.summed
     sends = sends_of(method)
     sending = frozenset(function for function, keys in sends.items() if "model" in keys.values())
     if private or summed:
         asked = "privacy" if private else "secure aggregation"
-        if declared(method, "pooled"):
+        if method.pooled:
             raise FederationError(
                 f"method {name} trains on the union of all data; {asked} has no site to protect"
             )

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from fedatlas.core.contract import Clients, Method, State, declared
+from fedatlas.core.contract import Clients, Method, State
 from fedatlas.core.errors import FedAtlasError, RunFolderError, WireError
 from fedatlas.core.tensors import from_tree, to_tree
 from fedatlas.transport import wire
@@ -237,7 +237,7 @@ class RunFolder:
     def state(self, path: Path, method: Method) -> State:
         """A kept state. Raises RunFolderError if the file is missing, damaged or of another method."""
         try:
-            return from_tree(declared(method, "state"), wire.decode(read_whole(path), copy=False))
+            return from_tree(method.state, wire.decode(read_whole(path), copy=False))
         except FileNotFoundError:
             raise RunFolderError(f"{path}: missing; the run has no complete round yet") from None
         except (WireError, TypeError, KeyError, ValueError, AttributeError, OSError) as error:

@@ -21,7 +21,7 @@ from fedatlas.core.errors import FederationError, RunFolderError
 from fedatlas.federation.file import Federation, load_federation, make_method
 from fedatlas.core.labels import LabelSpace
 from fedatlas.losses import LossChoice
-from fedatlas.core.contract import Member, State, eval_members
+from fedatlas.core.contract import Member, State
 from fedatlas.core.options import not_known
 from fedatlas.federation.tasks import Source
 from fedatlas.core.tensors import load
@@ -99,7 +99,7 @@ class Subject:
         """The members of a global model at a site, or of the local model of `site` for "local"."""
         if name == "local":
             return [self._local(site).member]
-        return eval_members(self.method, self.state(name), site)
+        return self.method.eval_members(self.state(name), site)
 
     def models(self, name: str, site: str = "") -> list[Model]:
         """The models of one name at a site: "best" or "last" (several where the method offers several; a selector is
@@ -109,7 +109,7 @@ class Subject:
         if name not in ("best", "last"):
             raise RunFolderError(f"--model {name}: not known; allowed: best, last, local")
         state = self.state(name)
-        members = [m for m in eval_members(self.method, state, site) if m.chooses is None]
+        members = [m for m in self.method.eval_members(state, site) if m.chooses is None]
         if len(members) == 1:
             return [Model(name, members[0], state.round)]
         return [Model(f"{name}/{place}", each, state.round) for place, each in enumerate(members, 1)]
@@ -185,7 +185,7 @@ class Subject:
     def loss(self) -> LossChoice:
         """The supervised loss of the run's method, without what the method adds to it; where it has none that takes the
         net's outputs as they are, the one that FedAvg has by default."""
-        choice = getattr(self.method, "loss", None)
+        choice = self.method.loss
         if not isinstance(choice, LossChoice):
             return LossChoice()
         try:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from fedatlas.core.contract import Member
 from fedatlas.core.tensors import Tensors
-from fedatlas.methods.shared import weighting
+from fedatlas.methods.shared import averaging
 
 Speaks = Literal["owners", "site"]
 
@@ -27,7 +27,7 @@ WHO_SPEAKS = (
 )
 """What the option `speaks` means."""
 
-SENDS = weighting.SENDS | {"classes": "classes"}
+SENDS = averaging.SENDS | {"classes": "classes"}
 """What a site answers that owns classes: its model, its number of training cases, and the classes that it annotates."""
 
 

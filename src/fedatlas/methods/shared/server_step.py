@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedatlas.core.contract import State
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.methods.shared.weighting import RowState, head_of
+from fedatlas.methods.shared.averaging import RowState, head_of
 
 Rule = Callable[..., tuple[Tensor, ...]]
 """(Delta_t, moments of round t - 1, …) -> (what is added to x_t, moments of round t, …), all of one shape."""

@@ -25,7 +25,7 @@ from fedatlas.learning import augment
 from fedatlas.learning.augment import Augmentation
 from fedatlas.learning.loop import Local, train
 from fedatlas.losses.similarity import negative_cosine as D
-from fedatlas.methods.shared.weighting import Weighting, site_weights
+from fedatlas.methods.shared.averaging import Weighting, site_weights
 
 HEADS = "simsiam_heads"
 """The heads' name among a method's nets, and in the registry of nets."""

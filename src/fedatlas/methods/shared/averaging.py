@@ -1,19 +1,33 @@
-"""How much each site counts in the mean: of the whole model, or of each class's row of its head.
+"""What methods share that average models: base classes, from which a method derives and adds what is its own.
+
+    Supervised        trains with a supervised loss: the options `loss` and `local`
+    Weighted          and weighs sites: `weights`
+    MeanOfModels      and takes the mean of their models in every round
+    Averaging         and can take the rows of the head by themselves: `aggregate_unlabelled_rows`
+    Pooled            Supervised at one site that holds the cases of all
+
+Below them is how much a site counts in the mean: of the whole model, or of each class's row of its head.
 
 Shapes: K sites, C classes.
 """
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from fedatlas.core.contract import Replies, Site, State
+from fedatlas import losses
+from fedatlas.core.contract import Clients, Method, Replies, Site, State, at_site
 from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, average, forms_of, parts, tensors_of
+from fedatlas.learning.loop import Local, train
+from fedatlas.losses import LossChoice
 
 Weighting = Literal["cases", "equal"]
 
@@ -27,6 +41,100 @@ class RowState(State):
     """A state whose head is averaged row by row. head: tensor of the head -> its axis of classes."""
 
     head: dict[str, int] = field(default_factory=dict)
+
+
+@options
+class Supervised(Method):
+    """A method whose sites train with a supervised loss."""
+
+    loss: LossChoice = option(LossChoice(), "The supervised loss.")
+    local: Local = option(Local(), "Training at a site between two exchanges.")
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the options do not fit the label space or each other."""
+        losses.make(self.loss, space)
+
+    def start(self, net: nn.Module, clients: Clients) -> State:
+        return State(tensors_of(net))
+
+
+@options
+class Weighted(Supervised):
+    """A method in which every site has a weight."""
+
+    weights: Weighting = option("cases", "n_k/n: a site counts by its training cases, or all count equally.")
+
+
+@options
+class MeanOfModels(Weighted):
+    """The server takes the weighted mean of the sites' models, and nothing else."""
+
+    sends: ClassVar[dict[str, str]] = SENDS
+    local_update: ClassVar[Any]
+    """Trains the model of the round at a site; a method defines it."""
+
+    @property
+    def summed(self) -> Weighting | None:
+        return self.weights
+
+    def round(self, state: Any, clients: Clients) -> State:
+        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
+        model = mean(replies, state, self.weights)  # McMahan 2017, Alg. 1, w_{t+1}
+        return dataclasses.replace(state, model=model, round=state.round + 1)
+
+
+@options
+class Averaging(MeanOfModels):
+    """FedAvg, whose mean may weigh every row of the head by the cases annotated for its class."""
+
+    aggregate_unlabelled_rows: bool = option(
+        True,
+        "Whether row c of the head counts for sites that do not annotate class c; false weighs it by the cases "
+        "annotated for c, as FedPSL does.",
+    )
+
+    @property
+    def per_class(self) -> bool:
+        """Whether the rows of the head have weights of their own."""
+        return not self.aggregate_unlabelled_rows
+
+    @property
+    def state(self) -> type[State]:
+        return RowState if self.per_class else State
+
+    @property
+    def sends(self) -> dict[str, str]:
+        return SENDS_PER_CLASS if self.per_class else SENDS
+
+    @property
+    def summed(self) -> Weighting | None:
+        return None if self.per_class else self.weights
+
+    def start(self, net: nn.Module, clients: Clients) -> State:
+        return started(net, per_class=self.per_class)
+
+    @at_site
+    def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
+        net = site.network(model)
+        loss = losses.supervised(self.loss, site)
+        train(site, net, loss, self.local, round=round, rounds=rounds)  # McMahan 2017, Alg. 1, ClientUpdate
+        return answer(site, net, per_class=self.per_class)
+
+
+@options
+class Pooled(Supervised):
+    """Training at one site, which holds the cases of all; the server takes its model as it is."""
+
+    pooled: ClassVar[bool] = True
+    local_update: ClassVar[Any]
+    """Trains the model at the site; a method defines it."""
+
+    local: Local = option(Local(), "Training between two evaluations.")
+
+    def round(self, state: State, clients: Clients) -> State:
+        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
+        [(_, reply)] = replies
+        return dataclasses.replace(state, model=reply["model"], round=state.round + 1)
 
 
 def started(net: nn.Module, *, per_class: bool) -> State:
