@@ -86,6 +86,25 @@ def test_imports_run_one_way(module: str, path: Path) -> None:
         assert package_of(name) in allowed, f"{module} imports {name}, and may not: see MAY_IMPORT"
 
 
+STRATEGIES = "fedavg fedprox fedavgm feddyn scaffold fedbn fednorm fedsm"
+COMPOSED = {
+    # not a method: it puts what these do on the means of Fed-MENU's parts, and calls their own functions for it
+    "strategies": STRATEGIES,
+    # whose option `strategy` it is
+    "fedmenu": "strategies",
+}
+"""Module of methods -> all other modules of methods that it may import."""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "methods").glob("*.py")), ids=lambda path: path.stem)
+def test_a_method_imports_no_other_method(path: Path) -> None:
+    others = {other.stem for other in path.parent.glob("*.py")} - {"__init__", path.stem}
+    names = {name.split(".")[1] for name in imported(path) if name.startswith("methods.")}
+    assert names & others == set(COMPOSED.get(path.stem, "").split()), (
+        "what two methods need goes to methods/shared"
+    )
+
+
 FIGURES_OF_A_PAPER = {"compare.gradients", "compare.schedules", "compare.teaching"}
 """What these draw are options of UFPS, which they take from its class."""
 ITS_DEFAULT = {"federation.file": "fedavg"}

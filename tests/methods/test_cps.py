@@ -13,8 +13,9 @@ from fedatlas import losses
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import load, tensors_of
 from fedatlas.losses import LossChoice
-from fedatlas.methods.cps import CPS, Pair, redrawn, taught_by
+from fedatlas.methods.cps import CPS, Pair, taught_by
 from fedatlas.methods.fedavg import FedAvg
+from fedatlas.methods.shared.redrawn import redrawn
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

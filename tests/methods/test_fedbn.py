@@ -14,8 +14,9 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import Tensors, average, from_tree, parts, tensors_of, to_tree
 from fedatlas.learning.loop import Local
 from fedatlas.methods.fedavg import FedAvg
-from fedatlas.methods.fedbn import BATCH, MEMORY, FedBN, OwnState, names_in, norm_layers
+from fedatlas.methods.fedbn import MEMORY, FedBN, OwnState
 from fedatlas.methods.fednorm import FedNorm
+from fedatlas.methods.shared.kept import BATCH, names_in, norm_layers
 from fedatlas.methods.standalone import Standalone
 
 LOCAL = Local(optimizer="adamw", batch=4, steps=2, lr=1e-2)

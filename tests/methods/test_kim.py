@@ -23,17 +23,8 @@ from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, load, t
 from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
-from fedatlas.methods.kim import (
-    L_KD,
-    TEACHERS,
-    Kim,
-    KimState,
-    Teacher,
-    head_known,
-    head_space,
-    head_target,
-    heads,
-)
+from fedatlas.methods.kim import L_KD, TEACHERS, Kim, KimState, Teacher
+from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads
 from fedatlas.transport import egress, wire
 
 OVERLAP = LabelSpace(("lung", "heart", "pleura"), exclusive=False)

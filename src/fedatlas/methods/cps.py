@@ -41,6 +41,7 @@ from fedatlas.learning.loop import Local, Loss, Step, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
 from fedatlas.methods.shared.averaging import SENDS, Weighted, site_weights
+from fedatlas.methods.shared.redrawn import redrawn
 
 
 @dataclass(frozen=True)
@@ -140,15 +141,3 @@ def taught_by(z: Tensor, other: Tensor, exclusive: bool) -> Tensor:
     if exclusive:
         return cross_entropy(z, other.argmax(1))
     return binary_cross_entropy_with_logits(z, (other > 0).to(z.dtype))
-
-
-def redrawn(net: nn.Module, rng: torch.Generator) -> Tensors:
-    """The tensors of a net, the entries of each of its parameters in an order drawn by `rng`, a CPU generator; buffers
-    stay as they are."""
-    parameters = {name for name, _ in net.named_parameters()}
-    return {
-        name: value.flatten()[torch.randperm(value.numel(), generator=rng)].reshape(value.shape)
-        if name in parameters
-        else value
-        for name, value in tensors_of(net).items()
-    }

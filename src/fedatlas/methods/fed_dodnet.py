@@ -43,9 +43,9 @@ from fedatlas.core.organs import Groups
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
-from fedatlas.methods.fedbn import chosen, names_of_parts
-from fedatlas.methods.kim import head_known, head_space, head_target
 from fedatlas.methods.shared.averaging import SENDS, Weighted, Weighting, answer, mean
+from fedatlas.methods.shared.heads import head_known, head_space, head_target
+from fedatlas.methods.shared.kept import chosen, names_of_parts
 from fedatlas.methods.shared.owners import SENDS as SENDS_OWNED
 from fedatlas.methods.shared.owners import WHO_SPEAKS, Speaks, speakers
 

@@ -52,8 +52,8 @@ from fedatlas.core.options import option, options
 from fedatlas.core.outputs import voxel_logits
 from fedatlas.core.tensors import Tensors, parts, tensors_of
 from fedatlas.learning.loop import Loss, train
-from fedatlas.methods.fedbn import chosen, names_of_parts
 from fedatlas.methods.shared.averaging import Weighted, Weighting, answer, mean
+from fedatlas.methods.shared.kept import chosen, names_of_parts
 from fedatlas.methods.shared.owners import SENDS, WHO_SPEAKS, Speaks, speakers
 
 PRIVATE = "private_encoder"

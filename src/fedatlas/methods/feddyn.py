@@ -34,8 +34,8 @@ from fedatlas.core.contract import Clients, Site, State, at_site
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, average
 from fedatlas.learning.loop import Local, Step, train
-from fedatlas.methods.scaffold import CorrectedStep
 from fedatlas.methods.shared.averaging import SENDS, Supervised, answer
+from fedatlas.methods.shared.corrected import CorrectedStep
 from fedatlas.methods.shared.server_step import Rule, StepState, started, stepped
 
 MEMORY = "feddyn.g"

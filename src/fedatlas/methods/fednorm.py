@@ -29,8 +29,8 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import not_known, option, options
 from fedatlas.core.tensors import Tensors, average, tensors_of
 from fedatlas.learning.loop import train
-from fedatlas.methods.fedbn import chosen, names_in, norm_layers, nothing_kept
 from fedatlas.methods.shared.averaging import SENDS, Weighted, answer, mean, site_weights
+from fedatlas.methods.shared.kept import chosen, names_in, norm_layers, nothing_kept
 
 
 @dataclass(frozen=True)

@@ -45,15 +45,13 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Clients, Site, State, at_site
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
-from fedatlas.core.organs import complete, read_heads
 from fedatlas.core.outputs import heads as voxel_heads
-from fedatlas.core.outputs import voxel_logits
 from fedatlas.core.tensors import Tensors, Tree, average, tensors_of
 from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
-from fedatlas.losses.heads import full_precision
 from fedatlas.losses.masked import masked_bce
 from fedatlas.methods.shared.averaging import SENDS, Weighted, Weighting, site_weights
+from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads, heads_of
 
 TEACHERS = "teachers"
 """The key in a site's memory of the local models of the other sites."""
@@ -239,42 +237,3 @@ def teacher(site: Site, model: Tensors, classes: Sequence[int]) -> Teacher:
     space = site.labels.space
     speaks = torch.tensor([c in set(classes) for c in space.foreground], device=site.device)
     return Teacher(site.network(model).eval().requires_grad_(False), speaks)
-
-
-def head_space(space: LabelSpace) -> LabelSpace:
-    """The channels of all heads as classes that overlap."""
-    if not space.exclusive:
-        return space
-    return LabelSpace(space.names[1:], tuple(tuple(c - 1 for c in g) for g in space.groups), exclusive=False)
-
-
-def heads(z: Tensor, space: LabelSpace) -> Tensor:
-    """The heads [B, H, *S] of a net's logits z [B, C, *S], in full precision; the organ of a group of classes is the
-    first that the federation names in it."""
-    z = full_precision(z)
-    return read_heads(z, complete(space.groups, len(space))) if space.exclusive else z
-
-
-def heads_of(net: nn.Module, image: Tensor, space: LabelSpace) -> Tensor:
-    """The heads of a net in evaluation mode."""
-    return heads(voxel_logits(net(image)), space)
-
-
-def head_known(known: Tensor, space: LabelSpace) -> Tensor:
-    """[B, H] bool: whether the channel's class is annotated; known [B, C]."""
-    return known[:, 1:] if space.exclusive else known
-
-
-def head_target(target: Tensor, known: Tensor, space: LabelSpace) -> Tensor:
-    """[B, H, *S] float: of an organ the voxels of it and its annotated lesions, of a lesion its own.
-
-    target: [B, *S] class index if exclusive, else masks [B, H, *S], which stay as they are; known [B, C].
-    """
-    if not space.exclusive:
-        return target
-    own = [(target == c) & known[:, c].reshape(-1, *[1] * (target.dim() - 1)) for c in space.foreground]
-    masks = list(own)
-    for organ, *lesions in complete(space.groups, len(space)):
-        for c in lesions:
-            masks[organ - 1] = masks[organ - 1] | own[c - 1]
-    return torch.stack(masks, 1).float()

@@ -28,8 +28,8 @@ from fedatlas.core.contract import Clients, Member, Site, State, at_site
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import train
-from fedatlas.methods.fedbn import chosen, names_of_parts
 from fedatlas.methods.shared.averaging import Weighted, answer, mean
+from fedatlas.methods.shared.kept import chosen, names_of_parts
 from fedatlas.methods.shared.owners import SENDS, by_owner
 
 MEMORY = "local_parts.own"

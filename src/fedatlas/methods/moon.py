@@ -35,9 +35,9 @@ from fedatlas.core.contract import Site, at_site
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors
 from fedatlas.learning.loop import Loss, train
-from fedatlas.methods.cps import redrawn
 from fedatlas.methods.shared.averaging import MeanOfModels, answer
 from fedatlas.methods.shared.features import pooled, watched
+from fedatlas.methods.shared.redrawn import redrawn
 
 MEMORY = "moon.previous"
 """The key of a site's memory with its model of the round before."""

@@ -22,7 +22,7 @@ equal weights.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -37,6 +37,7 @@ from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, average, tensors_of
 from fedatlas.learning.loop import Local, Loss, Step, autocast, train
 from fedatlas.methods.shared.averaging import Supervised
+from fedatlas.methods.shared.corrected import CorrectedStep
 from fedatlas.methods.shared.server_step import StepState, started, stepped
 
 MEMORY = "scaffold.control"
@@ -175,32 +176,6 @@ class Control:
 
 def _rate(optimizer: torch.optim.Optimizer) -> float:
     return float(optimizer.param_groups[0]["lr"])
-
-
-class CorrectedStep(Step):
-    """A step that adds to every gradient, before it is clipped, `correction(parameter, gradient)`. A parameter
-    without a gradient is left alone, so that what a site does not train stays as it is with any optimizer."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        local: Local,
-        device: torch.device,
-        correction: Callable[[Tensor, Tensor], Tensor],
-    ) -> None:
-        super().__init__(optimizer, local, device)
-        self.correction = correction
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        held = [(p, p.grad) for p in self.parameters if p.grad is not None]
-        scale = self.scaler.get_scale()
-        # with fp16 a step whose gradients overflow is not taken, and tells nothing
-        if not self.scaler.is_enabled() or all(bool(torch.isfinite(gradient).all()) for _, gradient in held):
-            for parameter, gradient in held:
-                plain = gradient if scale == 1 else gradient / scale
-                gradient.add_(self.correction(parameter, plain), alpha=scale)
-        super().apply()
 
 
 def gradient_at(site: Site, net: nn.Module, loss: Loss, local: Local) -> Tensors:

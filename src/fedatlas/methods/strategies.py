@@ -32,7 +32,7 @@ from fedatlas.learning.loop import Local, Step
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedavgm import FedAvgM
 from fedatlas.methods.fedbn import MEMORY as OWN_MEMORY
-from fedatlas.methods.fedbn import FedBN, chosen, names_in, norm_layers
+from fedatlas.methods.fedbn import FedBN
 from fedatlas.methods.feddyn import MEMORY as DYNAMIC_MEMORY
 from fedatlas.methods.feddyn import Dynamic, FedDyn, server_rule
 from fedatlas.methods.fednorm import FedNorm
@@ -48,7 +48,9 @@ from fedatlas.methods.fedsm import (
     train_selector,
 )
 from fedatlas.methods.scaffold import MEMORY as CONTROL_MEMORY
-from fedatlas.methods.scaffold import Control, CorrectedStep, Scaffold, moved, renewed
+from fedatlas.methods.scaffold import Control, Scaffold, moved, renewed
+from fedatlas.methods.shared.corrected import CorrectedStep
+from fedatlas.methods.shared.kept import chosen, names_in, norm_layers
 from fedatlas.methods.shared.owners import speakers
 from fedatlas.methods.shared.server_step import Rule, StepState, started, stepped
 

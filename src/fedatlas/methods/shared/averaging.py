@@ -67,7 +67,8 @@ class Weighted(Supervised):
 
 @options
 class MeanOfModels(Weighted):
-    """The server takes the weighted mean of the sites' models, and nothing else."""
+    """The server takes the weighted mean of the sites' models. A method whose `round` needs each model by itself is a
+    `Weighted`, or says `summed = None`: secure aggregation gives it nothing but the mean."""
 
     sends: ClassVar[dict[str, str]] = SENDS
     local_update: ClassVar[Any]
