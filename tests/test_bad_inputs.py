@@ -23,7 +23,9 @@ from fedatlas.cli import main
 from fedatlas.core import memory
 from fedatlas.core.contract import State
 from fedatlas.core.errors import DataChanged, DataError, FederationError, RunFolderError, SiteLost
-from fedatlas.data.datasets.images import CsvForm, Splitting, read_csv
+from fedatlas.data.datasets import csv as csv_table
+from fedatlas.data.datasets.csv import CsvForm
+from fedatlas.data.datasets.shared.listing import Layout, Splitting
 from fedatlas.data.inputs import FAT, look_of, other_kind, ranges_of, trained_on
 from fedatlas.evaluation.statistics import read_rows, write_rows
 from fedatlas.federation.deploy import join, write_shared
@@ -663,7 +665,7 @@ def test_a_row_that_is_there_twice_is_named_by_its_lines(tmp_path) -> None:
     Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8)).save(tmp_path / "a.png")
     (tmp_path / "labels.csv").write_text("file,mass\na.png,1\na.png,0\n")
     form = CsvForm(table="labels.csv", file="file")  # type: ignore[call-arg]
-    found = read_csv("s", tmp_path, form, Splitting(test=0, validation=0))  # type: ignore[call-arg]
+    found = csv_table.read(Layout("s", tmp_path, options=form, splitting=Splitting(test=0, validation=0)))  # type: ignore[call-arg]
     (problem,) = [p for p in found.problems if p.fatal]
     assert str(problem) == "site s: labels.csv, line 3: 'a.png' is listed in line 2, too; take one row out"
 

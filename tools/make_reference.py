@@ -5,6 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from fedatlas.data import datasets
 from fedatlas.federation.catalogue import catalogue
 from fedatlas.federation.file import Federation, json_schema
 from fedatlas.federation.yaml import KNOWN
@@ -74,6 +77,11 @@ def federation_file() -> str:
             name = properties.pop("name")["const"]
             lines += ["", f"## {what}: {name}", "", choice.get("description", "").split("\n\n")[0], ""]
             lines += rows(properties, []) if properties else ["No options."]
+    for name, data in datasets.registry().items():
+        if data.options is not None:
+            part = TypeAdapter(data.options).json_schema()
+            lines += ["", f"## reading: {name}", "", part.get("description", "").split("\n\n")[0], ""]
+            lines += rows(part["properties"], part.get("required", []))
     blocks = {name.rpartition("-")[2]: part for name, part in schema["$defs"].items()}
     for name, part in sorted(blocks.items()):
         if "properties" in part:

@@ -135,8 +135,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--test-labels", default="labelsTs", help="folder of test labels in it")
     made.add_argument(
         "--format",
-        help="layout of the folder; findings of whole images: csv (default), chestxray14, tbx, covid; segmentation: auto "
-        "(default), nnunet, msd, monai, masks, and the data sets that `fedatlas list datasets` names",
+        help="layout of the folder, one that `fedatlas list datasets` names; default: csv for findings of whole images, "
+        "auto (nnunet, msd or monai) for segmentation",
     )
     made.add_argument(
         "--reading",

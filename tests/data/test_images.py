@@ -4,6 +4,7 @@ import csv
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,22 +12,27 @@ from PIL import Image
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.options import from_dict
-from fedatlas.data.datasets import chestxray14, covid, images, tbx
+from fedatlas.data.datasets import chestxray14, covid, tbx
+from fedatlas.data.datasets import csv as csv_table
 from fedatlas.data.datasets.chestxray14 import BATCHES, CLASSES, ChestXray14, batch_of
 from fedatlas.data.datasets.covid import Covid
-from fedatlas.data.datasets.images import (
-    CsvForm,
-    ImageCase,
-    ImageListing,
-    Splitting,
+from fedatlas.data.datasets.csv import CsvForm
+from fedatlas.data.datasets.shared.findings import (
     balanced,
     contents,
     federation_problems,
     find_images,
-    read_csv,
     split_patients,
 )
-from fedatlas.data.datasets.listing import Problem, Split
+from fedatlas.data.datasets.shared.listing import (
+    LISTED,
+    ImageCase,
+    ImageListing,
+    Layout,
+    Problem,
+    Split,
+    Splitting,
+)
 from fedatlas.data.formats.picture import read_picture
 
 NONE = Splitting(test=0, validation=0)
@@ -49,6 +55,11 @@ def table(path: Path, rows: Iterable[Sequence[object]]) -> Path:
 
 def texts(problems: Iterable[Problem], *, fatal: bool | None = None) -> str:
     return "\n".join(str(problem) for problem in problems if fatal is None or problem.fatal == fatal)
+
+
+def listed(module: Any, site: str, root: Path, form: Any, splitting: Splitting) -> ImageListing:
+    """What the reader of a data set's module finds."""
+    return module.read(Layout(site, root, options=form, splitting=splitting))
 
 
 def by_name(listing: ImageListing) -> dict[str, ImageCase]:
@@ -84,7 +95,7 @@ FORM = CsvForm(patient="patient", ignored=("age",))
 
 
 def test_csv_has_three_states_per_class(site: Path) -> None:
-    listing = read_csv("north", site, FORM, NONE)
+    listing = listed(csv_table, "north", site, FORM, NONE)
     assert listing.classes == ("Effusion", "Nodule")
     [note] = listing.problems
     assert not note.fatal and "2 cells hold -1" in note.what
@@ -102,7 +113,7 @@ def test_csv_has_three_states_per_class(site: Path) -> None:
 @pytest.mark.parametrize(("policy", "counts"), [("ignore", (1, 1)), ("ones", (2, 1)), ("zeros", (1, 2))])
 def test_csv_uncertain_by_policy(site: Path, policy: str, counts: tuple[int, int]) -> None:
     form = from_dict(CsvForm, {"patient": "patient", "ignored": ["age"], "uncertain": policy}, what="test")
-    assert read_csv("north", site, form, NONE).counts() == {"Effusion": counts, "Nodule": counts}
+    assert listed(csv_table, "north", site, form, NONE).counts() == {"Effusion": counts, "Nodule": counts}
 
 
 def test_csv_classes_by_name_and_no_finding(tmp_path: Path) -> None:
@@ -123,7 +134,7 @@ def test_csv_classes_by_name_and_no_finding(tmp_path: Path) -> None:
         no_finding="No Finding",
         patient_in=r"(patient\d+)/",
     )
-    first, second, third = read_csv("north", tmp_path, form, NONE).cases
+    first, second, third = listed(csv_table, "north", tmp_path, form, NONE).cases
     assert (first.present, first.absent) == ({"Support Devices"}, {"Edema"})
     assert (second.present, second.absent) == (frozenset(), frozenset())
     assert (third.present, third.absent) == ({"Edema"}, {"Support Devices"})
@@ -139,7 +150,7 @@ def test_csv_errors_name_file_line_column_value_and_what_is_allowed(site: Path) 
         file.write(
             'a/3.png,p3,1,yes,0\na/4.png,,1,1,0\n,p5,1,1,0\na/6.png,p6,1,2,0\na/7.png,p7\n\n"a\n8.png",p,1,x,0\n'
         )
-    listing = read_csv("north", site, FORM, NONE)
+    listing = listed(csv_table, "north", site, FORM, NONE)
     assert len(listing.cases) == 4
     found = texts(listing.problems, fatal=True).splitlines()
     assert found[0].startswith("site north: labels.csv: line 10: 2 columns, where the header has 5")
@@ -153,7 +164,7 @@ def test_csv_errors_name_file_line_column_value_and_what_is_allowed(site: Path) 
 
 
 def test_csv_without_ignored_says_which_column_is_no_class(site: Path) -> None:
-    listing = read_csv("north", site, CsvForm(patient="patient"), NONE)
+    listing = listed(csv_table, "north", site, CsvForm(patient="patient"), NONE)
     assert "line 2: column 'age' holds '40'" in texts(listing.problems)
     assert "`ignored`" in texts(listing.problems)
 
@@ -161,7 +172,7 @@ def test_csv_without_ignored_says_which_column_is_no_class(site: Path) -> None:
 @pytest.mark.parametrize("name", [".", "..", "a", "x" * 5000, "a\tb"])
 def test_csv_odd_file_names_are_missing_files(site: Path, name: str) -> None:
     table(site / "labels.csv", [("file", "x"), (name, 1), ("b.jpg", 0)])
-    listing = read_csv("north", site, CsvForm(), NONE)
+    listing = listed(csv_table, "north", site, CsvForm(), NONE)
     assert [case.name for case in listing.cases] == ["b"]
     assert "missing: listed in labels.csv, line 2" in texts(listing.problems, fatal=True)
 
@@ -169,7 +180,7 @@ def test_csv_odd_file_names_are_missing_files(site: Path, name: str) -> None:
 def test_csv_rows_without_files_and_files_without_rows(site: Path) -> None:
     (site / "a/1.png").rename(site / "a/9.png")
     (site / "notes.txt").write_text("not an image")
-    listing = read_csv("north", site, FORM, NONE)
+    listing = listed(csv_table, "north", site, FORM, NONE)
     assert len(listing.cases) == 3
     _, missing, unused = listing.problems  # the first is of cells with -1
     assert missing.fatal and str(missing).startswith(
@@ -182,15 +193,15 @@ def test_csv_rows_without_files_and_files_without_rows(site: Path) -> None:
 
 def test_many_problems_of_a_kind_are_counted(tmp_path: Path) -> None:
     table(tmp_path / "labels.csv", [("file", "x"), *((f"{n}.png", 1) for n in range(70))])
-    listing = read_csv("north", tmp_path, CsvForm(), NONE)
-    assert len(listing.problems) == images.LISTED + 1
+    listing = listed(csv_table, "north", tmp_path, CsvForm(), NONE)
+    assert len(listing.problems) == LISTED + 1
     assert "missing files: 50 more" in str(listing.problems[-1]) and listing.problems[-1].fatal
 
 
 def test_csv_listed_twice(site: Path) -> None:
     with (site / "labels.csv").open("a") as file:
         file.write("a/../a/0.png,p0,1,0,0\n")
-    listing = read_csv("north", site, FORM, NONE)
+    listing = listed(csv_table, "north", site, FORM, NONE)
     assert len(listing.cases) == 4
     assert "labels.csv, line 6: 'a/../a/0.png' is listed in line 2, too" in texts(
         listing.problems, fatal=True
@@ -201,7 +212,9 @@ def test_csv_same_name_with_two_suffixes(site: Path) -> None:
     shutil.copy(site / "b.jpg", site / "b.png")
     with (site / "labels.csv").open("a") as file:
         file.write("b.png,p2,1,0,0\n")
-    assert "case 'b' is also b.jpg" in texts(read_csv("north", site, FORM, NONE).problems, fatal=True)
+    assert "case 'b' is also b.jpg" in texts(
+        listed(csv_table, "north", site, FORM, NONE).problems, fatal=True
+    )
 
 
 def test_csv_split_column_and_a_leak(site: Path) -> None:
@@ -209,7 +222,7 @@ def test_csv_split_column_and_a_leak(site: Path) -> None:
     splits = ["split", "train", "Valid", "val", "test"]
     table(site / "labels.csv", [[*row, split] for row, split in zip(rows, splits, strict=True)])
     form = CsvForm(patient="patient", ignored=("age",), split="split")
-    listing = read_csv("north", site, form, Splitting(test=0.5, validation=0.5))
+    listing = listed(csv_table, "north", site, form, Splitting(test=0.5, validation=0.5))
     assert [case.split for case in listing.cases] == ["train", "validation", "validation", "test"]
     _, leak = listing.problems
     assert leak.fatal and "patient 'p0' is in the train cases (a/0) and in the validation cases (a/1)" in str(
@@ -219,7 +232,7 @@ def test_csv_split_column_and_a_leak(site: Path) -> None:
         site / "labels.csv",
         [[*row, "all" if n == 1 else s] for n, (row, s) in enumerate(zip(rows, splits, strict=True))],
     )
-    found = texts(read_csv("north", site, form, NONE).problems)
+    found = texts(listed(csv_table, "north", site, form, NONE).problems)
     assert "line 2: column 'split' holds 'all'; allowed: train, validation, test" in found
 
 
@@ -242,13 +255,13 @@ def test_csv_split_column_and_a_leak(site: Path) -> None:
 def test_tables_that_cannot_be_understood(site: Path, change: Callable[[Path], object], what: str) -> None:
     change(site / "labels.csv")
     with pytest.raises(DataError, match=rf"site north: .*labels\.csv: .*{what}"):
-        read_csv("north", site, FORM, NONE)
+        listed(csv_table, "north", site, FORM, NONE)
 
 
 def test_csv_reads_a_byte_order_mark_and_another_delimiter(tmp_path: Path) -> None:
     (tmp_path / "labels.csv").write_text("\ufefffile;x;;\r\na.png; 1 ;;\r\n", encoding="utf-8")
     picture(tmp_path / "a.png")
-    listing = read_csv("north", tmp_path, CsvForm(delimiter=";"), NONE)
+    listing = listed(csv_table, "north", tmp_path, CsvForm(delimiter=";"), NONE)
     assert listing.counts() == {"x": (1, 0)} and listing.problems == ()
 
 
@@ -259,7 +272,7 @@ def test_csv_patient_expression(site: Path) -> None:
     with pytest.raises(FederationError, match="both given"):
         CsvForm(patient="p", patient_in="(a)")
     form = CsvForm(classes=("Nodule",), patient_in=r"^(a)/")
-    found = texts(read_csv("north", site, form, NONE).problems)
+    found = texts(listed(csv_table, "north", site, form, NONE).problems)
     assert "line 5: column 'file' holds 'b.jpg'; allowed: a path in which `patient_in`" in found
 
 
@@ -483,8 +496,8 @@ def test_batches_by_name() -> None:
 
 @pytest.mark.parametrize("folders", [True, False])
 def test_chestxray14_labels_and_official_splits(tmp_path: Path, folders: bool) -> None:
-    listing = chestxray14.read(
-        "north", chest(tmp_path, folders=folders), ChestXray14(), Splitting(validation=0)
+    listing = listed(
+        chestxray14, "north", chest(tmp_path, folders=folders), ChestXray14(), Splitting(validation=0)
     )
     assert listing.classes == CLASSES and len(CLASSES) == 14 and listing.problems == ()
     found = by_name(listing)
@@ -498,7 +511,7 @@ def test_chestxray14_labels_and_official_splits(tmp_path: Path, folders: bool) -
 
 
 def test_chestxray14_validation_leaves_the_official_test_alone(tmp_path: Path) -> None:
-    listing = chestxray14.read("north", chest(tmp_path), ChestXray14(), Splitting(validation=0.4))
+    listing = listed(chestxray14, "north", chest(tmp_path), ChestXray14(), Splitting(validation=0.4))
     assert {case.name + ".png" for case in listing.cases if case.split == "test"} == set(TESTED)
     found = patients(listing)
     assert len(found["validation"]) == 2 and not found["validation"] & (found["train"] | found["test"])
@@ -510,8 +523,8 @@ def test_chestxray14_batches_leave_out_patients_of_another_batch(tmp_path: Path)
     def names(**form: object) -> list[str]:
         return [
             c.name
-            for c in chestxray14.read(
-                "n", root, from_dict(ChestXray14, {"splits": "train", **form}, what="t"), NONE
+            for c in listed(
+                chestxray14, "n", root, from_dict(ChestXray14, {"splits": "train", **form}, what="t"), NONE
             ).cases
         ]
 
@@ -521,7 +534,7 @@ def test_chestxray14_batches_leave_out_patients_of_another_batch(tmp_path: Path)
     assert names(batches=[2, 3])[:4] == ["00001336_000", "00003923_000", "00003923_013", "00003923_014"]
     assert names(batches=[2, 3], first=1) == ["00001336_000", "00003923_014"]
     assert names(batches=[3], first=1) == ["00004000_000"]
-    listing = chestxray14.read("n", root, ChestXray14(splits="train", batches=(3,)), NONE)
+    listing = listed(chestxray14, "n", root, ChestXray14(splits="train", batches=(3,)), NONE)
     (note,) = listing.problems
     assert (
         not note.fatal
@@ -533,7 +546,8 @@ def test_chestxray14_sites_of_batches_share_no_patient(tmp_path: Path) -> None:
     root = chest(tmp_path)
     read = {
         kind: {
-            f"s{b}": chestxray14.read(
+            f"s{b}": listed(
+                chestxray14,
                 f"s{b}",
                 root,
                 from_dict(ChestXray14, {"splits": "train", "batches": [b], "straddling": kind}, what="t"),
@@ -553,15 +567,15 @@ def test_chestxray14_folders_overrule_names(tmp_path: Path) -> None:
     root = chest(tmp_path)
     (root / "images_07/images").mkdir(parents=True)
     (root / "images_001/images/00000002_000.png").rename(root / "images_07/images/00000002_000.png")
-    listing = chestxray14.read("n", root, ChestXray14(splits="train", batches=(7,)), NONE)
+    listing = listed(chestxray14, "n", root, ChestXray14(splits="train", batches=(7,)), NONE)
     assert [case.name for case in listing.cases] == ["00000002_000"]
 
 
 def test_chestxray14_needs_only_the_archives_it_reads(tmp_path: Path) -> None:
     root = chest(tmp_path)
     shutil.rmtree(root / "images_001")
-    assert chestxray14.read("n", root, ChestXray14(splits="train", batches=(2,)), NONE).problems == ()
-    found = texts(chestxray14.read("n", root, ALL, NONE).problems, fatal=True)
+    assert listed(chestxray14, "n", root, ChestXray14(splits="train", batches=(2,)), NONE).problems == ()
+    found = texts(listed(chestxray14, "n", root, ALL, NONE).problems, fatal=True)
     assert (
         "site n: 00000001_000.png: missing: listed in Data_Entry_2017.csv, line 2; add the file, or name"
         in found
@@ -581,7 +595,7 @@ def test_chestxray14_needs_only_the_archives_it_reads(tmp_path: Path) -> None:
     ],
 )
 def test_chestxray14_rows_that_cannot_be_read(tmp_path: Path, name: str, text: str, what: str) -> None:
-    listing = chestxray14.read("n", chest(tmp_path, {**FINDINGS, name: text}), ALL, NONE)
+    listing = listed(chestxray14, "n", chest(tmp_path, {**FINDINGS, name: text}), ALL, NONE)
     (problem,) = listing.problems
     assert problem.fatal and f"Data_Entry_2017.csv, line {len(FINDINGS) + 2}: column " in str(problem)
     assert what in str(problem) and len(listing.cases) == len(FINDINGS)
@@ -590,7 +604,7 @@ def test_chestxray14_rows_that_cannot_be_read(tmp_path: Path, name: str, text: s
 def test_chestxray14_a_patient_that_does_not_fit_the_name(tmp_path: Path) -> None:
     path = chest(tmp_path) / "Data_Entry_2017.csv"
     path.write_text(path.read_text().replace("No Finding,0,2,", "No Finding,0,3,"))
-    found = texts(chestxray14.read("n", tmp_path, ALL, NONE).problems, fatal=True)
+    found = texts(listed(chestxray14, "n", tmp_path, ALL, NONE).problems, fatal=True)
     assert "column 'Patient ID' holds '3', but the image 00000002_000.png is of patient 2" in found
 
 
@@ -598,34 +612,40 @@ def test_chestxray14_leaks_are_errors(tmp_path: Path) -> None:
     root = chest(tmp_path)
     (root / "test_list.txt").write_text("\n".join([*TESTED, "00000001_000.png"]))
     with pytest.raises(DataError, match=r"test_list\.txt: 00000001_000\.png is in both lists"):
-        chestxray14.read("n", root, ChestXray14(), NONE)
+        listed(chestxray14, "n", root, ChestXray14(), NONE)
     (root / "train_val_list.txt").write_text("\n".join(set(FINDINGS) - {*TESTED, "00000001_000.png"}))
-    found = texts(chestxray14.read("n", root, ChestXray14(), NONE).problems, fatal=True)
+    found = texts(listed(chestxray14, "n", root, ChestXray14(), NONE).problems, fatal=True)
     assert "patient '1' is in the test cases (00000001_000) and in the train cases (00000001_001)" in found
 
 
 def test_chestxray14_lists_and_tables_that_are_missing(tmp_path: Path) -> None:
     root = chest(tmp_path)
     (root / "train_val_list.txt").write_text("\n".join(set(FINDINGS) - {*TESTED, "00001336_000.png"}))
-    found = texts(chestxray14.read("n", root, ChestXray14(), NONE).problems, fatal=True)
+    found = texts(listed(chestxray14, "n", root, ChestXray14(), NONE).problems, fatal=True)
     assert "00001336_000.png: in neither of train_val_list.txt, test_list.txt; add it" in found
     (root / "test_list.txt").unlink()
     with pytest.raises(DataError, match=r"site n: .*test_list\.txt: no such file.*`splits` to seed"):
-        chestxray14.read("n", root, ChestXray14(), NONE)
+        listed(chestxray14, "n", root, ChestXray14(), NONE)
     shutil.copy(root / "Data_Entry_2017.csv", root / "Data_Entry_2017_v2020.csv")
     with pytest.raises(DataError, match="got Data_Entry_2017.csv, Data_Entry_2017_v2020.csv; name the table"):
-        chestxray14.read("n", root, ALL, NONE)
-    assert chestxray14.read("n", root, ChestXray14(splits="train", table="Data_Entry_2017.csv"), NONE).cases
+        listed(chestxray14, "n", root, ALL, NONE)
+    assert listed(
+        chestxray14, "n", root, ChestXray14(splits="train", table="Data_Entry_2017.csv"), NONE
+    ).cases
     with pytest.raises(DataError, match="`batches` names 13; there are 1 to 12"):
-        chestxray14.read(
-            "n", root, ChestXray14(splits="train", batches=(13,), table="Data_Entry_2017.csv"), NONE
+        listed(
+            chestxray14,
+            "n",
+            root,
+            ChestXray14(splits="train", batches=(13,), table="Data_Entry_2017.csv"),
+            NONE,
         )
 
 
 def test_chestxray14_a_name_in_two_folders(tmp_path: Path) -> None:
     root = chest(tmp_path)
     picture(root / "images_012/images/00000001_000.png")
-    found = texts(chestxray14.read("n", root, ALL, NONE).problems, fatal=True)
+    found = texts(listed(chestxray14, "n", root, ALL, NONE).problems, fatal=True)
     assert (
         "images_012/images/00000001_000.png: an image of this name is also images_001/images/00000001_000.png"
         in found
@@ -647,12 +667,12 @@ def test_chestxray14_columns_with_other_findings(tmp_path: Path) -> None:
     form = ChestXray14(
         table="labels.csv", classes=("COVID-19",), others=("Other",), splits="seed", source="cov"
     )
-    listing = chestxray14.read("d", tmp_path, form, NONE)
+    listing = listed(chestxray14, "d", tmp_path, form, NONE)
     assert listing.problems == () and listing.counts() == {"COVID-19": (1, 1)} and listing.source == "cov"
     assert [case.patient for case in listing.cases] == ["17", "18a", "19", "19"]
     found = texts(
-        chestxray14.read(
-            "d", tmp_path, ChestXray14(table="labels.csv", splits="seed", batches=(1,)), NONE
+        listed(
+            chestxray14, "d", tmp_path, ChestXray14(table="labels.csv", splits="seed", batches=(1,)), NONE
         ).problems
     )
     assert "line 2: column 'Image Index' holds 'cov_0.png', which is in no batch" in found
@@ -674,7 +694,9 @@ def tuberculosis(root: Path, positives: int = 10, negatives: int = 50) -> Path:
 @pytest.mark.parametrize("inside", [True, False])
 def test_tuberculosis_database(tmp_path: Path, inside: bool) -> None:
     root = tuberculosis(tmp_path)
-    listing = tbx.read("e", root / tbx.FOLDER if inside else root, Splitting(test=0.2, validation=0.25))
+    listing = listed(
+        tbx, "e", root / tbx.FOLDER if inside else root, None, Splitting(test=0.2, validation=0.25)
+    )
     assert listing.classes == ("Tuberculosis",) and listing.problems == ()
     assert listing.counts("train") == {"Tuberculosis": (6, 30)}
     assert listing.counts("validation") == listing.counts("test") == {"Tuberculosis": (2, 10)}
@@ -701,11 +723,11 @@ def radiography(root: Path, *, nested: bool = True) -> Path:
 @pytest.mark.parametrize("nested", [True, False])
 def test_covid_database(tmp_path: Path, nested: bool) -> None:
     root = radiography(tmp_path, nested=nested)
-    listing = covid.read("f", root, Covid(), NONE)
+    listing = listed(covid, "f", root, Covid(), NONE)
     assert listing.counts() == {"COVID-19": (5, 16)} and listing.problems == ()
     assert not [case for case in listing.cases if "masks" in case.image.parts]
-    paper = covid.read(
-        "f", root / "COVID-19_Radiography_Dataset", Covid(negatives=("Normal",)), Splitting(test=0.2)
+    paper = listed(
+        covid, "f", root / "COVID-19_Radiography_Dataset", Covid(negatives=("Normal",)), Splitting(test=0.2)
     )
     assert paper.counts() == {"COVID-19": (5, 10)} and paper.counts("test") == {"COVID-19": (1, 2)}
 
@@ -716,13 +738,13 @@ def test_folders_that_are_missing_empty_or_hold_other_files(tmp_path: Path) -> N
     (base / "COVID/images/notes.txt").write_text("x")
     shutil.rmtree(base / "Normal/images")
     (base / "Normal/images").mkdir()
-    strange, empty = covid.read("f", root, Covid(), NONE).problems
+    strange, empty = listed(covid, "f", root, Covid(), NONE).problems
     assert not strange.fatal and "COVID/images/notes.txt: no image by its suffix" in str(strange)
     assert empty.fatal and "site f: Normal/images: empty" in str(empty)
     shutil.rmtree(base / "Normal")
     with pytest.raises(
         DataError, match="site f: .*Normal: no such folder; there are: COVID, Lung_Opacity, Viral"
     ):
-        covid.read("f", root, Covid(), NONE)
+        listed(covid, "f", root, Covid(), NONE)
     with pytest.raises(DataError, match="no such folder; there are: none"):
-        tbx.read("e", tmp_path / "nowhere", NONE)
+        listed(tbx, "e", tmp_path / "nowhere", None, NONE)

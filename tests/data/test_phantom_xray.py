@@ -12,7 +12,10 @@ from scipy.stats import rankdata
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.options import from_dict
-from fedatlas.data.datasets.images import CsvForm, Splitting, federation_problems, read_csv
+from fedatlas.data.datasets import csv as csv_table
+from fedatlas.data.datasets.csv import CsvForm
+from fedatlas.data.datasets.shared.findings import federation_problems
+from fedatlas.data.datasets.shared.listing import Layout, Splitting
 from fedatlas.data.formats.picture import read_picture
 from fedatlas.phantoms.xray import (
     FINDINGS,
@@ -84,7 +87,9 @@ def test_the_folders_are_read_without_a_problem(tmp_path: Path) -> None:
     for entry in entries:
         assert entry["format"] == "csv"
         form = from_dict(CsvForm, entry["reading"], what="test")
-        listings[entry["name"]] = read_csv(entry["name"], Path(entry["path"]), form, Splitting())
+        listings[entry["name"]] = csv_table.read(
+            Layout(entry["name"], Path(entry["path"]), options=form, splitting=Splitting())
+        )
     assert all(listing.problems == () and listing.classes == FINDINGS for listing in listings.values())
     # so few images may lack a class, which is all there is to say of them
     fatal = [p for p in federation_problems(listings) if "training case" not in p.what]

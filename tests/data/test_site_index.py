@@ -8,7 +8,7 @@ import pytest
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data.datasets.listing import parse_table
+from fedatlas.data.datasets.shared.listing import parse_table
 from fedatlas.data.index import (
     Reference,
     SiteConfig,

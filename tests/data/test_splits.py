@@ -14,7 +14,7 @@ from test_site_index import index_of, nnunet, told
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data.datasets.listing import Case
+from fedatlas.data.datasets.shared.listing import Case
 from fedatlas.data.index import (
     Portions,
     SiteConfig,

@@ -13,7 +13,7 @@ from data.fake_volumes import write_abdomenct1k, write_amos22, write_btcv, write
 
 from fedatlas import nets
 from fedatlas.compare import Comparison, collect, load_comparison, run_comparison
-from fedatlas.data.datasets.listing import Case
+from fedatlas.data.datasets.shared.listing import Case
 from fedatlas.data.index import _divided
 from fedatlas.evaluation.statistics import read_rows, select, site_index
 from fedatlas.federation.check import check_federation_file

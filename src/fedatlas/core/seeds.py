@@ -1,10 +1,14 @@
 """Randomness as a value: every generator is derived from named parts, never from the global one."""
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def seed_of(*parts: str | int) -> int:
@@ -15,6 +19,8 @@ def seed_of(*parts: str | int) -> int:
 
 def generator(*parts: str | int) -> torch.Generator:
     """A CPU generator seeded by `seed_of(*parts)`."""
+    import torch  # here: `seed_of` is needed where a folder is read, which must start at once
+
     return torch.Generator().manual_seed(seed_of(*parts))
 
 
@@ -25,6 +31,8 @@ def isolated(*parts: str | int) -> Iterator[None]:
     Dropout and the initialisers of network libraries know no other source. The global state is put
     back on leaving, so nothing outside is changed by what happens inside.
     """
+    import torch
+
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.random.manual_seed(seed_of(*parts))

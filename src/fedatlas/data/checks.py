@@ -11,7 +11,7 @@ from scipy import ndimage
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import BACKGROUND, LabelSpace
-from fedatlas.data.datasets.listing import Case, Problem
+from fedatlas.data.datasets.shared.listing import Case, Problem
 from fedatlas.data.formats.flat import Note
 from fedatlas.data.index import Naming, SiteIndex, naming_of
 from fedatlas.data.leaks import Leak, leak_of

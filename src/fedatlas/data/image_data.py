@@ -20,8 +20,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator, seed_of
 from fedatlas.data import cache as store
 from fedatlas.data.checks import Scan, twin_problems
-from fedatlas.data.datasets.images import ImageCase
-from fedatlas.data.datasets.listing import Problem, Split
+from fedatlas.data.datasets.shared.listing import ImageCase, Problem, Split
 from fedatlas.data.formats.picture import PictureError, read_picture
 from fedatlas.data.image_index import ImageIndex, Images, findings
 from fedatlas.data.inputs import Look, look_of, ranges_of

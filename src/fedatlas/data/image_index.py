@@ -3,19 +3,19 @@
 Shapes: C classes, I input channels, H, W rows and columns.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace, resolve_names
-from fedatlas.core.options import from_dict, option, options
+from fedatlas.core.options import option, options
 from fedatlas.core.seeds import seed_of
-from fedatlas.data.datasets import chestxray14, covid, images, tbx
-from fedatlas.data.datasets.images import ImageCase, ImageListing, Splitting, balanced, federation_problems
-from fedatlas.data.datasets.listing import Problem
-from fedatlas.data.index import IMAGE_FORMATS, SiteConfig
+from fedatlas.data import datasets
+from fedatlas.data.datasets.shared.findings import balanced, federation_problems
+from fedatlas.data.datasets.shared.listing import ImageCase, ImageListing, Layout, Problem, Splitting, shown
+from fedatlas.data.index import SiteConfig
 
 
 @options
@@ -45,29 +45,6 @@ FOR_LABEL_MAPS: Mapping[str, Any] = {
 """Keys of a site that say nothing here, with their defaults."""
 
 
-@options
-class NoOptions:
-    """A layout that has no options."""
-
-
-def read_tbx(site: str, root: Path, form: NoOptions, splitting: Splitting) -> ImageListing:
-    """The Tuberculosis Chest X-ray Database: a folder with tuberculosis, and one without."""
-    return tbx.read(site, root, splitting)
-
-
-Reader = Callable[[str, Path, Any, Splitting], ImageListing]
-
-READERS: Mapping[str, tuple[type[Any], Reader]] = {
-    "csv": (images.CsvForm, images.read_csv),
-    "chestxray14": (chestxray14.ChestXray14, chestxray14.read),
-    "tbx": (NoOptions, read_tbx),
-    "covid": (covid.Covid, covid.read),
-}
-"""format -> the class of the site's key `reading`, and the reader."""
-
-assert set(READERS) == set(IMAGE_FORMATS)
-
-
 @dataclass(frozen=True)
 class ImageIndex:
     """The layout of a site. listing: its own names; used: those that count as annotated; trains: False for a site
@@ -90,7 +67,7 @@ class ImageIndex:
 
     def file(self, path: Path) -> str:
         """A path as it is shown: relative to the site's folder where it lies inside."""
-        return images.shown(path, self.root)
+        return shown(path, self.root)
 
     def classes(self, space: LabelSpace) -> tuple[dict[str, int], dict[str, int]]:
         """Its names -> classes: those that training may see, and those that are scored.
@@ -128,10 +105,11 @@ def read_image_site(config: SiteConfig, base: Path, *, channels: int, splitting:
     the other task, a name that does not exist.
     """
     root = (base / Path(config.path or "").expanduser()).resolve()
-    if config.format not in READERS:
+    data = datasets.find(config.format)
+    if data is None or data.kind != "findings":
         raise FederationError(
             f"site {config.name}: format is {config.format!r}; labels of whole images are read from: "
-            f"{', '.join(READERS)}; set `format`"
+            f"{', '.join(datasets.known('findings'))}; set `format`"
         )
     if not root.is_dir():
         raise DataError(f"site {config.name}: {root}: no such folder; correct the site's `path`")
@@ -143,9 +121,8 @@ def read_image_site(config: SiteConfig, base: Path, *, channels: int, splitting:
             raise FederationError(
                 f"site {config.name}: {key}: is for layouts with label maps; leave it out. {instead[0].upper()}{instead[1:]}"
             )
-    options_class, read = READERS[config.format]
-    form = from_dict(options_class, config.reading, what=f"site {config.name}: reading")
-    listing = read(config.name, root, form, splitting)
+    layout = Layout(config.name, root, splitting=splitting)
+    listing = datasets.read(data, layout, config.reading, ImageListing)
     known = [*listing.classes, *(config.aliases.get(name, name) for name in listing.classes)]
     for name in config.annotated or ():
         if name not in known:

@@ -8,16 +8,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import BACKGROUND, LabelSpace, resolve_names
 from fedatlas.core.options import option, options
 from fedatlas.core.seeds import seed_of
 from fedatlas.data import datasets
-from fedatlas.data.datasets.listing import Case, Layout, Problem, Split, annotated_in, parse_table, read_json
+from fedatlas.data.datasets.shared.auto import detect
+from fedatlas.data.datasets.shared.listing import (
+    Case,
+    Layout,
+    Listing,
+    Problem,
+    Split,
+    annotated_in,
+    parse_table,
+    read_json,
+)
 
 
 @options
@@ -54,27 +64,28 @@ class Portions:
                 )
 
 
-VolumeFormat = Literal[
-    "auto",
-    "nnunet",
-    "msd",
-    "monai",
-    "masks",
-    "kits19",
-    "word",
-    "abdomenct1k",
-    "amos22",
-    "lits",
-    "btcv",
-    "montgomery",
-    "shenzhen",
-    "jsrt",
-    "siim",
-]
-ImageFormat = Literal["csv", "chestxray14", "tbx", "covid"]
-VOLUME_FORMATS: tuple[str, ...] = get_args(VolumeFormat)
-IMAGE_FORMATS: tuple[str, ...] = get_args(ImageFormat)
-"""Layouts of scans with label maps, and of images with findings."""
+AUTO = "auto"
+
+
+class _Format:
+    """A `format`: the name of a data set, or auto."""
+
+    @staticmethod
+    def check(name: str) -> str:
+        """Raises ValueError that names the nearest data set."""
+        try:
+            datasets.require(name, "the data set", *KINDS, also=(AUTO,))
+        except FederationError as error:
+            raise ValueError(str(error)) from None
+        return name
+
+    @staticmethod
+    def __get_pydantic_json_schema__(schema: Any, handler: Any) -> dict[str, Any]:
+        return {**handler(schema), "enum": [AUTO, *datasets.names(*KINDS)]}
+
+
+VOXEL_KINDS: tuple[datasets.Kind, ...] = ("volumes", "masks")
+KINDS: tuple[datasets.Kind, ...] = (*VOXEL_KINDS, "findings")
 
 
 @options
@@ -93,11 +104,11 @@ class SiteConfig:
         "Its folder; relative to the federation file. Left out where the site takes part from elsewhere.",
         min_length=1,
     )
-    format: Literal[VolumeFormat, ImageFormat] = option(
-        "auto",
-        "The layout of the folder; auto: nnunet, msd or monai, whichever it is. Scans of one data set: "
-        "kits19, amos22, lits, btcv, word, abdomenct1k. Pictures with masks: masks, montgomery, shenzhen, jsrt, siim. "
-        "For findings of whole images: csv, chestxray14, tbx (Tuberculosis Chest X-ray), covid (COVID-19 Radiography).",
+    format: Annotated[str, AfterValidator(_Format.check), _Format] = option(
+        AUTO,
+        "The layout of the folder; auto: nnunet, msd or monai, whichever it is. "
+        f"Scans: {', '.join(datasets.names('volumes'))}. Pictures with masks: {', '.join(datasets.names('masks'))}. "
+        f"For findings of whole images: {', '.join(datasets.names('findings'))}.",
     )
     reading: dict[str, Any] = option({}, "The options of a layout, as the columns of a csv.")
     role: Literal["train", "test"] = option(
@@ -253,21 +264,16 @@ def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
     if not root.is_dir():
         raise DataError(f"site {config.name}: {root}: no such folder; correct the site's `path`")
     _refuse_combinations(config)
-    if config.format in ("auto", "nnunet", "msd", "monai", "amos22") and not (root / config.table).exists():
+    chosen = None if config.format == AUTO else datasets.find(config.format)
+    if (chosen is None or chosen.has_table) and not (root / config.table).exists():
         inner = next(iter(sorted(root.glob(f"*/{config.table}"))), None)
         if inner:
             raise DataError(
                 f"site {config.name}: {root}: holds no {config.table}, and {inner.parent.name} in it does; give that "
                 "folder as `path`"
             )
-    layout = Layout(config.name, root, config.table, config.labels, config.test_labels, dict(config.reading))
-    form = datasets.detect(layout) if config.format == "auto" else config.format
-    if config.reading and form not in datasets.OPTIONS:
-        raise FederationError(
-            f"site {config.name}: reading: the layout {form} has no options; leave it out. Layouts with options: "
-            f"{', '.join(datasets.OPTIONS) or 'none'}"
-        )
-    listing = datasets.REGISTRY[form](layout)
+    layout = Layout(config.name, root, config.table, config.labels, config.test_labels)
+    listing = datasets.read(chosen or datasets.get(detect(layout)), layout, config.reading, Listing)
     own = (*listing.table, *listing.findings)
     known = [*own, *(config.aliases.get(name, name) for name in own)]
     for name in config.annotated or ():
@@ -311,10 +317,11 @@ def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
 def _refuse_combinations(config: SiteConfig) -> None:
     """Raises FederationError for keys that say nothing here, or contradict each other."""
     where = f"site {config.name}:"
-    if config.format not in VOLUME_FORMATS:
+    data = None if config.format == AUTO else datasets.find(config.format)
+    if data is not None and data.kind not in VOXEL_KINDS:
         raise FederationError(
             f"{where} format is {config.format!r}, which has no label maps; for it set "
-            f"`task: classification`, or choose from: {', '.join(VOLUME_FORMATS)}"
+            f"`task: classification`, or choose from: {', '.join((AUTO, *datasets.known(*VOXEL_KINDS)))}"
         )
     if config.balanced is not None:
         raise FederationError(

@@ -18,7 +18,7 @@ import numpy as np
 
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import BACKGROUND, LabelSpace, map_labels
-from fedatlas.data.datasets.listing import Case, Problem
+from fedatlas.data.datasets.shared.listing import Case, Problem
 from fedatlas.data.formats import flat
 from fedatlas.data.index import Naming, SiteIndex
 from fedatlas.data.transforms import FileError, read_channels, read_image, require_same_grid

@@ -31,7 +31,7 @@ from fedatlas.data.checks import (
     twin_problems,
     untaught_site,
 )
-from fedatlas.data.datasets.listing import Case, Problem, Split
+from fedatlas.data.datasets.shared.listing import Case, Problem, Split
 from fedatlas.data.index import (
     Naming,
     Reference,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedatlas import losses, methods, nets
-from fedatlas.data import datasets, image_index
+from fedatlas.data import datasets
 from fedatlas.evaluation import classification, metrics
 
 
@@ -15,7 +15,10 @@ def catalogue(what: str) -> dict[str, str]:
         return {name: first_sentence(methods.get(name)) for name in methods.REGISTRY}
     registry: Mapping[str, Any] = {
         "nets": nets.REGISTRY,
-        "datasets": {**datasets.REGISTRY, **{name: read for name, (_, read) in image_index.READERS.items()}},
+        "datasets": {
+            name: f"{data.title} {data.kind.capitalize()}{'' if data.pixels == 'any' else f', {data.pixels}'}."
+            for name, data in datasets.registry().items()
+        },
         "losses": losses.REGISTRY,
         "metrics": {
             **metrics.METRICS,

@@ -20,7 +20,7 @@ from fedatlas.core.memory import require_memory
 from fedatlas.core.options import not_known
 from fedatlas.core.seeds import seed_of
 from fedatlas.core.tensors import n_bytes
-from fedatlas.data.datasets.listing import Problem
+from fedatlas.data.datasets.shared.listing import Problem
 from fedatlas.data.index import label_space_of
 from fedatlas.evaluation.evaluate import own_score
 from fedatlas.federation.file import Federation, hash_of, make_method, make_terms, selects

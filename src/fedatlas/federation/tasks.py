@@ -14,8 +14,7 @@ from fedatlas.core.contract import Batches
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.data import image_data, image_index, site_data
 from fedatlas.data.checks import Scan, shared_scans
-from fedatlas.data.datasets.images import Splitting
-from fedatlas.data.datasets.listing import Problem
+from fedatlas.data.datasets.shared.listing import Problem, Splitting
 from fedatlas.data.index import SiteConfig
 from fedatlas.evaluation.classification import Histogram, Threshold, fit_thresholds
 from fedatlas.evaluation.evaluate import Evaluator

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.options import not_known
-from fedatlas.data.datasets.images import Splitting
+from fedatlas.data import datasets
+from fedatlas.data.datasets.shared.listing import Splitting
 from fedatlas.data.formats.picture import PictureError
 from fedatlas.data.image_data import ImageData, prepared
 from fedatlas.data.image_index import read_image_site
-from fedatlas.data.index import IMAGE_FORMATS, SiteConfig
+from fedatlas.data.index import SiteConfig
 from fedatlas.data.inputs import judge
 from fedatlas.evaluation.classification import NO_CUT, Threshold
 from fedatlas.evaluation.image_evaluation import Panel
@@ -128,8 +129,7 @@ def evaluate_images(
     for theirs, ours in aliases.items():
         if ours not in space.names:
             raise not_known(f"--alias {theirs}={ours}: the class", ours, space.names)
-    if format not in IMAGE_FORMATS:
-        raise not_known("--format: the layout", format, IMAGE_FORMATS)
+    datasets.require(format, "--format: the layout", "findings")
     config = SiteConfig(  # type: ignore[call-arg]
         name=site_name(data),
         path=str(data.resolve()),

@@ -1,81 +1,133 @@
-"""The layouts in which a site may keep its data. A reader turns a folder into a `Listing`; it reads no voxels."""
+"""Data sets: one file of this folder, one data set, which describes itself in the object `DATASET`.
 
-import os
+A file whose name begins with `_` and the folder `shared` hold no data set. A data set of another package is one by its
+entry point: group `fedatlas.datasets`, name of the format, module and object.
+"""
+
+import pkgutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Literal, TypeVar, get_args
 
-from fedatlas.core.errors import DataError
-from fedatlas.data.datasets import (
-    abdomenct1k,
-    amos22,
-    btcv,
-    jsrt,
-    kits19,
-    lits,
-    masks,
-    monai_datalist,
-    montgomery,
-    msd,
-    nnunet,
-    shenzhen,
-    siim,
-    word,
-)
-from fedatlas.data.datasets.listing import Layout, Listing, read_json
+from fedatlas.core.errors import FederationError
+from fedatlas.core.options import from_dict, not_known
+from fedatlas.data.datasets.shared.listing import ImageListing, Layout, Listing
 
-REGISTRY: Mapping[str, Callable[[Layout], Listing]] = {
-    "nnunet": nnunet.read,
-    "msd": msd.read,
-    "monai": monai_datalist.read,
-    "kits19": kits19.read,
-    "amos22": amos22.read,
-    "lits": lits.read,
-    "btcv": btcv.read,
-    "word": word.read,
-    "abdomenct1k": abdomenct1k.read,
-    "masks": masks.read,
-    "montgomery": montgomery.read,
-    "shenzhen": shenzhen.read,
-    "jsrt": jsrt.read,
-    "siim": siim.read,
-}
-"""format -> its reader."""
+T = TypeVar("T", Listing, ImageListing)
+Kind = Literal["volumes", "masks", "findings"]
+Pixels = Literal["CT in HU", "CT in HU or MR", "grey", "grey or colour", "any"]
 
-OPTIONS: Mapping[str, type[Any]] = {
-    "amos22": amos22.Amos22,
-    "word": word.Word,
-    "abdomenct1k": abdomenct1k.AbdomenCT1K,
-    "masks": masks.Masks,
-    "montgomery": montgomery.Montgomery,
-    "shenzhen": shenzhen.Shenzhen,
-    "jsrt": jsrt.Jsrt,
-    "siim": siim.Siim,
-}
-"""format -> the class of the site's key `reading`, for those that have options."""
+GROUP = "fedatlas.datasets"
+"""The group of entry points for data sets of other packages."""
 
 
-def detect(layout: Layout) -> str:
-    """The layout of a folder, from its table file: with no list of training entries it is nnU-Net raw; with
-    the keys of MSD it is that; else a MONAI datalist. Raises DataError where there is no such file."""
-    table = layout.root / layout.table
-    picture = None if table.is_file() else _first_picture(layout.root)
-    if picture:
-        raise DataError(
-            f"site {layout.site}: {layout.root}: no {layout.table}, by which scans are read, and pictures, as {picture}; "
-            "set `format: masks` for a folder of masks per class, or montgomery, shenzhen, jsrt or siim"
+@dataclass(frozen=True)
+class DataSet:
+    """How a folder of one data set is read.
+
+    name: its `format` in a federation file. kind: volumes are scans with label maps, masks are pictures with a mask per
+    class, findings are images with labels of the whole image. title: one plain sentence. read: folder -> cases, without
+    voxels; a `Listing`, or for findings an `ImageListing`. pixels: what its files hold. options: the class of the site's
+    key `reading`, None for none. has_table: does it read its labels from the file that the site's key `table` names?
+    """
+
+    name: str
+    kind: Kind
+    title: str
+    read: Callable[[Layout], Listing | ImageListing]
+    pixels: Pixels = "any"
+    options: type[Any] | None = None
+    has_table: bool = False
+
+
+@cache
+def registry() -> Mapping[str, DataSet]:
+    """Name -> data set, of those in this package."""
+    found: dict[str, DataSet] = {}
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
+        if module.name.startswith("_") or module.ispkg:
+            continue
+        data = getattr(import_module(f"{__name__}.{module.name}"), "DATASET", None)
+        if not isinstance(data, DataSet) or data.name != module.name:
+            raise TypeError(
+                f"{__name__}.{module.name}: must hold DATASET = DataSet(name={module.name!r}, …); put what data sets share "
+                "into the folder shared"
+            )
+        found[data.name] = data
+    return found
+
+
+def names(*kinds: Kind) -> tuple[str, ...]:
+    """The data sets of these kinds in this package, sorted."""
+    return tuple(name for name, data in registry().items() if data.kind in kinds)
+
+
+def find(name: str) -> DataSet | None:
+    """The data set of a name: of this package, else of an entry point; None if there is none.
+
+    Raises FederationError for an entry point that does not load, or holds no data set of that name.
+    """
+    if name in registry():
+        return registry()[name]
+    entry = _others().get(name)
+    if entry is None:
+        return None
+    try:
+        data = entry.load()
+    except Exception as error:
+        raise FederationError(
+            f"the data set {name!r}, {entry.value}, does not load ({type(error).__name__}: {error}); mend or remove the "
+            "package that brings it"
+        ) from None
+    if not isinstance(data, DataSet) or data.name != name:
+        raise FederationError(
+            f"the data set {name!r}: {entry.value} is not a DataSet of that name; mend the entry point of its package"
         )
-    found = read_json(layout.root / layout.table, layout.site)
-    if not isinstance(found.get("training"), list):
-        return "nnunet"
-    return "msd" if "modality" in found or "tensorImageSize" in found else "monai"
+    return data
 
 
-def _first_picture(root: Path) -> str:
-    """The first picture in a folder or those in it, as it is shown; empty if there is none."""
-    for base, folders, files in os.walk(root):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        for name in sorted(files):
-            if not name.startswith(".") and Path(name).suffix.lower() in (*masks.PICTURES, ".img"):
-                return str(Path(base, name).relative_to(root))
-    return ""
+def get(name: str) -> DataSet:
+    """As `find`. Raises FederationError, naming the nearest, for an unknown name."""
+    require(name, "the data set", *get_args(Kind))
+    return find(name)  # type: ignore[return-value]
+
+
+@cache
+def _others() -> Mapping[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def known(*kinds: Kind) -> tuple[str, ...]:
+    """As `names`, and the data sets of other packages."""
+    others = (name for name in sorted(_others()) if name not in registry())
+    return (*names(*kinds), *(name for name in others if (data := find(name)) and data.kind in kinds))
+
+
+def require(name: str, what: str, *kinds: Kind, also: tuple[str, ...] = ()) -> None:
+    """Raises FederationError, which names the nearest, if no data set of these kinds has that name. also: further
+    names that are allowed."""
+    data = None if name in also else find(name)
+    if name not in also and (data is None or data.kind not in kinds):
+        raise not_known(what, name, (*also, *known(*kinds)))
+
+
+def read(data: DataSet, layout: Layout, reading: Mapping[str, Any], form: type[T]) -> T:
+    """The cases of a folder. reading: the options, unchecked, as of a federation file; form: what the caller can use,
+    `Listing` or `ImageListing`."""
+    if data.options is not None:
+        layout = replace(
+            layout, options=from_dict(data.options, reading, what=f"site {layout.site}: reading")
+        )
+    elif reading:
+        having = ", ".join(name for name, other in registry().items() if other.options)
+        raise FederationError(
+            f"site {layout.site}: reading: the layout {data.name} has no options; leave it out. Layouts with options: "
+            f"{having}"
+        )
+    listing = data.read(layout)
+    if not isinstance(listing, form):
+        raise TypeError(f"the reader of {data.name}, of kind {data.kind}, must return a {form.__name__}")
+    return listing

@@ -21,9 +21,10 @@ The layout is that of the release as it is described; no copy was at hand to rea
 from pathlib import Path
 
 from fedatlas.core.errors import DataError
-from fedatlas.core.options import from_dict, option, options
-from fedatlas.data.datasets import numbered
-from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, stem
+from fedatlas.core.options import option, options
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared import numbered
+from fedatlas.data.datasets.shared.listing import Case, Layout, Listing, Problem, shown, stem
 
 TABLE = {"background": 0, "liver": 1, "kidney": 2, "spleen": 3, "pancreas": 4}
 LABELLED = 1000
@@ -40,12 +41,12 @@ class AbdomenCT1K:
 
 
 def read(layout: Layout) -> Listing:
-    """AbdomenCT-1K: Case_00001_0000.nii.gz … and label maps Case_00001.nii.gz …, in folders of any name.
+    """A case for each scan.
 
     Files lie in the site's folder or in those in it, whatever these are called. Raises DataError for a folder without
     them, and for a scan or a label map that is there twice.
     """
-    form = from_dict(AbdomenCT1K, layout.reading, what=f"site {layout.site}: reading")
+    form: AbdomenCT1K = layout.options
     inner = sorted(f for f in layout.root.iterdir() if f.is_dir() and not f.name.startswith("."))
     scans, labels = (numbered.by_number(layout, (layout.root, *inner), pattern) for pattern in (SCAN, LABEL))
     if not scans or not labels:
@@ -66,7 +67,7 @@ def read(layout: Layout) -> Listing:
     if lone:
         what = f"missing: {len(lone)} of {len(labels)} label maps have no scan"
         remedy = "unpack all three parts of the scans"
-        problems.append(Problem(layout.site, numbered.shown(layout, lone[0]), what, remedy))
+        problems.append(Problem(layout.site, shown(lone[0], layout.root), what, remedy))
     elif len(pairs) != LABELLED:
         what = f"{len(pairs)} labelled scans; AbdomenCT-1K has {LABELLED}"
         if form.smallest is not None and form.smallest > len(pairs):
@@ -78,3 +79,13 @@ def read(layout: Layout) -> Listing:
 def _case(scan: Path, label: Path | None, names: tuple[str, ...]) -> Case:
     name = stem(scan).removesuffix("_0000")
     return Case(name, (scan,), label, "train" if label else "test", name, names)
+
+
+DATASET = DataSet(
+    name="abdomenct1k",
+    kind="volumes",
+    title="AbdomenCT-1K: Case_00001_0000.nii.gz … and label maps Case_00001.nii.gz …, in folders of any name.",
+    read=read,
+    pixels="CT in HU",
+    options=AbdomenCT1K,
+)

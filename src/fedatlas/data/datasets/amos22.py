@@ -23,9 +23,10 @@ from dataclasses import replace
 from typing import Literal
 
 from fedatlas.core.errors import DataError
-from fedatlas.core.options import from_dict, option, options
-from fedatlas.data.datasets import datalist
-from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, parse_table, read_json
+from fedatlas.core.options import option, options
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared import datalist
+from fedatlas.data.datasets.shared.listing import Case, Layout, Listing, Problem, parse_table, read_json
 
 LAST_CT = 500
 EXPECTED = {"training": {"ct": 200, "mr": 40}, "validation": {"ct": 100, "mr": 20}}
@@ -43,11 +44,11 @@ class Amos22:
 
 
 def read(layout: Layout) -> Listing:
-    """AMOS22: dataset.json with imagesTr, labelsTr, imagesVa, labelsVa, imagesTs.
+    """The cases of the lists and the modality that the options name.
 
     Raises DataError for another data set, for a release without the validation labels, and for a name without a number.
     """
-    form = from_dict(Amos22, layout.reading, what=f"site {layout.site}: reading")
+    form: Amos22 = layout.options
     path = layout.root / layout.table
     where = f"site {layout.site}: {path}"
     found = read_json(path, layout.site)
@@ -86,3 +87,14 @@ def _modality(case: Case, where: str) -> str:
     if match is None:
         raise DataError(f"{where}: {case.name!r}: names of AMOS22 are amos_0001 …; give the folder of AMOS22")
     return "ct" if int(match[1]) <= LAST_CT else "mr"
+
+
+DATASET = DataSet(
+    name="amos22",
+    kind="volumes",
+    title="AMOS22: dataset.json with imagesTr, labelsTr, imagesVa, labelsVa, imagesTs.",
+    read=read,
+    pixels="CT in HU or MR",
+    options=Amos22,
+    has_table=True,
+)

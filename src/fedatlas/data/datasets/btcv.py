@@ -9,8 +9,9 @@ The 20 test scans have no public label. Fed-MENU tests on the 30, of which no si
 """
 
 from fedatlas.core.errors import DataError
-from fedatlas.data.datasets import numbered
-from fedatlas.data.datasets.listing import Layout, Listing
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared import numbered
+from fedatlas.data.datasets.shared.listing import Layout, Listing
 
 TABLE = {
     "background": 0,
@@ -33,7 +34,7 @@ SCAN, LABEL = (rf"{name}(\d{{4}})\.nii(?:\.gz)?" for name in ("img", "label"))
 
 
 def read(layout: Layout) -> Listing:
-    """BTCV: RawData/Training/img/img0001.nii.gz and label/label0001.nii.gz …, Testing/img beside Training.
+    """A case for each number.
 
     The site's folder may be that of RawData, RawData itself, or Training. Raises DataError for another folder, and for
     a scan that is there twice.
@@ -55,3 +56,12 @@ def read(layout: Layout) -> Listing:
             "of it was unpacked"
         )
     return numbered.listing(layout, scans, labels, tests, table=TABLE, numbers=NUMBERS, release="BTCV")
+
+
+DATASET = DataSet(
+    name="btcv",
+    kind="volumes",
+    title="BTCV: RawData/Training/img/img0001.nii.gz and label/label0001.nii.gz …, Testing/img beside Training.",
+    read=read,
+    pixels="CT in HU",
+)

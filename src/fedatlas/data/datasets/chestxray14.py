@@ -34,20 +34,16 @@ from typing import Literal
 
 from fedatlas.core.errors import DataError
 from fedatlas.core.options import option, options
-from fedatlas.data.datasets.images import (
-    ImageCase,
-    ImageListing,
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared.findings import (
     Row,
-    Splitting,
     empty,
     find_images,
     listing,
     read_table,
-    shown,
-    some,
     split_patients,
 )
-from fedatlas.data.datasets.listing import Problem, Split
+from fedatlas.data.datasets.shared.listing import ImageCase, ImageListing, Layout, Problem, Split, shown, some
 
 SOURCE = "ChestX-ray14"
 CLASSES = (
@@ -118,13 +114,15 @@ def batch_of(name: str) -> int | None:
     return bisect.bisect_right(BATCHES, name) if _NAME.fullmatch(name) and name >= BATCHES[0] else None
 
 
-def read(site: str, root: Path, form: ChestXray14, splitting: Splitting) -> ImageListing:
-    """The images of a folder in the layout above; also of any part of it with the same columns, in one folder.
+def read(layout: Layout) -> ImageListing:
+    """A case for each row of the table whose image is there; of any part of the layout above with the same columns.
 
     An empty finding, or "nan", is not annotated. A row whose image is missing is a problem, an image without a row a
     note; with `batches` only the rows of these archives count. Raises DataError where the table or the lists of the
     official split are missing, or `batches` names an archive that does not exist.
     """
+    site, root, splitting = layout.site, layout.root, layout.splitting
+    form: ChestXray14 = layout.options
     table = _table(site, root, form.table)
     _, rows, ragged = read_table(site, table, (FILE, FINDINGS, PATIENT))
     problems = some([_at(problem, table.name) for problem in ragged], "rows of another length")
@@ -293,3 +291,13 @@ def _case(row: Row, file: Path, form: ChestXray14, known: Iterable[str]) -> tupl
     present = frozenset(found) & frozenset(form.classes)
     absent = frozenset(form.classes) - present if found else frozenset()
     return ImageCase(os.path.splitext(name)[0], file, patient, "train", present, absent), ""
+
+
+DATASET = DataSet(
+    name="chestxray14",
+    kind="findings",
+    title="ChestX-ray14: Data_Entry_2017.csv, train_val_list.txt, test_list.txt, and images in any folders; 14 findings.",
+    read=read,
+    pixels="grey",
+    options=ChestXray14,
+)

@@ -22,11 +22,12 @@ A caution: normal and opacity images from RSNA were taken out of ChestX-ray14, a
 train at one site on what it tests at the other, and neither names nor file contents show it.
 """
 
-from pathlib import Path
 from typing import Literal
 
 from fedatlas.core.options import option, options
-from fedatlas.data.datasets.images import ImageListing, Splitting, read_folders
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared.findings import read_folders
+from fedatlas.data.datasets.shared.listing import ImageListing, Layout
 
 SOURCE = "COVID-19 Radiography Database"
 FOLDERS = ("COVID-19_Radiography_Dataset", "COVID-19 Radiography Database")
@@ -44,12 +45,23 @@ class Covid:
     )
 
 
-def read(site: str, root: Path, form: Covid, splitting: Splitting) -> ImageListing:
+def read(layout: Layout) -> ImageListing:
     """The folder COVID and those of `negatives`, split per image by seed, with the same share of COVID-19 in every
     split.
 
     The one class is COVID-19. Raises DataError for a folder that is missing.
     """
-    base = next((root / name for name in FOLDERS if (root / name).is_dir()), root)
+    form: Covid = layout.options
+    base = next((layout.root / name for name in FOLDERS if (layout.root / name).is_dir()), layout.root)
     folders = {"COVID": (CLASSES, ()), **{name: ((), CLASSES) for name in form.negatives}}
-    return read_folders(site, base, folders, splitting, classes=CLASSES, source=SOURCE)
+    return read_folders(layout, base, folders, classes=CLASSES, source=SOURCE)
+
+
+DATASET = DataSet(
+    name="covid",
+    kind="findings",
+    title="COVID-19 Radiography Database: the folders COVID, Normal, Lung_Opacity and Viral Pneumonia.",
+    read=read,
+    pixels="grey or colour",
+    options=Covid,
+)

@@ -25,10 +25,18 @@ from pathlib import Path
 from typing import Literal
 
 from fedatlas.core.errors import DataError
-from fedatlas.core.options import from_dict, option, options
-from fedatlas.data.datasets.images import shown, some
-from fedatlas.data.datasets.listing import Layout, Listing, Problem
-from fedatlas.data.datasets.masks import PICTURES, RASTER, count_note, files_in, picture_case, table_of, there
+from fedatlas.core.options import option, options
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared.listing import Layout, Listing, Problem, shown, some
+from fedatlas.data.datasets.shared.pictures import (
+    PICTURES,
+    RASTER,
+    count_note,
+    files_in,
+    picture_case,
+    table_of,
+    there,
+)
 
 SOURCE = "JSRT"
 FINDING = "lung nodule"
@@ -51,8 +59,8 @@ class Jsrt:
 
 
 def read(layout: Layout) -> Listing:
-    """JSRT: JPCLN001.IMG …, and scratch/fold1 and fold2 of SCR with masks; lungs, heart, and nodules."""
-    form = from_dict(Jsrt, layout.reading, what=f"site {layout.site}: reading")
+    """A case for each picture that has all masks."""
+    form: Jsrt = layout.options
     for name in form.structures:
         if name not in STRUCTURES:
             raise DataError(
@@ -129,3 +137,13 @@ def _pictures(layout: Layout, scr: Path, problems: list[Problem]) -> dict[str, P
 
 def _swapped(name: str) -> str:
     return name.replace("left", "right") if "left" in name else name.replace("right", "left")
+
+
+DATASET = DataSet(
+    name="jsrt",
+    kind="masks",
+    title="JSRT: JPCLN001.IMG …, and scratch/fold1 and fold2 of SCR with masks; lungs, heart, and nodules.",
+    read=read,
+    pixels="grey",
+    options=Jsrt,
+)

@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 
 from fedatlas.core.errors import DataError
-from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared.listing import Case, Layout, Listing, Problem
 
 TABLE = {"background": 0, "kidney": 1, "kidney tumour": 2}
 LABELLED = 210
@@ -26,7 +27,7 @@ OTHER_RELEASES = {
 
 
 def read(layout: Layout) -> Listing:
-    """KiTS19: data/case_00000/imaging.nii.gz and segmentation.nii.gz, or the case folders themselves.
+    """A case for each folder case_00000 ….
 
     Raises DataError for a folder without case folders, and for a later release of the challenge.
     """
@@ -79,3 +80,12 @@ def read(layout: Layout) -> Listing:
         what = f"{labelled} labelled cases; KiTS19 has {LABELLED}, case_00000 to case_{LABELLED - 1:05d}"
         problems.append(Problem(layout.site, base.name, what, "see that all of it was unpacked", False))
     return Listing(dict(TABLE), tuple(cases), 1, tuple(problems))
+
+
+DATASET = DataSet(
+    name="kits19",
+    kind="volumes",
+    title="KiTS19: data/case_00000/imaging.nii.gz and segmentation.nii.gz, or the case folders themselves.",
+    read=read,
+    pixels="CT in HU",
+)

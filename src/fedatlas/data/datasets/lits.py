@@ -11,8 +11,9 @@ Fed-MENU trains on 79 of the 131, validates on 13 and tests on 39, with tumours 
 """
 
 from fedatlas.core.errors import DataError
-from fedatlas.data.datasets import numbered
-from fedatlas.data.datasets.listing import Layout, Listing
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared import numbered
+from fedatlas.data.datasets.shared.listing import Layout, Listing
 
 TABLE = {"background": 0, "liver": 1, "liver tumour": 2}
 NUMBERS = range(131)
@@ -20,7 +21,7 @@ SCAN, LABEL, TEST = (rf"{name}-(\d+)\.nii(?:\.gz)?" for name in ("volume", "segm
 
 
 def read(layout: Layout) -> Listing:
-    """LiTS: volume-0.nii and segmentation-0.nii …, in one folder or in folders, as Training Batch 1 and 2.
+    """A case for each number.
 
     Files may be .nii or .nii.gz. Raises DataError for a folder without them, and for a scan that is there twice.
     """
@@ -34,3 +35,12 @@ def read(layout: Layout) -> Listing:
             "in the folders Training Batch 1 and Training Batch 2; found none; give the folder that holds them"
         )
     return numbered.listing(layout, scans, labels, tests, table=TABLE, numbers=NUMBERS, release="LiTS")
+
+
+DATASET = DataSet(
+    name="lits",
+    kind="volumes",
+    title="LiTS: volume-0.nii and segmentation-0.nii …, in one folder or in folders, as Training Batch 1 and 2.",
+    read=read,
+    pixels="CT in HU",
+)

@@ -4,15 +4,17 @@ A mask holds 0 outside and another value inside. A class folder without a file f
 there, which is not the same as absent. A finding of the table is what the table says, whatever a mask shows. Files are PNG, JPEG, TIFF, BMP or GIF; images may be DICOM, too.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import BACKGROUND
-from fedatlas.core.options import from_dict, option, options
-from fedatlas.data.datasets.images import empty, read_table, shown, some
-from fedatlas.data.datasets.listing import Case, Layout, Listing, Mask, Problem, Split
+from fedatlas.core.options import option, options
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared.findings import empty, read_table
+from fedatlas.data.datasets.shared.listing import Layout, Listing, Problem, Split, shown, some
+from fedatlas.data.datasets.shared.pictures import files_in, picture_case, table_of
 
 RASTER = (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif")
 PICTURES = (*RASTER, ".dcm", ".dicom")
@@ -53,8 +55,8 @@ class Masks:
 
 
 def read(layout: Layout) -> Listing:
-    """Pictures with a mask per class: images/<case>.png, masks/<class>/<case>.png."""
-    form = from_dict(Masks, layout.reading, what=f"site {layout.site}: reading")
+    """A case for each picture, with the masks of its name."""
+    form: Masks = layout.options
     problems: list[Problem] = []
     pictures = files_in(layout, form.images, PICTURES, form.image_suffix, problems)
     splits: dict[str, Split] = dict.fromkeys(pictures, "train")
@@ -159,96 +161,11 @@ def _findings(
     return told, names
 
 
-# -------------------------------------------------------------------------------- for every set of pictures
-
-
-def picture_case(
-    name: str,
-    file: Path,
-    split: Split,
-    masks: Sequence[tuple[str, Mask]],
-    annotated: Sequence[str],
-    findings: Sequence[tuple[str, bool]] = (),
-    pixel: tuple[float, float] | None = None,
-    raw: int | None = None,
-) -> Case:
-    """A picture as a case; its patient is its name."""
-    return Case(
-        name,
-        (file,),
-        None,
-        split,
-        name,
-        tuple(annotated),
-        masks=tuple(masks),
-        findings=tuple(findings),
-        pixel=pixel,
-        raw=raw,
-    )
-
-
-def table_of(names: Iterable[str]) -> dict[str, int]:
-    """A label table for classes that are masks: background, then they in order."""
-    return {BACKGROUND: 0} | {name: number for number, name in enumerate(names, start=1)}
-
-
-def files_in(
-    layout: Layout, folder: str, endings: Sequence[str], suffix: str, problems: list[Problem]
-) -> dict[str, Path]:
-    """Case -> its file in a folder of the site. A file of another ending or without `suffix`, and a case with two
-    files, are problems. Raises DataError for a folder that is not there."""
-    base = layout.root / folder
-    if not base.is_dir():
-        raise DataError(f"site {layout.site}: {base}: no such folder; {there(layout.root)}")
-    found: dict[str, Path] = {}
-    strange: list[Problem] = []
-    for file in sorted(base.iterdir()):
-        if file.name.startswith(".") or file.is_dir():
-            continue
-        case = file.stem.removesuffix(suffix)
-        if file.suffix.lower() not in endings or not file.stem.endswith(suffix) or not case:
-            what = f"not named <case>{suffix}.png, or with {', '.join(endings[1:-1])} or {endings[-1]}"
-            strange.append(
-                Problem(layout.site, shown(file, layout.root), what, "rename it, or take it out", False)
-            )
-        elif case in found:
-            what = f"case {case!r} also has the file {found[case].name}"
-            problems.append(Problem(layout.site, shown(file, layout.root), what, "take one out"))
-        else:
-            found[case] = file
-    problems += some(strange, "files of other names")
-    return found
-
-
-def there(root: Path) -> str:
-    """The folders of a folder, for a message."""
-    names = sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith("."))
-    return (
-        f"{root.name} holds the folders: {', '.join(names[:12]) or 'none'}{', …' if len(names) > 12 else ''}"
-    )
-
-
-def expected(layout: Layout, release: str, folders: Sequence[str]) -> Path:
-    """The folder with all of `folders` in it: the site's own, or one in it. Raises DataError, which says what the
-    release holds, where there is none."""
-    for base in (layout.root, *sorted(f for f in layout.root.iterdir() if f.is_dir())):
-        if all((base / folder).is_dir() for folder in folders):
-            return base
-    missing = next(folder for folder in folders if not (layout.root / folder).is_dir())
-    raise DataError(
-        f"site {layout.site}: {layout.root}: not the release of {release} that is read: no folder {missing}/. Expected: "
-        f"{', '.join(f'{folder}/' for folder in folders)}; {there(layout.root)}"
-    )
-
-
-def count_note(layout: Layout, place: str, found: int, whole: int, release: str, of: str) -> list[Problem]:
-    """A note where a release is not there in full."""
-    if found == whole:
-        return []
-    what = f"{found:,} {of}; {release} has {whole:,}"
-    return [Problem(layout.site, place, what, "see that all of it was unpacked", False)]
-
-
-def sides(swap: bool) -> tuple[str, str]:
-    """Class names for what a release calls left, and right."""
-    return ("right lung", "left lung") if swap else ("left lung", "right lung")
+DATASET = DataSet(
+    name="masks",
+    kind="masks",
+    title="Pictures with a mask per class: images/<case>.png, masks/<class>/<case>.png.",
+    read=read,
+    pixels="grey or colour",
+    options=Masks,
+)

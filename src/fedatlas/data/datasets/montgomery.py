@@ -19,10 +19,18 @@ picture; `fedatlas check` says where a site's masks lie the other way round, and
 import re
 from typing import Literal
 
-from fedatlas.core.options import from_dict, option, options
-from fedatlas.data.datasets.images import shown, some
-from fedatlas.data.datasets.listing import Layout, Listing, Problem
-from fedatlas.data.datasets.masks import RASTER, count_note, expected, files_in, picture_case, sides, table_of
+from fedatlas.core.options import option, options
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared.listing import Layout, Listing, Problem, shown, some
+from fedatlas.data.datasets.shared.pictures import (
+    RASTER,
+    count_note,
+    expected,
+    files_in,
+    picture_case,
+    sides,
+    table_of,
+)
 
 SOURCE = "the Montgomery County set"
 FINDING = "tuberculosis"
@@ -40,8 +48,8 @@ class Montgomery:
 
 
 def read(layout: Layout) -> Listing:
-    """Montgomery County: CXR_png, ManualMask/leftMask and ManualMask/rightMask; lungs, and tuberculosis."""
-    form = from_dict(Montgomery, layout.reading, what=f"site {layout.site}: reading")
+    """A case for each picture with both masks."""
+    form: Montgomery = layout.options
     base = expected(layout, SOURCE, (IMAGES, LEFT, RIGHT))
     within = "" if base == layout.root else f"{base.name}/"
     problems: list[Problem] = []
@@ -70,3 +78,13 @@ def read(layout: Layout) -> Listing:
     problems += some(wrong, "pictures that do not fit the release")
     problems += count_note(layout, within + IMAGES, len(pictures), COUNT, SOURCE, "pictures")
     return Listing(table_of(sorted(masks)), tuple(cases), form.channels, tuple(problems), (FINDING,))
+
+
+DATASET = DataSet(
+    name="montgomery",
+    kind="masks",
+    title="Montgomery County: CXR_png, ManualMask/leftMask and ManualMask/rightMask; lungs, and tuberculosis.",
+    read=read,
+    pixels="grey",
+    options=Montgomery,
+)

@@ -14,12 +14,13 @@ split, `split: {validation: 26, test: 26}`.
 
 from dataclasses import replace
 
-from fedatlas.data.datasets import datalist
-from fedatlas.data.datasets.listing import Layout, Listing, Problem, parse_table, read_json
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared import datalist
+from fedatlas.data.datasets.shared.listing import Layout, Listing, Problem, parse_table, read_json
 
 
 def read(layout: Layout) -> Listing:
-    """Medical Segmentation Decathlon: dataset.json with lists of training and test files."""
+    """The cases of the lists in dataset.json."""
     found = read_json(layout.root / layout.table, layout.site)
     where = f"site {layout.site}: {layout.root / layout.table}"
     names = found.get("modality", found.get("channel_names"))
@@ -31,3 +32,12 @@ def read(layout: Layout) -> Listing:
         problem = Problem(layout.site, layout.table, what, "see that no case was left behind", False)
         listing = replace(listing, problems=(*listing.problems, problem))
     return listing
+
+
+DATASET = DataSet(
+    name="msd",
+    kind="volumes",
+    title="Medical Segmentation Decathlon: dataset.json with lists of training and test files.",
+    read=read,
+    has_table=True,
+)

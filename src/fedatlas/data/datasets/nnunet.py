@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas.core.errors import DataError
-from fedatlas.data.datasets.listing import (
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared.listing import (
     Case,
     Layout,
     Listing,
@@ -22,7 +23,7 @@ from fedatlas.data.datasets.listing import (
 
 
 def read(layout: Layout) -> Listing:
-    """nnU-Net raw: dataset.json with imagesTr, labelsTr and, for test cases, imagesTs, labelsTs."""
+    """The cases of imagesTr and imagesTs, whose label maps have their names."""
     path = layout.root / layout.table
     where = f"site {layout.site}: {path}"
     found = read_json(path, layout.site)
@@ -117,3 +118,12 @@ def _scans(
         else:
             complete[case] = tuple(files[number] for number in range(wanted))
     return complete
+
+
+DATASET = DataSet(
+    name="nnunet",
+    kind="volumes",
+    title="nnU-Net raw: dataset.json with imagesTr, labelsTr and, for test cases, imagesTs, labelsTs.",
+    read=read,
+    has_table=True,
+)

@@ -29,10 +29,18 @@ from pathlib import Path
 from typing import Literal
 
 from fedatlas.core.errors import DataError, FederationError
-from fedatlas.core.options import from_dict, option, options
-from fedatlas.data.datasets.images import shown, some
-from fedatlas.data.datasets.listing import Layout, Listing, Mask, Problem, Side
-from fedatlas.data.datasets.masks import RASTER, count_note, expected, files_in, picture_case, sides, table_of
+from fedatlas.core.options import option, options
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared.listing import Layout, Listing, Mask, Problem, Side, shown, some
+from fedatlas.data.datasets.shared.pictures import (
+    RASTER,
+    count_note,
+    expected,
+    files_in,
+    picture_case,
+    sides,
+    table_of,
+)
 
 SOURCE = "the Shenzhen set"
 FINDING = "tuberculosis"
@@ -64,8 +72,8 @@ class Shenzhen:
 
 
 def read(layout: Layout) -> Listing:
-    """Shenzhen: CXR_png, and masks of the lungs in leftMask and rightMask or in mask; lungs, and tuberculosis."""
-    form = from_dict(Shenzhen, layout.reading, what=f"site {layout.site}: reading")
+    """A case for each picture with a mask; with `unmasked` for each picture."""
+    form: Shenzhen = layout.options
     base = expected(layout, SOURCE, (IMAGES,))
     within = "" if base == layout.root else f"{base.name}/"
     problems: list[Problem] = []
@@ -122,3 +130,13 @@ def _folders(layout: Layout, form: Shenzhen, base: Path) -> tuple[tuple[str, str
 
 def _without_suffix(files: dict[str, Path]) -> dict[str, Path]:
     return {name.removesuffix("_mask"): file for name, file in files.items()}
+
+
+DATASET = DataSet(
+    name="shenzhen",
+    kind="masks",
+    title="Shenzhen: CXR_png, and masks of the lungs in leftMask and rightMask or in mask; lungs, and tuberculosis.",
+    read=read,
+    pixels="grey",
+    options=Shenzhen,
+)

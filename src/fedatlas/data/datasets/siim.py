@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Literal
 
 from fedatlas.core.errors import DataError
-from fedatlas.core.options import from_dict, option, options
-from fedatlas.data.datasets.images import read_table, shown, some
-from fedatlas.data.datasets.listing import Layout, Listing, Problem, Runs
-from fedatlas.data.datasets.masks import PICTURES, count_note, picture_case, table_of
-from fedatlas.data.formats.rle import EMPTY
+from fedatlas.core.options import option, options
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared.findings import read_table
+from fedatlas.data.datasets.shared.listing import EMPTY, Layout, Listing, Problem, Runs, shown, some
+from fedatlas.data.datasets.shared.pictures import PICTURES, count_note, picture_case, table_of
 
 SOURCE = "SIIM-ACR (stage 2)"
 CLASS, FINDING = "pneumothorax", "has pneumothorax"
@@ -47,8 +47,8 @@ class Siim:
 
 
 def read(layout: Layout) -> Listing:
-    """SIIM-ACR: stage_2_train.csv or train-rle.csv, and DICOM files in any folder; pneumothorax."""
-    form = from_dict(Siim, layout.reading, what=f"site {layout.site}: reading")
+    """A case for each picture of the table."""
+    form: Siim = layout.options
     pictures, tables, problems = _files(layout)
     table = layout.root / form.table if form.table else next((tables[n] for n in TABLES if n in tables), None)
     if table is None:
@@ -112,3 +112,13 @@ def _files(layout: Layout) -> tuple[dict[str, Path], dict[str, Path], list[Probl
                     twice.append(Problem(layout.site, shown(file, layout.root), what, "take one out"))
                 pictures.setdefault(file.stem, file)
     return pictures, tables, some(twice, "pictures found twice")
+
+
+DATASET = DataSet(
+    name="siim",
+    kind="masks",
+    title="SIIM-ACR: stage_2_train.csv or train-rle.csv, and DICOM files in any folder; pneumothorax.",
+    read=read,
+    pixels="grey",
+    options=Siim,
+)

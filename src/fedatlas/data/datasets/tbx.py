@@ -19,21 +19,30 @@ A caution: normal images from RSNA were taken out of ChestX-ray14, at another si
 site on what it tests at the other, and neither names nor file contents show it.
 """
 
-from pathlib import Path
-
-from fedatlas.data.datasets.images import ImageListing, Splitting, read_folders
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared.findings import read_folders
+from fedatlas.data.datasets.shared.listing import ImageListing, Layout
 
 SOURCE = "Tuberculosis Chest X-ray Database"
 FOLDER = "TB_Chest_Radiography_Database"
 CLASSES = ("Tuberculosis",)
 
 
-def read(site: str, root: Path, splitting: Splitting) -> ImageListing:
+def read(layout: Layout) -> ImageListing:
     """The two folders, split per image by seed, with the same share of tuberculosis in every split.
 
     The one class is Tuberculosis: present in one folder, verified absent in the other. Raises DataError for a folder
     that is missing.
     """
-    base = root / FOLDER if (root / FOLDER).is_dir() else root
+    base = layout.root / FOLDER if (layout.root / FOLDER).is_dir() else layout.root
     folders = {"Tuberculosis": (CLASSES, ()), "Normal": ((), CLASSES)}
-    return read_folders(site, base, folders, splitting, classes=CLASSES, source=SOURCE)
+    return read_folders(layout, base, folders, classes=CLASSES, source=SOURCE)
+
+
+DATASET = DataSet(
+    name="tbx",
+    kind="findings",
+    title="Tuberculosis Chest X-ray Database: the folders Tuberculosis and Normal.",
+    read=read,
+    pixels="grey or colour",
+)

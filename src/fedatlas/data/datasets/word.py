@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Literal
 
 from fedatlas.core.errors import DataError
-from fedatlas.core.options import from_dict, option, options
-from fedatlas.data.datasets import numbered
-from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, Split, stem
+from fedatlas.core.options import option, options
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared import numbered
+from fedatlas.data.datasets.shared.listing import Case, Layout, Listing, Problem, Split, shown, stem
 
 TABLE = {
     "background": 0,
@@ -62,12 +63,12 @@ class Word:
 
 
 def read(layout: Layout) -> Listing:
-    """WORD: imagesTr/word_0002.nii.gz and labelsTr/word_0002.nii.gz …, the same with Val and Ts.
+    """The cases of the three lists.
 
     The site's folder may be that of imagesTr, or hold it in one folder. Raises DataError for another folder, and for a
     scan that is in two lists.
     """
-    form = from_dict(Word, layout.reading, what=f"site {layout.site}: reading")
+    form: Word = layout.options
     inner = sorted(f for f in layout.root.iterdir() if f.is_dir() and (f / "imagesTr").is_dir())
     root = layout.root if (layout.root / "imagesTr").is_dir() else inner[0] if len(inner) == 1 else None
     scans = {
@@ -98,7 +99,7 @@ def read(layout: Layout) -> Listing:
                 cases.append(Case(stem(scan), (scan,), None, "test", stem(scan), ()))
         if len(found) != expected:
             what = f"{len(found)} scans; WORD has {expected} there"
-            file = numbered.shown(layout, root / f"images{ending}")
+            file = shown(root / f"images{ending}", layout.root)
             notes.append(Problem(layout.site, file, what, "see that all of it was unpacked", False))
     return Listing(dict(TABLE), tuple(cases), 1, tuple(problems or notes))
 
@@ -113,10 +114,20 @@ def _unpaired(layout: Layout, scans: dict[int, Path], labels: dict[int, Path], e
     return [
         Problem(
             layout.site,
-            numbered.shown(layout, files[0]),
+            shown(files[0], layout.root),
             f"missing: {len(files)} of {count} {kind} in its folder have no {other}",
             "unpack it again",
         )
         for files, count, kind, other in wrong
         if files
     ]
+
+
+DATASET = DataSet(
+    name="word",
+    kind="volumes",
+    title="WORD: imagesTr/word_0002.nii.gz and labelsTr/word_0002.nii.gz …, the same with Val and Ts.",
+    read=read,
+    pixels="CT in HU",
+    options=Word,
+)

@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from scipy import ndimage
 
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data.datasets.listing import Mask, Runs, Side
+from fedatlas.data.datasets.shared.listing import Mask, Runs, Side
 from fedatlas.data.formats import rle
 from fedatlas.data.formats.picture import PIXELS, Picture, read_picture, turned, upright, with_channels
 from fedatlas.data.transforms import FileError, saved

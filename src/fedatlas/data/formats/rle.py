@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fedatlas.data.datasets.shared.listing import EMPTY
 from fedatlas.data.transforms import FileError
 
-EMPTY = "-1"
 _AGAIN = "correct the row, or take it out"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import BACKGROUND
-from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, stem
+from fedatlas.data.datasets.shared.listing import Case, Layout, Listing, Problem, shown, stem
 
 
 def by_number(layout: Layout, folders: Iterable[Path], pattern: str) -> dict[int, Path]:
@@ -23,7 +23,7 @@ def by_number(layout: Layout, folders: Iterable[Path], pattern: str) -> dict[int
             other = found.setdefault(int(match[1]), file)
             if other != file:
                 raise DataError(
-                    f"site {layout.site}: {shown(layout, other)} and {shown(layout, file)} are the same scan twice; "
+                    f"site {layout.site}: {shown(other, layout.root)} and {shown(file, layout.root)} are the same scan twice; "
                     "keep one of them"
                 )
     return dict(sorted(found.items()))
@@ -69,17 +69,14 @@ def listing(
         ),
     )
     problems = [
-        Problem(layout.site, shown(layout, files[0]), what, remedy) for files, what, remedy in wrong if files
+        Problem(layout.site, shown(files[0], layout.root), what, remedy)
+        for files, what, remedy in wrong
+        if files
     ]
     if len(pairs) != len(numbers) and not problems:
         what = f"{len(pairs)} labelled cases; {release} has {len(numbers)}, {spans(numbers)}"
         problems.append(Problem(layout.site, "", what, "see that all of it was unpacked", False))
     return Listing(dict(table), tuple(cases), 1, tuple(problems))
-
-
-def shown(layout: Layout, file: Path) -> str:
-    """A path as it is shown: relative to the site's folder where it lies inside."""
-    return str(file.relative_to(layout.root)) if layout.root in file.parents else str(file)
 
 
 def spans(numbers: Collection[int]) -> str:

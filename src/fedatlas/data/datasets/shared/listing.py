@@ -1,13 +1,15 @@
 """What every data set layout is read into: cases, their files and a label table. No voxels are read here."""
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import BACKGROUND
+from fedatlas.core.options import option, options
 
 Split = Literal["train", "validation", "test"]
 
@@ -27,16 +29,34 @@ class Problem:
         return f"{where}: {self.what}; {self.remedy}"
 
 
+@options
+class Splitting:
+    """How patients are shared out where a data set does not say it."""
+
+    seed: int = option(0, "Decides which patients are taken.")
+    test: float = option(
+        0.2, "Share of the patients that is tested on, where no test cases are given.", ge=0, lt=1
+    )
+    validation: float = option(
+        0.1, "Share of the remaining patients that is validated on, where none are given.", ge=0, lt=1
+    )
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Where a reader finds the parts of a site. Folders are relative to `root`."""
+    """The folder of a site, and what its keys say of it.
+
+    table, labels, test_labels: names in `root`, for layouts with a label table. options: the site's key `reading`, an
+    object of the data set's class of options. splitting: for findings without official lists.
+    """
 
     site: str
     root: Path
-    table: str
-    labels: str
-    test_labels: str
-    reading: Mapping[str, Any] = field(default_factory=dict)
+    table: str = "dataset.json"
+    labels: str = "labelsTr"
+    test_labels: str = "labelsTs"
+    options: Any = None
+    splitting: Splitting = field(default_factory=Splitting)
 
 
 @dataclass(frozen=True)
@@ -59,6 +79,9 @@ class Side:
 
 
 Mask = Path | Runs | Side
+
+EMPTY = "-1"
+"""The run lengths of a mask without a pixel."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +150,47 @@ class Listing:
     channels: int | None
     problems: tuple[Problem, ...] = ()
     findings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ImageCase:
+    """One image. present, absent: the classes that were verified to be there, or not; any other class is not
+    annotated. Raises DataError for a class in both."""
+
+    name: str
+    image: Path
+    patient: str
+    split: Split
+    present: frozenset[str]
+    absent: frozenset[str]
+
+    def __post_init__(self) -> None:
+        both = sorted(self.present & self.absent)
+        if both:
+            raise DataError(
+                f"case {self.name!r}: {both[0]!r} is present and absent at once; give it one value"
+            )
+
+
+@dataclass(frozen=True)
+class ImageListing:
+    """A site as its tables describe it.
+
+    classes: all names that `present` and `absent` may hold. source: whose patient names these are; patients are
+    compared between sites of one source only, since patient 17 of one hospital is not patient 17 of another.
+    """
+
+    classes: tuple[str, ...]
+    cases: tuple[ImageCase, ...]
+    source: str
+    problems: tuple[Problem, ...] = ()
+
+    def counts(self, *splits: Split) -> dict[str, tuple[int, int]]:
+        """class -> (images where it is present, images where it is absent), in these splits; none given: in all."""
+        chosen = [case for case in self.cases if not splits or case.split in splits]
+        present = Counter(name for case in chosen for name in case.present)
+        absent = Counter(name for case in chosen for name in case.absent)
+        return {name: (present[name], absent[name]) for name in self.classes}
 
 
 def read_json(path: Path, site: str) -> dict[str, Any]:
@@ -216,3 +280,22 @@ def annotated_in(case: str, listed: Any, names: Iterable[str], where: str) -> tu
 def stem(path: Path) -> str:
     """The name of a NIfTI file without .nii or .nii.gz."""
     return path.name.removesuffix(".gz").removesuffix(".nii")
+
+
+def shown(path: Path, root: Path) -> str:
+    """A path as it is shown: relative to the site's folder where it lies inside."""
+    return path.relative_to(root).as_posix() if root in path.parents else str(path)
+
+
+LISTED = 20
+"""How many problems of one kind are listed one by one."""
+
+
+def some(problems: Sequence[Problem], of: str) -> list[Problem]:
+    """The first problems of a kind, and one that counts the rest. of: what they have in common, in a few words."""
+    if len(problems) <= LISTED:
+        return list(problems)
+    more = replace(
+        problems[LISTED], file="", what=f"{of}: {len(problems) - LISTED} more like the {LISTED} before"
+    )
+    return [*problems[:LISTED], more]

@@ -5,12 +5,22 @@ An entry is {"image": path or one path per channel, "label": path}, with two opt
 lists validation cases, those are its validation cases and none are split from the training cases.
 """
 
-from fedatlas.data.datasets import datalist
-from fedatlas.data.datasets.listing import Layout, Listing, parse_table, read_json
+from fedatlas.data.datasets import DataSet
+from fedatlas.data.datasets.shared import datalist
+from fedatlas.data.datasets.shared.listing import Layout, Listing, parse_table, read_json
 
 
 def read(layout: Layout) -> Listing:
-    """MONAI datalist: a JSON file with lists of training, validation and test entries."""
+    """The cases of the three lists."""
     found = read_json(layout.root / layout.table, layout.site)
     where = f"site {layout.site}: {layout.root / layout.table}"
     return datalist.listing(layout, found, parse_table(found.get("labels"), where), None)
+
+
+DATASET = DataSet(
+    name="monai",
+    kind="volumes",
+    title="MONAI datalist: a JSON file with lists of training, validation and test entries.",
+    read=read,
+    has_table=True,
+)

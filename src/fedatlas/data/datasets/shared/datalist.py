@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas.core.errors import DataError
-from fedatlas.data.datasets.listing import Case, Layout, Listing, Problem, Split, annotated_in, stem
+from fedatlas.data.datasets.shared.listing import Case, Layout, Listing, Problem, Split, annotated_in, stem
 
 
 def listing(layout: Layout, found: Mapping[str, Any], table: dict[str, int], channels: int | None) -> Listing:
