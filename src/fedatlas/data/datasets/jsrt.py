@@ -36,6 +36,7 @@ from fedatlas.data.datasets.shared.pictures import (
     picture_case,
     table_of,
     there,
+    without_picture,
 )
 
 SOURCE = "JSRT"
@@ -96,6 +97,7 @@ def read(layout: Layout) -> Listing:
         pixel = None if mm is None else (mm, mm)
         cases.append(picture_case(name, file, "train", drawn, form.structures, finding, pixel, raw))
     problems += some(wrong, "pictures without their masks")
+    problems += without_picture(layout, masks, pictures)
     problems += count_note(layout, "", len(pictures), COUNT, SOURCE, "pictures")
     return Listing(table_of(form.structures), tuple(cases), form.channels, tuple(problems), (FINDING,))
 

@@ -30,6 +30,7 @@ from fedatlas.data.datasets.shared.pictures import (
     picture_case,
     sides,
     table_of,
+    without_picture,
 )
 
 SOURCE = "the Montgomery County set"
@@ -76,6 +77,7 @@ def read(layout: Layout) -> Listing:
         pixel = (MILLIMETRES, MILLIMETRES)
         cases.append(picture_case(name, file, "train", drawn, sorted(masks), finding, pixel))
     problems += some(wrong, "pictures that do not fit the release")
+    problems += without_picture(layout, masks, pictures)
     problems += count_note(layout, within + IMAGES, len(pictures), COUNT, SOURCE, "pictures")
     return Listing(table_of(sorted(masks)), tuple(cases), form.channels, tuple(problems), (FINDING,))
 

@@ -16,6 +16,7 @@ of 1024×1024 pixels.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -88,7 +89,13 @@ def read(layout: Layout) -> Listing:
             masks = [(CLASS, Runs((text,), shape, f"{table}, line {line}")) for line, text in drawn]
             finding = ((FINDING, bool(drawn)),)
             cases.append(picture_case(name, pictures[name], "train", masks, (CLASS,), finding))
+    wrong = [replace(problem, file=shown(Path(problem.file), layout.root)) for problem in wrong]
     problems += some(wrong, "rows that cannot be read") + some(gone, "missing pictures")
+    unused = [file for name, file in sorted(pictures.items()) if name not in texts]
+    if unused:
+        what = f"a picture without a row in {table.name}, which is not used; {len(unused)} such files"
+        remedy = "add rows to use them, or leave it so if they are of the test"
+        problems.append(Problem(layout.site, shown(unused[0], layout.root), what, remedy, False))
     if table.name in COUNTS:
         whole = COUNTS[table.name]
         problems += count_note(layout, table.name, len(texts), whole, table.name, "pictures")

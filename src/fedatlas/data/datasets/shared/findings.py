@@ -240,6 +240,8 @@ def listing(
         file = os.path.normpath(case.image)
         if file in files:
             what = f"listed twice, as case {files[file]!r} and as case {case.name!r}"
+            if files[file] == case.name:
+                what = f"listed twice, as case {case.name!r}"
             twice.append(Problem(site, shown(case.image, root), what, "take one row out"))
         elif case.name in kept:
             what = f"case {case.name!r} is also {shown(kept[case.name].image, root)}"

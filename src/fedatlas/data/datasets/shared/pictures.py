@@ -1,6 +1,6 @@
 """What readers of pictures with masks share: files of a folder, the case, the table, what a release should hold."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fedatlas.core.errors import DataError
@@ -67,6 +67,19 @@ def files_in(
             found[case] = file
     problems += some(strange, "files of other names")
     return found
+
+
+def without_picture(
+    layout: Layout, masks: Mapping[str, Mapping[str, Path]], pictures: Iterable[str]
+) -> list[Problem]:
+    """A note on masks that have no picture. masks: class -> case -> its mask."""
+    known = set(pictures)
+    lone = [file for files in masks.values() for case, file in sorted(files.items()) if case not in known]
+    if not lone:
+        return []
+    what = f"a mask without a picture; {len(lone)} such files"
+    remedy = "unpack the pictures again, or take the mask out"
+    return [Problem(layout.site, shown(lone[0], layout.root), what, remedy, False)]
 
 
 def there(root: Path) -> str:
