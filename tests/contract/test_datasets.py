@@ -1,6 +1,7 @@
 """What every registered data set keeps to; a file in fedatlas/data/datasets and a `Fake` are enough to be tested here."""
 
 import dataclasses
+import os
 import shutil
 import subprocess
 import sys
@@ -145,6 +146,22 @@ def test_what_is_wrong_is_named_or_follows_a_rule(name, what, root) -> None:
             case, own = outcome.open
             assert seen.states[case][own] == "open", outcome.sentence
     assert not [text for text in seen.said if "Traceback" in text or "Errno" in text], seen.said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_file_whose_name_is_not_utf8_is_named_or_passed_over(name, root) -> None:
+    """As unpacked from an archive of an old system."""
+    fake = fake_of(name)
+    file = fake.first(root, fake.image)
+    ending = file.name.partition(".")[2] if ".nii" in file.name else file.suffix[1:]
+    odd = os.fsdecode(b"gr\xf6\xdfe" + (b"_0000." if "_0000." in file.name else b".")) + ending
+    try:
+        shutil.copy(file, file.with_name(odd))
+    except OSError:
+        pytest.skip("this file system takes no such name")
+    seen = look(name, root)
+    "\n".join((*seen.said, *seen.states)).encode()
+    assert seen.states or any("gr\\udcf6\\udcdfe" in text for text in seen.said), seen.said
 
 
 # ---------------------------------------------------------------------------------------------- the registry

@@ -4,17 +4,19 @@ A file whose name begins with `_` and the folder `shared` hold no data set. A da
 entry point: group `fedatlas.datasets`, name of the format, module and object.
 """
 
+import os
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from fedatlas.core.errors import FederationError
+from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.options import from_dict, not_known
-from fedatlas.data.datasets.shared.listing import ImageListing, Layout, Listing
+from fedatlas.data.datasets.shared.listing import ImageCase, ImageListing, Layout, Listing
 
 T = TypeVar("T", Listing, ImageListing)
 Kind = Literal["volumes", "masks", "findings"]
@@ -127,7 +129,37 @@ def read(data: DataSet, layout: Layout, reading: Mapping[str, Any], form: type[T
             f"site {layout.site}: reading: the layout {data.name} has no options; leave it out. Layouts with options: "
             f"{having}"
         )
-    listing = data.read(layout)
+    try:
+        listing = data.read(layout)
+        "\n".join(_texts(listing)).encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"site {layout.site}: {_shown(_not_utf8(layout.root))}: the name is not UTF-8, as archives of old systems have "
+            "it, and cannot be written into tables; rename it, and whatever else is named so"
+        ) from None
     if not isinstance(listing, form):
         raise TypeError(f"the reader of {data.name}, of kind {data.kind}, must return a {form.__name__}")
-    return listing
+    problems = (replace(p, file=_shown(p.file), what=_shown(p.what)) for p in listing.problems)
+    return replace(listing, problems=tuple(problems))
+
+
+def _texts(listing: Listing | ImageListing) -> Iterator[str]:
+    """The names and files of all cases."""
+    for case in listing.cases:
+        yield from (case.name, case.patient)
+        files = (case.image,) if isinstance(case, ImageCase) else (*case.images, *case.label_files)
+        yield from map(str, files)
+
+
+def _not_utf8(root: Path) -> str:
+    """The first file or folder below a folder whose name is not UTF-8; the folder itself if there is none."""
+    for base, folders, files in os.walk(root):
+        for name in sorted((*folders, *files)):
+            if name != _shown(name):
+                return str(Path(base, name).relative_to(root))
+    return str(root)
+
+
+def _shown(text: str) -> str:
+    """A text as it can be printed: bytes of a file's name that are not UTF-8 are written out."""
+    return text.encode("utf-8", "backslashreplace").decode()
