@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from set_cases import scan as write_scan
 
 from fedatlas.federation.file import load_federation, parse_federation
 from fedatlas.phantoms.organs import write_phantom
@@ -88,6 +89,78 @@ def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
     assert difference < 1e-6, "without momentum it is FedAvg, up to the rounding of old - (old - mean)"
     assert wire.encode(moved["model"]) != wire.encode(still["model"])
     assert dataclasses.is_dataclass(module.FedAvgMState)
+
+
+def _examples() -> tuple[list[str], str]:
+    """The two data sets of the page, and the entry point."""
+    page = (ROOT / "docs" / "how-to" / "add-a-data-set.md").read_text()
+    (entry,) = re.findall(r"```toml\n\[project\.entry-points\.\"(.*?)\"\]\n(.*?)```", page, re.S)
+    return re.findall(r"```python\n(.*?)```", page, re.S), "[{}]\n{}".format(*entry).replace('"', "")
+
+
+def _harbour(folder: Path) -> Path:
+    for number in range(3):
+        scan = f"scan_{number}_1"
+        label = f"{scan}/organs.nii.gz" if number < 2 else None
+        write_scan(folder, f"{scan}/ct.nii.gz", label, number)
+    return folder
+
+
+def test_the_example_of_a_data_set_works_from_another_package(tmp_path, monkeypatch) -> None:
+    """As it is installed: a module, and the entry point in the package's metadata."""
+    from fedatlas.core.errors import FederationError
+    from fedatlas.data import datasets
+    from fedatlas.data.checks import check_site
+    from fedatlas.data.index import SiteConfig, label_space_of, read_site
+
+    (harbour, _), entry = _examples()
+    installed = tmp_path / "installed"
+    (installed / "harbour-1.dist-info").mkdir(parents=True)
+    (installed / "harbour.py").write_text(harbour)
+    (installed / "harbour-1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: harbour\nVersion: 1\n"
+    )
+    (installed / "harbour-1.dist-info" / "entry_points.txt").write_text(entry)
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.setattr(datasets, "_others", datasets._others.__wrapped__)
+    root = _harbour(tmp_path / "data")
+    config = SiteConfig(name="s", path=str(root), format="harbour", aliases={"liver tumour": "spleen"})  # type: ignore[call-arg]
+    index = read_site(config, root)
+    assert [(case.name, case.split, case.patient) for case in index.cases] == [
+        ("scan_0_1", "train", "0"),
+        ("scan_1_1", "train", "1"),
+        ("scan_2_1", "test", "2"),
+    ]
+    assert not [p for p in check_site(index, label_space_of([index.brings])) if p.fatal]
+    with pytest.raises(FederationError, match="the key 'lesion' does not exist; did you mean 'lesions'"):
+        read_site(dataclasses.replace(config, reading={"lesion": True}), root)
+    with pytest.raises(FederationError, match="did you mean 'harbour'"):
+        datasets.get("habour")
+    sys.modules.pop("harbour")
+
+
+def test_the_example_of_findings_works_in_the_package(tmp_path, monkeypatch) -> None:
+    """As it is written into the folder of data sets."""
+    from fedatlas.data import datasets
+    from fedatlas.data.datasets.shared.listing import Splitting
+    from fedatlas.data.image_index import read_image_site
+    from fedatlas.data.index import SiteConfig
+
+    (_, city), _ = _examples()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "city.py").write_text(city)
+    monkeypatch.setattr(datasets, "__path__", [*datasets.__path__, str(tmp_path / "package")])
+    datasets.registry.cache_clear()
+    try:
+        (tmp_path / "findings.csv").write_text("image_id,class_name\na,Cardiomegaly\nb,\n")
+        config = SiteConfig(name="s", path=str(tmp_path), format="city")  # type: ignore[call-arg]
+        found = read_image_site(config, tmp_path, channels=1, splitting=Splitting(test=0, validation=0))  # type: ignore[call-arg]
+    finally:
+        datasets.registry.cache_clear()
+        sys.modules.pop("fedatlas.data.datasets.city", None)
+    first, second = found.listing.cases
+    assert (first.present, second.present) == ({"Cardiomegaly"}, set())
+    assert second.absent == {"Cardiomegaly", "Pleural effusion"}
 
 
 def _three_sites(folder: Path) -> None:

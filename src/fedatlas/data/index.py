@@ -110,7 +110,7 @@ class SiteConfig:
         f"Scans: {', '.join(datasets.names('volumes'))}. Pictures with masks: {', '.join(datasets.names('masks'))}. "
         f"For findings of whole images: {', '.join(datasets.names('findings'))}.",
     )
-    reading: dict[str, Any] = option({}, "The options of a layout, as the columns of a csv.")
+    reading: dict[str, Any] = option({}, "The options of the layout, as the columns of a csv; of each under `reading: …`.")
     role: Literal["train", "test"] = option(
         "train", "test: the site trains nothing, and all of its labelled cases are test cases."
     )
