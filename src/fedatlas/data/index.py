@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import BACKGROUND, LabelSpace, resolve_names
@@ -67,25 +67,17 @@ class Portions:
 AUTO = "auto"
 
 
-class _Format:
-    """A `format`: the name of a data set, or auto."""
-
-    @staticmethod
-    def check(name: str) -> str:
-        """Raises ValueError that names the nearest data set."""
-        try:
-            datasets.require(name, "the data set", *KINDS, also=(AUTO,))
-        except FederationError as error:
-            raise ValueError(str(error)) from None
-        return name
-
-    @staticmethod
-    def __get_pydantic_json_schema__(schema: Any, handler: Any) -> dict[str, Any]:
-        return {**handler(schema), "enum": [AUTO, *datasets.names(*KINDS)]}
+def _format(name: str) -> str:
+    """Raises ValueError, naming the nearest, for a `format` that is neither auto nor a data set."""
+    try:
+        datasets.require(name, "the data set", also=(AUTO,))
+    except FederationError as error:
+        raise ValueError(str(error)) from None
+    return name
 
 
-VOXEL_KINDS: tuple[datasets.Kind, ...] = ("volumes", "masks")
-KINDS: tuple[datasets.Kind, ...] = (*VOXEL_KINDS, "findings")
+FORMATS = {"type": "string", "enum": [AUTO, *datasets.registry()]}
+"""What editors offer as `format`."""
 
 
 @options
@@ -104,13 +96,15 @@ class SiteConfig:
         "Its folder; relative to the federation file. Left out where the site takes part from elsewhere.",
         min_length=1,
     )
-    format: Annotated[str, AfterValidator(_Format.check), _Format] = option(
+    format: Annotated[str, AfterValidator(_format), WithJsonSchema(FORMATS)] = option(
         AUTO,
         "The layout of the folder; auto: nnunet, msd or monai, whichever it is. "
         f"Scans: {', '.join(datasets.names('volumes'))}. Pictures with masks: {', '.join(datasets.names('masks'))}. "
         f"For findings of whole images: {', '.join(datasets.names('findings'))}.",
     )
-    reading: dict[str, Any] = option({}, "The options of the layout, as the columns of a csv; of each under `reading: …`.")
+    reading: dict[str, Any] = option(
+        {}, "The options of the layout, as the columns of a csv; of each under `reading: …`."
+    )
     role: Literal["train", "test"] = option(
         "train", "test: the site trains nothing, and all of its labelled cases are test cases."
     )
@@ -318,10 +312,10 @@ def _refuse_combinations(config: SiteConfig) -> None:
     """Raises FederationError for keys that say nothing here, or contradict each other."""
     where = f"site {config.name}:"
     data = None if config.format == AUTO else datasets.find(config.format)
-    if data is not None and data.kind not in VOXEL_KINDS:
+    if data is not None and data.kind not in datasets.VOXELS:
         raise FederationError(
             f"{where} format is {config.format!r}, which has no label maps; for it set "
-            f"`task: classification`, or choose from: {', '.join((AUTO, *datasets.known(*VOXEL_KINDS)))}"
+            f"`task: classification`, or choose from: {', '.join((AUTO, *datasets.known(*datasets.VOXELS)))}"
         )
     if config.balanced is not None:
         raise FederationError(

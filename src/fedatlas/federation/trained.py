@@ -18,7 +18,7 @@ from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
 from fedatlas.data import datasets
 from fedatlas.data.formats import flat
-from fedatlas.data.index import AUTO, VOXEL_KINDS
+from fedatlas.data.index import AUTO
 from fedatlas.data.inputs import Look, judge, trained_on
 from fedatlas.data.site_data import SiteConfig, SiteData, read_site
 from fedatlas.data.transforms import (
@@ -366,7 +366,7 @@ def evaluate_folder(
     every case before it is predicted. Returns the rows, and the labels of the folder that the model does not know: they are
     not scored.
     """
-    datasets.require(format, "--format: the layout", *VOXEL_KINDS, also=(AUTO,))
+    datasets.require(format, "--format: the layout", *datasets.VOXELS, also=(AUTO,))
     trained = Trained(path, model, device, warn)
     federation, space = trained.federation, trained.space
     aliases = dict(aliases or {})

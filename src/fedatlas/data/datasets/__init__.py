@@ -20,6 +20,8 @@ from fedatlas.data.datasets.shared.listing import ImageCase, ImageListing, Layou
 
 T = TypeVar("T", Listing, ImageListing)
 Kind = Literal["volumes", "masks", "findings"]
+VOXELS: tuple[Kind, ...] = ("volumes", "masks")
+"""The kinds with labels of voxels."""
 Pixels = Literal["CT in HU", "CT in HU or MR", "grey", "grey or colour", "any"]
 
 GROUP = "fedatlas.datasets"
@@ -93,7 +95,7 @@ def find(name: str) -> DataSet | None:
 
 def get(name: str) -> DataSet:
     """As `find`. Raises FederationError, naming the nearest, for an unknown name."""
-    require(name, "the data set", *get_args(Kind))
+    require(name, "the data set")
     return find(name)  # type: ignore[return-value]
 
 
@@ -104,15 +106,17 @@ def _others() -> Mapping[str, EntryPoint]:
 
 def known(*kinds: Kind) -> tuple[str, ...]:
     """As `names`, and the data sets of other packages."""
-    others = (name for name in sorted(_others()) if name not in registry())
-    return (*names(*kinds), *(name for name in others if (data := find(name)) and data.kind in kinds))
+    others = [data for name in sorted(_others().keys() - registry().keys()) if (data := find(name))]
+    return (*names(*kinds), *(data.name for data in others if data.kind in kinds))
 
 
 def require(name: str, what: str, *kinds: Kind, also: tuple[str, ...] = ()) -> None:
-    """Raises FederationError, which names the nearest, if no data set of these kinds has that name. also: further
-    names that are allowed."""
-    data = None if name in also else find(name)
-    if name not in also and (data is None or data.kind not in kinds):
+    """Raises FederationError, which names the nearest, if no data set of these kinds has that name. kinds: none for
+    all; also: further names that are allowed."""
+    if name in also:
+        return
+    data, kinds = find(name), kinds or get_args(Kind)
+    if data is None or data.kind not in kinds:
         raise not_known(what, name, (*also, *known(*kinds)))
 
 
