@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data.fake_sets import anatomy, picture
+from fake_sets import anatomy, picture
 
 from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import read_rows

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from data.fake_sets import write_jsrt, write_montgomery, write_shenzhen, write_siim
-from data.fake_volumes import MSD_TASKS, write_amos22, write_kits19, write_msd
+from fake_sets import write_jsrt, write_montgomery, write_shenzhen, write_siim
+from fake_volumes import MSD_TASKS, write_amos22, write_kits19, write_msd
 
 from fedatlas import nets
 from fedatlas.compare import Comparison, collect, load_comparison, run_comparison

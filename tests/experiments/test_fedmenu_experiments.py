@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from data.fake_volumes import write_amos22, write_btcv, write_kits19, write_lits, write_msd
+from fake_volumes import write_amos22, write_btcv, write_kits19, write_lits, write_msd
 
 from fedatlas import nets
 from fedatlas.compare import Comparison, collect, load_comparison, run_comparison

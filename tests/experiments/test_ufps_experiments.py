@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from data.fake_volumes import write_abdomenct1k, write_amos22, write_btcv, write_word
+from fake_volumes import write_abdomenct1k, write_amos22, write_btcv, write_word
 
 from fedatlas import nets
 from fedatlas.compare import Comparison, collect, load_comparison, run_comparison

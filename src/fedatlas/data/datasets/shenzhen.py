@@ -17,7 +17,7 @@ we know of; two are read, beside or in the folder of the pictures:
 
 * a folder per lung, `leftMask/` and `rightMask/` (also in `ManualMask/`), files named as the pictures, or with _mask;
 * `mask/` with both lungs in one file, CHNCXR_0001_0_mask.png (Stirenko et al., 566 files): its two largest connected parts
-  are the lungs, see `data.flat.one_side`.
+  are the lungs, see `data.formats.flat.one_side`.
 
 `reading` names other folders. Pictures without a mask are left out, unless `unmasked: true` keeps them for the finding.
 left is the patient's left, on the right of the picture; `fedatlas check` says where masks lie the other way round, and

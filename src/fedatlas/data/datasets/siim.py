@@ -10,7 +10,7 @@ keeps the ratio of both kinds: `split: {validation: 2410, test: 2411}` (7,226 tr
 
 Layout, as published on Kaggle: a table with the columns ImageId and EncodedPixels, and the pictures ImageId.dcm in folders of
 their own (dicom-images-train/<study>/<series>/). `train-rle.csv` has the 10,675 pictures of stage 1, `stage_2_train.csv` all
-12,047. EncodedPixels holds run lengths, see `data.rle`, or -1 for a picture without pneumothorax; a picture with several
+12,047. EncodedPixels holds run lengths, see `data.formats.rle`, or -1 for a picture without pneumothorax; a picture with several
 rows has the union of them. Pictures of any folder and of other kinds (PNG) are found by their names; run lengths are those
 of 1024×1024 pixels.
 """

@@ -61,7 +61,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Runs:
-    """A mask as run lengths, see `data.rle`. text: one or more, their union is the mask; shape: rows and columns
+    """A mask as run lengths, see `data.formats.rle`. text: one or more, their union is the mask; shape: rows and columns
     of the picture they were drawn on; source: the table and line they stand in, for messages."""
 
     text: tuple[str, ...]
