@@ -192,7 +192,7 @@ BAD = {
     "metric": (lambda v, d: v["evaluation"].update(metrics=["dice"]), "for classification the metric 'dice'"),
     "format": (
         lambda v, d: v["sites"][0].update(format="nnunet"),
-        "labels of whole images are read from: csv",
+        "labels of whole images are read from: chestxray14, covid, csv",
     ),
     "misspelt": (
         lambda v, d: v["sites"][0].update(annotated=["blobb"]),
