@@ -253,7 +253,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _analyse_verbs(verb: Any, as_json: Any) -> None:
-    """`fedatlas analyse …`: what lies around a run's models, how alike they are, what they give away."""
+    """`fedatlas analyse …`: loss landscape, similarity of models, membership inference."""
     top = verb(
         "analyse", None, "Analyse the models of a run.", "fedatlas analyse hessian runs/demo-1a2b3c4d --top 5"
     )

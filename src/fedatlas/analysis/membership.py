@@ -106,7 +106,7 @@ class AttackNet(nn.Module):
 
 @dataclass(frozen=True)
 class Attack:
-    """A trained attack: what it standardises its maps by, and its net."""
+    """A trained attack: mean and deviation of its input maps, and its net."""
 
     mean: Tensor
     scale: Tensor

@@ -1,4 +1,4 @@
-"""Comparisons: several arms that differ in what they say they differ in, each with several seeds, under one budget."""
+"""Comparisons: several arms with several seeds each, under one budget. Arms may differ only where the file says so."""
 
 from fedatlas.compare.intervals import Predictor
 from fedatlas.compare.pages import check_page, write_page, write_table

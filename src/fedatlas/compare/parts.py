@@ -1,4 +1,4 @@
-"""The parts of a comparison's page: what a plan must ask for so that the page has them, and what draws them.
+"""The parts of a comparison's page: for each, what the plan must contain, and the function that draws it.
 
 A file's `claims` name these parts. The same functions say whether a plan has a part, refuse a claim that it does not
 meet, and choose what the page shows.

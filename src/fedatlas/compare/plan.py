@@ -125,7 +125,7 @@ class Layout:
 class Table(Measure):
     """A further table of means."""
 
-    title: str | None = option(None, "What stands above it, as the table of a paper that it repeats.")
+    title: str | None = option(None, "Caption, for example the number of the paper's table.")
     layout: Layout = option(Layout(), "Its columns.")  # type: ignore[call-arg]
     printed: dict[str, dict[str, float]] = option({}, "Published numbers of it, as `printed`.")
 
@@ -520,7 +520,7 @@ def _from_data(path: Path, base: Mapping[str, Any], data: Path) -> Any:
 
 
 def _as_written(path: Path) -> list[Any]:
-    """The list `sites` where the file, or the nearest one that it extends, gives it."""
+    """The list `sites` of the file, or of the nearest base file that has one."""
     raw = yaml.safe_load(path.read_text())
     return raw["sites"] if "sites" in raw else _as_written(path.parent / str(raw["extends"]))
 

@@ -283,7 +283,7 @@ def _columns(
 
 
 def _organs(comparison: Comparison) -> dict[str, str]:
-    """class -> the organ that it belongs to, which is the first class of its group."""
+    """class -> its organ, the first class of its group."""
     for arm in comparison.arms:
         for seed in comparison.seeds:
             file = comparison.path(arm, seed) / "run.json"

@@ -265,7 +265,7 @@ class Method:
 
 
 def _check_name(cls: type[Method], name: str, value: Any) -> None:
-    """Raises TypeError for a name that is nearly one that methods declare, and for one that is of another kind."""
+    """Raises TypeError for a misspelt declaration, and for a declaration of the wrong kind."""
     base = vars(Method)
     known = [key for key in base if not key.startswith("_")]
     if name in known:

@@ -1,4 +1,4 @@
-"""What a site with findings per image holds, before any pixel is read: its images, its findings, its patients.
+"""The index of a site with findings: images, findings and patients. No pixel is read.
 
 Shapes: C classes, I input channels, H, W rows and columns.
 """
@@ -70,7 +70,7 @@ class ImageIndex:
         return shown(path, self.root)
 
     def classes(self, space: LabelSpace) -> tuple[dict[str, int], dict[str, int]]:
-        """Its names -> classes: those that training may see, and those that are scored.
+        """Maps the site's label names to classes, once for training and once for scoring.
 
         Raises FederationError for an annotated name that is neither in the space nor an alias of one, and for an
         alias that matches nothing.

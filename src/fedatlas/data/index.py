@@ -1,4 +1,4 @@
-"""What a site holds, before any voxel is read: its files, its label names, its patients.
+"""The index of a site: files, label names and patients. No voxel is read.
 
 Shapes: C classes.
 """
@@ -203,7 +203,7 @@ class SiteIndex:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The label names that count as annotated: those of the table, or what `annotated` leaves of them."""
+        """Label names that count as annotated: all of the table, or those listed in `annotated`."""
         own = [name for name in self.table if name != BACKGROUND]
         if self.annotated is None:
             return tuple(own)
@@ -211,7 +211,7 @@ class SiteIndex:
 
     @property
     def used_findings(self) -> tuple[str, ...]:
-        """Its findings that count: those that `annotated` names, or all where it names none of them."""
+        """Findings listed in `annotated`; all findings of the site if none is listed."""
         chosen = self.annotated or ()
         named = [n for n in self.findings if n in chosen or self.aliases.get(n, n) in chosen]
         return tuple(named) or self.findings

@@ -116,7 +116,7 @@ class Sampling:
 
 
 class FileError(DataError):
-    """What is wrong with one file, in parts, so that a site can be named around it."""
+    """A problem with one file. The message comes in parts, so that a caller can add the site's name."""
 
     def __init__(self, file: Path, what: str, remedy: str) -> None:
         super().__init__(f"{file}: {what}; {remedy}")
@@ -336,7 +336,7 @@ def geometry_of(shape: Sequence[int], affine: np.ndarray, preprocessing: Preproc
 
 
 def _taps(old: int, new: int, ratio: float, order: int) -> tuple[np.ndarray, np.ndarray]:
-    """Along one axis: which old voxels [new, taps] make a new one, and with what weights [new, taps].
+    """Interpolation along one axis: indices [new, taps] of old voxels, and their weights [new, taps].
 
     ratio: new spacing over old. Both axes share their middle; beyond its ends the old one goes on with its last
     voxel. Where voxels become larger the kernel widens with them, so that all old voxels count (no aliasing).

@@ -119,8 +119,8 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Row:
-    """One value. known: could training see this class in this case; reason: why a value is not defined, or that it is
-    one for an empty truth."""
+    """One value. known: was this class annotated for training in this case; reason: why the value is undefined, or a
+    note that the truth is empty."""
 
     split: str
     grid: str
@@ -194,7 +194,7 @@ def question(candidates: Sequence[Candidate]) -> dict[str, Any]:
 
 
 def place_of(model: Tensors, models: list[Tensors]) -> int:
-    """The place of a model among others; it is added to them where none of them equals it."""
+    """Index of a model in a list; appends the model if the list does not hold an equal one."""
     for place, other in enumerate(models):
         if other is model or _equal(other, model):
             return place

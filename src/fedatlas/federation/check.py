@@ -1,4 +1,4 @@
-"""`fedatlas check`: what a federation is made of, what is wrong with it, and what it will cost."""
+"""`fedatlas check`: prints the contents, the problems and the expected cost of a federation."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -109,7 +109,7 @@ def tight(experiment: Experiment) -> list[str]:
 
 
 def cost(experiment: Experiment) -> dict[str, Any]:
-    """What a run will need. Bytes are those of the models; what goes with them is small.
+    """Expected cost of a run. Bytes count the models; everything else is small.
 
     bytes_down, bytes_up: of a site that trains, per round; a method that sends further nets than the model is taken to be
     sent as many. bytes_per_round: of all of them. evaluation_bytes: what an evaluated round sends more, to all sites.

@@ -1,4 +1,4 @@
-"""A federation, run: its sites reached through an engine, its rounds and its evaluation, its run folder."""
+"""Runs a federation: reaches the sites through an engine, trains, evaluates, and keeps the run folder."""
 
 import hashlib
 import os

@@ -448,7 +448,7 @@ def require_kind(trained: Trained, source: Any, anyway: bool, warn: Warn) -> Non
 
 
 class Visitor:
-    """A site outside the federation, as evaluation sees it. splits: those that will be asked for, one after another."""
+    """A site outside the federation, for evaluation. splits: the splits to evaluate, in order."""
 
     def __init__(
         self, name: str, source: Any, trained: Trained, splits: Sequence[str], seen: Seen = unseen

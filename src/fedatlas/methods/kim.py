@@ -59,8 +59,8 @@ TEACHERS = "teachers"
 
 @dataclass(frozen=True)
 class KimState(State):
-    """teachers: site -> its pre-trained model, until every site has those of the others. classes: site -> what it
-    annotates. served: the sites that have them."""
+    """teachers: site -> its pre-trained model, kept until all sites have received all models.
+    classes: site -> annotated classes. served: sites that have received them."""
 
     teachers: dict[str, Tensors] = field(default_factory=dict)
     classes: dict[str, list[int]] = field(default_factory=dict)

@@ -98,7 +98,7 @@ class CondUNetModule(Net):
 
 
 class CondDecoder(nn.Module):
-    """A decoder like another, in which what reads maps that it has normalised reads the condition too."""
+    """The usual decoder, whose layers also read the condition after each normalisation."""
 
     def __init__(self, plain: Decoder) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What every net of a federation is: a module that knows its shapes and names its parts."""
+"""Base class of the nets: a module that knows its shapes and names its parts."""
 
 import math
 from collections.abc import Sequence

@@ -1115,7 +1115,7 @@ def _line(
     decimals: int = 3,
     **style: Any,
 ) -> None:
-    """A line over rounds. of: whose it is, which its points tell with their values; "": they tell nothing."""
+    """A line over rounds. of: the name that its points show with their values; "": no names."""
     points = [(x, math.nan if y is None else y) for x, y in values]
     if not any(math.isfinite(y) for _, y in points):
         return
@@ -1300,7 +1300,7 @@ def _slim(figure: Figure, name: str, tips: Sequence[tuple[Axes, float, float, st
 
 
 def _labelled_for(axis: Axes, every: Sequence[Axes]) -> tuple[Axes, Axes]:
-    """The panels whose labels a panel shares: on its left, and below it; itself where it has its own."""
+    """The panels that carry a panel's axis labels, to its left and below; the panel itself if it has its own."""
     spec = axis.get_subplotspec()
     if spec is None:
         return axis, axis

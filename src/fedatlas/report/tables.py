@@ -56,7 +56,7 @@ TRAFFIC = {
 
 
 class Metric(NamedTuple):
-    """How a metric is written: its title, its unit, its decimals, and which direction is better."""
+    """How to print a metric: title, unit, decimals, and the better direction."""
 
     title: str
     unit: str
@@ -213,7 +213,7 @@ class Overlay:
 
 @dataclass(frozen=True)
 class Example:
-    """One stored image of a class: what the model scored it, and what it is.
+    """One stored image of a class: the model's score and the truth.
 
     kind: present or absent, by the truth, and high or low, the end of the scores that it stands at.
     """

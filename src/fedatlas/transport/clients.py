@@ -64,7 +64,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """One call, for the log: who answered, at what cost, who was lost and why."""
+    """One call for the log: sites that answered with their cost, lost sites with the reason."""
 
     function: str
     logs: dict[str, dict[str, float]]
@@ -410,7 +410,7 @@ class SiteClients:
             self.watch(site, question.function, record.logs[site], cost)
 
     def _kinds(self, question: Question, form: dict[str, Any]) -> tuple[dict[str, str], egress.Asked]:
-        """What a site sends as its answer, and what that must agree with."""
+        """Kinds of values in a site's answer, and the declaration to check them against."""
         function = question.function
         asked = self.declaration.asked(question.site, function, form)
         return self.exchange.kinds(function, self.declaration.sends.get(function, {}), form), asked

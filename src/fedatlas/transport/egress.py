@@ -447,7 +447,7 @@ def _facts(value: Any, about: _About) -> str | None:
 
 
 def _compressed(value: Any, about: _About) -> str | None:
-    """What is in it is judged by `compression.restore`, to which no bytes go but those that the size allows."""
+    """Checks the form only. `compression.restore` judges the content, whose size is limited before."""
     if not isinstance(value, dict) or set(value) != {"difference"}:
         return f"is {_described(value)}, not a compressed difference"
     return None
@@ -634,7 +634,7 @@ def contents(value: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class EgressLog:
-    """The log of one site. run: the run that what is recorded belongs to; method: its name."""
+    """The log of one site. run: the identifier of the run; method: the name of its method."""
 
     path: Path
     run: str = ""
@@ -699,7 +699,7 @@ def _ending(file: Any) -> tuple[bytes, bytes]:
 
 
 def _of_line(raw: bytes) -> tuple[dict[str, Any], bool]:
-    """What a line says, {} if it is none, and whether its digest is its own."""
+    """The record of a line ({} if the line is not valid), and whether its digest matches."""
     digest, _, body = raw.decode("utf-8", "replace").partition(" ")
     try:
         plain = json.loads(body)

@@ -123,7 +123,7 @@ def _places(payload: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class SiteExchange:
-    """A site's half. folder: its private one; everything here that must outlive the process is in it."""
+    """The site's half. folder: the site's private folder, which keeps all state across restarts."""
 
     def __init__(self, terms: Terms, name: str, folder: Path) -> None:
         self.terms, self.name, self.folder = terms, name, folder / "exchange"
@@ -295,7 +295,7 @@ class ServerExchange:
     """The name of the exact model that `held` stands for."""
 
     def pack(self, payload: dict[str, Any]) -> tuple[dict[str, Any], Tensors | None]:
-        """The payload for all as it is sent, and the model in it as every site will hold it."""
+        """The wire payload for all sites, and the model that they will reconstruct from it."""
         place = _places(payload)
         if place is None:
             return payload, None

@@ -173,7 +173,7 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 
 class MemoryStore:
-    """What a site keeps for itself between calls: one file per call that changed it.
+    """A site's private memory between calls: one file per call that changed it.
 
     Calls are numbered (round, call). A call starts from the newest version that is older than itself, so a
     round that is done again, after a lost reply or by a server that resumed, starts from the same memory.

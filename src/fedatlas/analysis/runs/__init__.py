@@ -1,4 +1,4 @@
-"""Analyses of a run: what lies around its models, how alike they are, and what they give away of their training data.
+"""Analyses of a run: loss landscape, Hessian, similarity of models, membership inference.
 
 Every kind answers for any run of any method, finished or not, where the data are. It reads the run folder, writes
 `analysis/<kind>.json` in it, which the report shows, and changes nothing else there. The same seed gives the same file.

@@ -1,4 +1,4 @@
-"""A run as analyses see it: its models, its sites' data, and its supervised loss."""
+"""A run for analyses: models, data of the sites, supervised loss."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

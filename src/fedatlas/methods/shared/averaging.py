@@ -1,4 +1,4 @@
-"""What methods share that average models: base classes, from which a method derives and adds what is its own.
+"""Base classes of methods that average models. A method derives from one and adds its own part.
 
     Supervised        trains with a supervised loss: the options `loss` and `local`
     Weighted          and weighs sites: `weights`
@@ -124,7 +124,7 @@ class Averaging(MeanOfModels):
 
 @options
 class Pooled(Supervised):
-    """Training at one site, which holds the cases of all; the server takes its model as it is."""
+    """Training at one site that holds all cases. The server takes its model unchanged."""
 
     pooled: ClassVar[bool] = True
     local_update: ClassVar[Any]

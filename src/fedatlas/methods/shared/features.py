@@ -19,7 +19,7 @@ from fedatlas.core.errors import FederationError
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module: its first input and all maps that it gave."""
+    """One call of a module: its first input, and the feature maps it returned."""
 
     module: nn.Module
     given: Tensor
@@ -28,7 +28,7 @@ class Call:
 
 @dataclass
 class EncoderMaps:
-    """What the encoders of a net made in the forward passes that were watched; read it after one of them.
+    """Feature maps of a net's encoders, collected during the watched forward passes. Read them after a pass.
 
     net: its name, for errors. calls: for each encoder those of its modules, in the order in which they were made.
     """

@@ -39,7 +39,7 @@ class Merged:
 
 
 class Merge:
-    """Merges teachers that are asked one after another, so that one of them needs to be in memory at a time."""
+    """Merges the predictions of teachers one after another, with one teacher in memory at a time."""
 
     def __init__(self) -> None:
         self.sums: Tensor | None = None

@@ -268,7 +268,8 @@ class AscentStep(Step):
     def _ascend(
         self, net: nn.Module, loss: Loss, batch: Batch, *, keep: bool = False
     ) -> tuple[Tensor, Tensors | None]:
-        """The loss at w, and its clipped gradient; None for one that overflowed. keep: keeps it without clipping, too."""
+        """The loss at w and the clipped gradient, None if the gradient overflowed. keep: also keep the
+        gradient without clipping."""
         buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]
         with autocast(self.local, self.device):
             value = loss(net, batch)
@@ -436,7 +437,7 @@ class SparseMask:
     otherwise M stays as it was and G_mo gathers nothing. Without effect in the first round. disagree: M_G; None: no
     site has sent a mask yet, and there is no extra one. rng: a CPU generator.
 
-    Raises NameMismatch if what is kept is not of the net that is trained.
+    Raises NameMismatch if the saved masks belong to another net.
     """
 
     def __init__(

@@ -85,8 +85,8 @@ class Teaching:
     )
 
     def training(self, local: Local) -> Local:
-        """The training of teachers, where `local` is that of the rounds. Raises FederationError for a key or a value that
-        cannot be."""
+        """Settings of the teachers' training: `local` of the rounds, with the overrides of this block. Raises
+        FederationError for an unknown key or a value that is not allowed."""
         length = {"steps": None, "epochs": None} if {"steps", "epochs"} & set(self.local) else {}
         given = {field.name: getattr(local, field.name) for field in dataclasses.fields(local)}
         return from_dict(Local, {**given, **length, **self.local}, what="teachers.local")
@@ -136,8 +136,8 @@ def require_exclusive(name: str, space: LabelSpace) -> None:
 
 @dataclass(frozen=True)
 class TaughtState(State):
-    """teachers: site -> its teacher, until every site has those of the others. classes: site -> what it annotates.
-    served: the sites that have them."""
+    """teachers: site -> its teacher, kept until all sites have received all teachers.
+    classes: site -> annotated classes. served: sites that have received them."""
 
     teachers: dict[str, Tensors] = field(default_factory=dict)
     classes: dict[str, list[int]] = field(default_factory=dict)

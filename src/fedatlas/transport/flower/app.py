@@ -504,7 +504,7 @@ def attend(kit: Path) -> int:
 
 
 def sites_of(nodes: Iterable[Any], keys: Path) -> tuple[dict[str, Any], list[str]]:
-    """Which node is which site: by the key with which Flower has authenticated every one of its requests.
+    """Maps Flower's nodes to sites by the key that authenticates their requests.
 
     nodes: Flower's NodeInfo, of which `node_id` and `public_key` (PEM) count and what a node says of itself does
     not. keys: the folder of <site>.pub. Returns the node of each site, and for a person what was refused.

@@ -49,7 +49,7 @@ _INDICES = 2**31 - 1
 
 @options
 class Comm:
-    """Compression of what is sent: models travel as differences to the model that the receiver holds."""
+    """Sends only the change from the receiver's model, compressed."""
 
     up: Literal["none", "bf16", "int8", "topk"] = option("none", "Compression of what the sites send.")
     down: Literal["none", "bf16", "int8", "topk"] = option("none", "Compression of what the server sends.")

@@ -86,7 +86,7 @@ EMPTY = "-1"
 
 @dataclass(frozen=True)
 class Case:
-    """One scan or picture: its files, and what was annotated in it, in the site's own names.
+    """One scan or picture: files and annotated labels, by the site's own names.
 
     masks: own class name -> its mask, for sites with a mask per class in place of a label map; a name given twice
     means the union, and a name of `annotated` without a mask is annotated and absent. reference_annotated: what
