@@ -18,7 +18,7 @@ from fedatlas.transport import wire
 from fedatlas.transport.clients import SiteClients
 from fedatlas.transport.egress import Declaration, NetForms
 from fedatlas.transport.exchange import ServerExchange
-from fedatlas.transport.host import Host
+from fedatlas.transport.host import Host, Policy
 from fedatlas.transport.local import InProcess
 
 SPACE = LabelSpace(("a", "b", "c", "d"), exclusive=False, level="image")
@@ -71,7 +71,7 @@ class Federation:
                 method.functions(),
                 self.make_net,
                 folder / "sites" / name,
-                sends=sends_of(method),
+                Policy(sends_of(method)),
                 seed=5,
             )
             for name, source in sources.items()

@@ -13,7 +13,7 @@ from fedatlas.core.tensors import forms_of, tensors_of
 from fedatlas.federation.audit import logs_of, text_of
 from fedatlas.transport import wire
 from fedatlas.transport.egress import EgressError, EgressLog, check, check_log, contents, read_log
-from fedatlas.transport.host import Host
+from fedatlas.transport.host import Host, Policy
 
 FORMS = {"conv.weight": ("float32", (4, 1, 3, 3)), "conv.bias": ("float32", (4,))}
 DECLARED = {"model": "model", "n": "cases"}
@@ -139,10 +139,8 @@ def host(folder: Path, texts: bool = True) -> Host:
         {"leak": leak},
         lambda _: net,
         folder,
-        sends={"leak": DECLARED},
+        Policy({"leak": DECLARED}, log=log, texts=texts),
         seed=1,
-        log=log,
-        texts=texts,
     )
 
 

@@ -16,7 +16,7 @@ from fedatlas.transport import wire
 from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.egress import Declaration, EgressLog, NetForms, read_log
 from fedatlas.transport.exchange import ServerExchange, Terms, terms_of
-from fedatlas.transport.host import Host
+from fedatlas.transport.host import Host, Policy
 from fedatlas.transport.local import InProcess
 from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.privacy import Privacy
@@ -79,10 +79,8 @@ def federation(
             method.functions(),
             lambda _: net(),
             folder / name,
-            sends=sends_of(method),
+            Policy(sends_of(method), log=EgressLog(folder / name / "egress.jsonl"), terms=agreed),
             seed=5,
-            terms=agreed,
-            log=EgressLog(folder / name / "egress.jsonl"),
         )
         for name in SITES
     }

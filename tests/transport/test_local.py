@@ -19,7 +19,7 @@ from fedatlas.transport import wire
 from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.egress import Declaration, NetForms
 from fedatlas.transport.frames import Question
-from fedatlas.transport.host import Host
+from fedatlas.transport.host import Host, Policy
 from fedatlas.transport.local import InProcess, Workers, keeping_workers
 from fedatlas.transport.rounds import Round, RunFolder, run
 from fedatlas.transport.store import MemoryStore, waiting_for_room
@@ -91,7 +91,7 @@ def clients(folder: Path, method: Walk, *, faults: Faults | None = None, order: 
             method.functions(),
             lambda _: net(),
             folder / name,
-            sends=sends_of(method),
+            Policy(sends_of(method)),
             seed=5,
         )
         for name in order
@@ -268,7 +268,7 @@ def test_only_marked_functions_are_called(tmp_path) -> None:
     asked = clients(tmp_path, method)
     with pytest.raises(FedAtlasError, match="not marked @at_site"):
         asked.call(method.not_allowed)
-    host = Host("a", Source(1), method.functions(), lambda _: net(), tmp_path, sends={}, seed=1)
+    host = Host("a", Source(1), method.functions(), lambda _: net(), tmp_path, Policy({}), seed=1)
     reply = wire.decode(host.handle("not_allowed", 1, 0, wire.encode({})))
     assert "asked to run 'not_allowed'; allowed: step" in reply["error"]["text"]
 
@@ -293,7 +293,7 @@ def test_damaged_replies_are_refused(tmp_path, damage, text: str) -> None:
 
 
 def test_a_damaged_payload_is_refused_at_the_site(tmp_path) -> None:
-    host = Host("a", Source(1), Walk().functions(), lambda _: net(), tmp_path, sends={}, seed=1)
+    host = Host("a", Source(1), Walk().functions(), lambda _: net(), tmp_path, Policy({}), seed=1)
     data = wire.encode({"model": tensors_of(net()), "scale": 1.0})
     data[-1] ^= 1
     reply = wire.decode(host.handle("step", 1, 0, data))

@@ -26,7 +26,7 @@ from fedatlas.evaluation.evaluate import own_score
 from fedatlas.federation.file import Federation, hash_of, make_method, make_terms, selects
 from fedatlas.federation.tasks import Source, task_of
 from fedatlas.transport.egress import EgressLog
-from fedatlas.transport.host import Host
+from fedatlas.transport.host import Host, Policy
 
 POOLED = "pooled"
 """The one site that trains where a method merges all sites' data."""
@@ -281,21 +281,36 @@ class Experiment(Design):
         least = self.step_memory().least * at_once
         require_memory(least, what, remedy, FederationError, federation.engine.device)
 
-    def host(self, site: str, folder: Path, log: EgressLog | None = None, **options: Any) -> Host:
-        """The end of the wire of a site that is served here. folder: its private one; options: as `Host`."""
+    def host(
+        self,
+        site: str,
+        folder: Path,
+        log: EgressLog | None = None,
+        *,
+        texts: bool = True,
+        case_name: Callable[[str], str] | None = None,
+        **options: Any,
+    ) -> Host:
+        """The end of the wire of a site that is served here. folder: its private one; log, texts, case_name: as `Policy`;
+        options: as `Host`."""
+        policy = Policy(
+            self.sends,
+            scores={name: self.evaluator.scores for name in self.task.sends},
+            log=log,
+            texts=texts,
+            case_name=case_name,
+            terms=make_terms(self.federation),
+        )
         return Host(
             site,
             self.training.get(site) or self.sources[site],
             self.method.functions() | functions_of(self.evaluator),
             partial(self.make_net, initial=False),
             folder,
-            sends=self.sends,
-            scores={name: self.evaluator.scores for name in self.task.sends},
+            policy,
             seed=self.federation.seed,
             threads=self.federation.threads_per_site,
             device=self.federation.engine.device,
-            log=log,
-            terms=make_terms(self.federation),
             own_score=own_score(self.evaluator, selects(self.federation)),
             **options,
         )

@@ -35,7 +35,7 @@ from fedatlas.federation.file import (
 )
 from fedatlas.federation.tasks import task_of
 from fedatlas.transport.frames import Question
-from fedatlas.transport.host import Host
+from fedatlas.transport.host import Host, Policy
 from fedatlas.transport.relay import skewed
 from fedatlas.transport.store import DATA, guard_data, write_atomic
 
@@ -178,10 +178,12 @@ class SiteDesk:
             functions,
             lambda name: torch.nn.Identity(),
             self.state,
-            sends=self.sends,
+            Policy(
+                self.sends,
+                log=egress_log(self.federation, self.state / "egress.jsonl", run),
+                texts=self.texts,
+            ),
             seed=0,
-            log=egress_log(self.federation, self.state / "egress.jsonl", run),
-            texts=self.texts,
             instance=self.instance,
             remembers=False,
         )

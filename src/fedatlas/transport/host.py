@@ -142,20 +142,36 @@ class HostedSite:
 ADDED = ("steps", "step_seconds")
 
 
+@dataclass(frozen=True)
+class Policy:
+    """What may leave a site, and in which form.
+
+    sends: name of a function -> what it answers, key -> kind; anything else is refused before it leaves.
+    scores: name -> what the rows of an evaluation by that function may hold, given the site and the payload.
+    log: where every message that leaves is written down first; None only where nothing leaves (a test).
+    texts: False keeps the text of every exception at the site; the server gets a code.
+    case_name: how the site calls a case in the rows of an evaluation; None: by its own name.
+    terms: compression, privacy and secure sums.
+    """
+
+    sends: Mapping[str, Mapping[str, str]]
+    scores: Mapping[str, Callable[..., Scores]] = field(default_factory=dict)
+    log: EgressLog | None = None
+    texts: bool = True
+    case_name: Callable[[str], str] | None = None
+    terms: Terms = field(default_factory=Terms)
+
+
 class Host:
     """Serves the calls of one site.
 
     functions: name -> function(site, **payload); the only ones that are ever run.
-    sends: name -> what that function answers, key -> kind; anything else is refused before it leaves.
-    scores: name -> what the rows of an evaluation by that function may hold, given the site and the payload.
+    folder: the site's private one.
+    policy: what may leave.
     seed: the federation's; with site, round and call it decides everything random.
-    log: where every message that leaves is written down first; None only where nothing leaves (a test).
-    texts: False keeps the text of every exception at the site; the server gets a code.
-    terms: what happens to models on their way.
     instance: tells this installation of the site from any other that uses its name; part of every reply.
     remembers: False where calls are no part of a run, and must leave its memory alone.
     own_score: what `method.Site.score` gives, of the site and a net; None: no net has a score.
-    case_name: how the site calls a case in the rows of an evaluation; None: by its own name.
     """
 
     def __init__(
@@ -165,28 +181,22 @@ class Host:
         functions: Mapping[str, Callable[..., Any]],
         make_net: NetMaker,
         folder: Path,
+        policy: Policy,
         *,
-        sends: Mapping[str, Mapping[str, str]],
-        scores: Mapping[str, Callable[..., Scores]] | None = None,
         seed: int,
         threads: int = 1,
         device: str = "cpu",
-        log: EgressLog | None = None,
-        texts: bool = True,
-        case_name: Callable[[str], str] | None = None,
-        terms: Terms | None = None,
         instance: str = "",
         remembers: bool = True,
         own_score: Callable[[HostedSite, nn.Module], float | None] | None = None,
     ) -> None:
         self.name, self.source, self.functions, self.make_net = name, source, dict(functions), make_net
         self.folder, self.seed, self.threads, self.device = folder, seed, threads, torch.device(device)
-        self.log, self.texts, self.case_name = log, texts, case_name
-        self.sends, self.scores = dict(sends), dict(scores or {})
+        self.policy = policy
         self.forms = NetForms(make_net)
         self.instance, self.own_score = instance, own_score
         self.memory, self.remembers = MemoryStore(folder / "memory"), remembers
-        self.exchange = SiteExchange(terms or Terms(), name, folder)
+        self.exchange = SiteExchange(policy.terms, name, folder)
 
     def answer(self, question: Question) -> None:
         """Answers a question whose payloads are files, in a file. Raises OSError where not even an error reply
@@ -244,9 +254,9 @@ class Host:
         return {"site": self.name, "function": function, "round": round, "call": call}
 
     def _record(self, function: str, round: int, call: int, contents: dict[str, str], reply: Data) -> None:
-        if self.log:
+        if self.policy.log:
             what = {"function": function, "round": round, "call": call, "contents": contents}
-            self.log.record(what, reply)
+            self.policy.log.record(what, reply)
 
     def _error(self, function: str, round: int, call: int, error: Exception) -> Data:
         """The error reply, with everything about the error in the site's own errors.log."""
@@ -257,7 +267,7 @@ class Host:
                 log.write(f"round {round}, call {call}, {function}\n")
                 log.write("".join(traceback.format_exception(error)) + "\n")
         content: dict[str, Tree] = {"code": type(error).__name__}
-        if self.texts:
+        if self.policy.texts:
             known = isinstance(error, FedAtlasError | FloatingPointError | OSError | MemoryError)
             content["text"] = str(error) if known else f"{error} (see {file})"
         reply = wire.encode({"to": self._to(function, round, call), "from": self.instance, "error": content})
@@ -266,7 +276,7 @@ class Host:
         return reply
 
     def _scores(self, function: str, payload: Mapping[str, Any]) -> Scores | None:
-        of = self.scores.get(function)
+        of = self.policy.scores.get(function)
         return of(self.name, None, **payload) if of else None
 
     def _run(
@@ -302,13 +312,14 @@ class Host:
         )
         with keeping_freed_blocks(), isolated(*parts, "libraries"):
             value: Any = to_tree(self.functions[function](site, **payload))
-        if self.case_name and isinstance(value, dict) and isinstance(value.get("rows"), list):
+        case_name = self.policy.case_name
+        if case_name and isinstance(value, dict) and isinstance(value.get("rows"), list):
             for row in value["rows"]:
-                row["case"] = row["case"] and self.case_name(row["case"])
+                row["case"] = row["case"] and case_name(row["case"])
         what = f"site {self.name}: the answer to {function}"
         egress.check(
             value,
-            self.sends.get(function, {}),
+            self.policy.sends.get(function, {}),
             what=what,
             classes=len(self.source.labels.space),
             forms=self.forms,
