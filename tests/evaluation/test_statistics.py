@@ -8,7 +8,6 @@ from fedatlas.evaluation.evaluate import Row, selection_score
 from fedatlas.evaluation.statistics import (
     bootstrap_interval,
     client_wise_index,
-    forgetting_matrix,
     holm,
     macro_over_classes,
     paired,
@@ -65,11 +64,6 @@ def test_selection_counts_every_annotated_class_of_every_site_once() -> None:
     assert selection_score(rows) == pytest.approx((0.9 + 0.5 + 0.1) / 3)
     assert selection_score(rows, "sites") == pytest.approx(((0.9 + 0.5) / 2 + 0.1) / 2)
     assert selection_score([row("a", "x", 0.9, known=False)]) is None
-
-
-def test_forgetting_counts_sites_that_never_saw_the_class() -> None:
-    rows = [row("a", "x", 1.0, model="local/b"), row("b", "x", 0.0, known=False, model="local/b")]
-    assert forgetting_matrix(rows)["local/b", "x"].mean == 0.5
 
 
 def test_holm_by_hand() -> None:

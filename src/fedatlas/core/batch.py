@@ -17,7 +17,7 @@ class Batch:
     known [B, C] bool: is class c annotated in this sample; case: where each sample came from (never sent).
     finding [B, F] float in {0, 1} and finding_known [B, F] bool: findings of the whole image beside segmentation;
     None where the label space has none. along [B, C, *S] float: what a model said of each image before it was varied, as
-    probabilities that were cropped and moved with it (see `method.Site.with_predictions`); None: nothing was asked."""
+    probabilities that were cropped and moved with it (see `core.contract.Site.with_predictions`); None: nothing was asked."""
 
     image: Tensor
     target: Tensor

@@ -407,7 +407,7 @@ class SiteData:
         partly: bool,
         gigabytes: float,
     ) -> "CaseMaps":
-        """What a net says of every training case, unvaried, in files in `folder`: see `method.Site.with_predictions`."""
+        """What a net says of every training case, unvaried, in files in `folder`: see `core.contract.Site.with_predictions`."""
         if not self._ready:
             self.prepare()
         train = self.items["train"]
@@ -607,7 +607,7 @@ def _nothing(geometry: Geometry, space: LabelSpace) -> Label:
 
 @dataclass
 class CaseVolume:
-    """One case for evaluation, as `data.batch.Volume`."""
+    """One case for evaluation, as `core.batch.Volume`."""
 
     case: str
     image: Tensor

@@ -605,7 +605,7 @@ def slice_with_neighbours(image: np.ndarray, at: int, context: int) -> np.ndarra
 
 @dataclass
 class Scan:
-    """A scan without a truth, as `data.batch.Volume`."""
+    """A scan without a truth, as `core.batch.Volume`."""
 
     case: str
     image: Tensor

@@ -141,7 +141,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Scores:
-    """What the rows and histograms of one evaluation at one site may hold: `engine.egress.Scores`.
+    """What the rows and histograms of one evaluation at one site may hold: `transport.egress.Scores`.
 
     columns: of a row -> the values that it may have; ranges: metric -> its least and largest value; most: rows;
     bins: of a histogram; cases: that are scored, None where it is not known; names: of classes with a histogram.
@@ -409,7 +409,7 @@ class _Seen:
 
 
 def own_score(evaluator: Any, metric: str) -> Callable[[Any, nn.Module], float | None]:
-    """What `method.Site.score` gives of a site and a net, by an evaluator of a task and the metric that chooses rounds."""
+    """What `core.contract.Site.score` gives of a site and a net, by an evaluator of a task and the metric that chooses rounds."""
 
     def score(site: Any, net: nn.Module) -> float | None:
         members = [Member(tensors_of(net), tuple(sorted(site.labels.annotated))).to_payload()]

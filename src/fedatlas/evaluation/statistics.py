@@ -89,14 +89,6 @@ def macro_over_classes(rows: Iterable[RowDict], *, known: bool | None = True) ->
     return mean_of_defined(summarise(group).mean for group in grouped(rows, "class").values())
 
 
-def forgetting_matrix(rows: Iterable[RowDict]) -> dict[tuple[str, str], Summary]:
-    """(model, class) -> summary over every site's cases, those of sites that never annotated the class included.
-
-    rows: of one metric and split, for the global model and every local one.
-    """
-    return {(str(model), str(name)): found for (model, name), found in table(rows, "model", "class").items()}
-
-
 def paired(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
     """p values, two-sided, of the paired t test and of Wilcoxon's signed-rank test; 1 where all pairs are equal.
 

@@ -38,7 +38,7 @@ from fedatlas.transport.local import Workers
 from fedatlas.transport.relay import ServerRelay, SiteRelay, skewed
 
 ENGINES = {"nvflare": "fedatlas.transport.nvflare.engine", "flower": "fedatlas.transport.flower.engine"}
-"""The distributed engines: name -> the module that offers what `engine.deployment` says."""
+"""The distributed engines: name -> the module that offers what `transport.deployment` says."""
 
 RESERVED = ("server", "authority")
 Tell = Callable[[str], None]
@@ -366,7 +366,7 @@ def _told_to_end() -> Iterator[threading.Event]:
 
 
 class Deployed:
-    """`engine.clients.Transport` over a distributed engine: keeps a relay job running on it while it is open.
+    """`transport.clients.Transport` over a distributed engine: keeps a relay job running on it while it is open.
 
     A job that ends, for whatever reason, is submitted again; the questions that were open are put to the next.
     """
@@ -453,7 +453,7 @@ class Deployed:
 
 
 def gather(engine: str, deploy: Path, *, data_changed: bool = False) -> Any:
-    """How `run_federation` finds the parties of a deployment: `session.Gather`. data_changed: see `join`."""
+    """How `run_federation` finds the parties of a deployment: `federation.session.Gather`. data_changed: see `join`."""
 
     def gather(federation: Any, folder: Any, tell: Tell) -> Any:
         about = read_kit(deploy / "server")
@@ -500,7 +500,7 @@ COMING = 600.0
 
 
 def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_changed: bool = False) -> Any:
-    """Says hello to every site, agrees on labels, and lets all prepare their data: `session.Parties`.
+    """Says hello to every site, agrees on labels, and lets all prepare their data: `federation.session.Parties`.
 
     data_changed: let sites go on whose data are not those with which the run began.
 
@@ -730,7 +730,7 @@ class Trial:
 
 
 def gather_trial(engine: str, *, data_changed: bool = False) -> Any:
-    """How `run_federation` runs on an engine's real processes, all on this machine: `session.Gather`. data_changed: see
+    """How `run_federation` runs on an engine's real processes, all on this machine: `federation.session.Gather`. data_changed: see
     `join`."""
 
     def gather(federation: Any, folder: Any, tell: Tell) -> Any:

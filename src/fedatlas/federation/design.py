@@ -149,7 +149,7 @@ class Design:
 
     @property
     def sends(self) -> dict[str, Mapping[str, str]]:
-        """What sites answer: function -> key -> kind, see `engine.egress.problem_of`."""
+        """What sites answer: function -> key -> kind, see `transport.egress.problem_of`."""
         return {**sends_of(self.method), **self.task.sends}
 
     @property

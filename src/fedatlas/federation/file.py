@@ -1,7 +1,7 @@
 """The federation file: YAML to typed values and back, its hash, its JSON schema.
 
 YAML -> `Federation`: checked once, here; an unknown key is an error that names the nearest known one. What is
-built from it stands in `session.py`.
+built from it stands in `session`.
 """
 
 import hashlib

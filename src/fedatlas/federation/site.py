@@ -2,7 +2,7 @@
 
 It is started by the hospital, with a path that never leaves it, and is reached through the engine's client only.
 It says hello (versions, the federation file it was given), joins (the label space; what it has, in numbers), and
-after that answers what `engine.host` allows. Every answer is checked, written into the egress log, then sent.
+after that answers what `transport.host` allows. Every answer is checked, written into the egress log, then sent.
 """
 
 import contextlib

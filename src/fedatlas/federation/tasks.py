@@ -64,7 +64,7 @@ class Source(Protocol):
 
 
 class Task(Protocol):
-    """One task. level: as in `LabelSpace`; sends: what its evaluation answers, see `engine.egress.check`."""
+    """One task. level: as in `LabelSpace`; sends: what its evaluation answers, see `transport.egress.check`."""
 
     level: Literal["voxel", "image"]
     sends: Mapping[str, Mapping[str, str]]

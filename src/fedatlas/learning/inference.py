@@ -65,7 +65,7 @@ class Prediction:
 
 
 class Speaker(Protocol):
-    """What is asked of a `method.Member` here."""
+    """What is asked of a `core.contract.Member` here."""
 
     @property
     def classes(self) -> Sequence[int] | None: ...
@@ -268,7 +268,7 @@ def speakers(members: Sequence[Speaker], chosen: int | None) -> range:
 class Nets:
     """Nets for models, one for each name of a net, which holds the values of the model that was asked for last.
 
-    make: gives a net with the values of a model, by its name, as `method.Site.network`."""
+    make: gives a net with the values of a model, by its name, as `core.contract.Site.network`."""
 
     def __init__(self, make: Callable[[Tensors, str], nn.Module]) -> None:
         self.make = make
@@ -285,7 +285,7 @@ class Nets:
 
 
 class Model(Speaker, Protocol):
-    """A `method.Member`, with its values."""
+    """A `core.contract.Member`, with its values."""
 
     @property
     def model(self) -> Tensors: ...

@@ -54,7 +54,7 @@ class LossChoice:
 
 
 class Counts(Protocol):
-    """What a loss may know of the data of a site: `method.Site` is one."""
+    """What a loss may know of the data of a site: `core.contract.Site` is one."""
 
     labels: SiteLabels
     n_labelled: Tensor

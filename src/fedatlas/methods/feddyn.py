@@ -89,7 +89,7 @@ class Dynamic:
         }
 
     def step(self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
-        """What `training.train` takes as its `step`."""
+        """What `learning.loop.train` takes as its `step`."""
         return CorrectedStep(optimizer, local, device, self.gradient)
 
     def gradient(self, parameter: Tensor, gradient: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ from fedatlas.methods.shared.averaging import Supervised
 from fedatlas.methods.shared.simsiam import HEADS, PreTraining
 
 Changes = dict[str, Tensors]
-"""Some entries of named tensors, as `tensors.sparse` takes them."""
+"""Some entries of named tensors, as `core.tensors.sparse` takes them."""
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ def soft_pull(models: Mapping[str, Tensors], lam: float) -> dict[str, Tensors]:
     """site -> lam of its own model and (1 - lam) / (K - 1) of each of the others, in the sorted order of sites; the
     model itself where it is the only one.
 
-    Sums as `tensors.average` makes them: float64, cast once. Integer tensors become the largest of those that count.
+    Sums as `core.tensors.average` makes them: float64, cast once. Integer tensors become the largest of those that count.
     Raises NameMismatch for models of different form.
     """
     names, pulled = sorted(models), {}

@@ -9,7 +9,7 @@ a site learns the channels that a sample annotates from its labels (Dice and bin
 the global model of the round (global distillation) and from local models of other sites, some of which are drawn at
 every step (local distillation).
 
-The heads are read from the logits of the federation's net (`organs.read_heads`), so that the largest logit
+The heads are read from the logits of the federation's net (`core.organs.read_heads`), so that the largest logit
 is the merge of the heads. With the net `organ_heads` they are independent, as the paper has them; with any other
 net for exclusive classes they share the background's channel. Where classes overlap every channel is a head.
 

@@ -144,7 +144,7 @@ class Control:
         return [name for name in self.names.values() if name in self.sum]
 
     def step(self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
-        """What `training.train` takes as its `step`."""
+        """What `learning.loop.train` takes as its `step`."""
         rate = partial(_rate, optimizer)
         return CorrectedStep(optimizer, local, device, lambda p, gradient: self._see(p, gradient, rate()))
 

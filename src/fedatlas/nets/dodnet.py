@@ -8,7 +8,7 @@ task (one-hot) and says the 162 values of a head of three convolutions of size 1
 between them. The head reads the last eight maps of the decoder and gives two logits: of the organ with its lesions, and
 of the lesion. All other parameters are common to all tasks.
 
-The logits of exclusive classes are the merge of the heads (`organs.merge_heads`), from which `organs.read_heads` gives
+The logits of exclusive classes are the merge of the heads (`core.organs.merge_heads`), from which `core.organs.read_heads` gives
 the heads back.
 
 Differences from the paper

@@ -84,7 +84,7 @@ class Call:
 
 
 class Spool:
-    """The replies to one call, kept on disk: `method.Replies`."""
+    """The replies to one call, kept on disk: `core.contract.Replies`."""
 
     def __init__(self, files: Mapping[str, Path]) -> None:
         self.files = dict(sorted(files.items()))
@@ -121,7 +121,7 @@ class Spool:
 
 @dataclass
 class SiteClients:
-    """`method.Clients` over a transport.
+    """`core.contract.Clients` over a transport.
 
     scratch: a folder for payloads and replies; only those of the last call, and of the last one that brought
     models, are kept.

@@ -148,7 +148,7 @@ def problem_of(value: Any, declared: Mapping[str, str], declaration: Declaration
     some, some:NET      the same of some of its tensors
     mask, mask:NET      the same with bool tensors
     bits, bits:NET      of all tensors, or of none, eight positions in a byte, as `sharpness.pack_bits` packs them
-    sparse, sparse:NET  some entries of all tensors of a net, as `tensors.sparse` takes them
+    sparse, sparse:NET  some entries of all tensors of a net, as `core.tensors.sparse` takes them
     number              one finite number, up to 10^15
     cases               the training cases of the site, a whole number from 1 on
     classes             class indices, none twice

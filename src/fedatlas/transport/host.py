@@ -60,7 +60,7 @@ NetMaker = Callable[[str], nn.Module]
 
 @dataclass
 class HostedSite:
-    """The `method.Site` of one call, and what evaluation needs beyond it."""
+    """The `core.contract.Site` of one call, and what evaluation needs beyond it."""
 
     name: str
     source: SiteSource
@@ -171,7 +171,7 @@ class Host:
     seed: the federation's; with site, round and call it decides everything random.
     instance: tells this installation of the site from any other that uses its name; part of every reply.
     remembers: False where calls are no part of a run, and must leave its memory alone.
-    own_score: what `method.Site.score` gives, of the site and a net; None: no net has a score.
+    own_score: what `core.contract.Site.score` gives, of the site and a net; None: no net has a score.
     """
 
     def __init__(

@@ -206,7 +206,7 @@ def average_rows(
     head: Mapping[str, int],
     old: Tensors,
 ) -> Tensors:
-    """The weighted mean of K models (`tensors.average`) in which row c of the head has weights of its own.
+    """The weighted mean of K models (`core.tensors.average`) in which row c of the head has weights of its own.
 
     weights: [K], of everything but the head. rows: [K, C], of the head, as `head_of` gives it. A row whose weights
     are all 0 stays as it is in `old`.

@@ -187,7 +187,7 @@ class Spent:
 def stepping(
     how: DPSGD | None, site: Site, net: nn.Module, local: Local, *, memory: str = MEMORY, prefix: str = ""
 ) -> Iterator[Callable[..., Step] | None]:
-    """What `training.train` takes as its `step`, for all trainings of a net within one call of a site; None: plain steps.
+    """What `learning.loop.train` takes as its `step`, for all trainings of a net within one call of a site; None: plain steps.
 
     At the end the site keeps what was spent, by all calls so far, under `memory`, and logs it as `epsilon` and
     `epsilon_poisson`; without noise it logs nothing. prefix: begins their names.
@@ -258,7 +258,7 @@ def check_net(net: nn.Module) -> None:
 
 def epsilon(how: DPSGD, squares: int) -> float:
     """ε of a case whose `Spent.squares` are so many: that of one Gaussian mechanism with the multiplier
-    noise / sqrt(squares); 0 for none, inf without noise. Raises as `privacy.epsilon`."""
+    noise / sqrt(squares); 0 for none, inf without noise. Raises as `protection.privacy.epsilon`."""
     if squares == 0:
         return 0.0
     return privacy.epsilon(how.noise / math.sqrt(squares), 1, how.delta, relation="remove")
@@ -266,10 +266,10 @@ def epsilon(how: DPSGD, squares: int) -> float:
 
 def epsilon_poisson(how: DPSGD, steps: int, rate: float) -> float:
     """ε of so many steps in which every case is in the batch with the chance `rate`, by itself: adding or removing one.
-    From the Rényi accountant of Opacus. inf without noise. Raises as `privacy.epsilon`."""
+    From the Rényi accountant of Opacus. inf without noise. Raises as `protection.privacy.epsilon`."""
     if steps == 0 or rate >= 1 or privacy.epsilon(how.noise, 1, how.delta, relation="remove") == math.inf:
         return epsilon(how, steps)
-    from opacus.accountants import RDPAccountant  # `privacy.epsilon` told where it is missing
+    from opacus.accountants import RDPAccountant  # `protection.privacy.epsilon` told where it is missing
 
     accountant = RDPAccountant()
     for _ in range(steps):

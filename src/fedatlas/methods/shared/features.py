@@ -1,6 +1,6 @@
 """The maps that the encoder of a net makes, seen while the net computes.
 
-Any registered net will do: its part "encoder" (`tensors.parts`), or its parts "encoder:0", "encoder:1", … where it has
+Any registered net will do: its part "encoder" (`core.tensors.parts`), or its parts "encoder:0", "encoder:1", … where it has
 several, whose maps are then put beside one another.
 
 Shapes: B batch, d channels, *s spatial.

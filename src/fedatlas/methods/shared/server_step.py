@@ -2,7 +2,7 @@
 
 Where FedAvg takes the mean as it is, here Delta_t = mean - x_t is one reading of the way, from which the server keeps
 moments over the rounds. Only parameters are stepped; buffers (running statistics, counters) are what
-`tensors.average` makes of them.
+`core.tensors.average` makes of them.
 
 Everything is computed per tensor and entry by entry, in float32 (float64 for float64 parameters), with one rounding
 per operation: equal replies give equal bits, with any number of threads and after a resume.

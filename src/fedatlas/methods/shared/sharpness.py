@@ -535,7 +535,7 @@ def _unpacked(packed: Any, name: str, shape: torch.Size) -> Tensor:
 def swa(average: Mapping[str, Tensor], model: Mapping[str, Tensor], n: int) -> Tensors:
     """(1 - a) average + a model with a = 1 / (n + 1), where the average is over n models; n = 0 gives the model.
 
-    Summed as by `tensors.average`: in float64, cast once; of integer tensors the larger. Raises FederationError for a
+    Summed as by `core.tensors.average`: in float64, cast once; of integer tensors the larger. Raises FederationError for a
     negative n, NameMismatch for models of different form.
 
     Izmailov, Podoprikhin, Garipov, Vetrov, Wilson. Averaging weights leads to wider optima and better generalization.
