@@ -1,4 +1,4 @@
-"""engine/nvflare.py: real servers and clients of NVIDIA FLARE on loopback, mutual TLS; a site's own process is
+"""transport/nvflare: real servers and clients of NVIDIA FLARE on loopback, mutual TLS; a site's own process is
 played by a relay in this one, so that no net is needed."""
 
 import os
@@ -312,7 +312,7 @@ def test_a_kit_is_private_and_quiet(deployment: Deployment) -> None:
     assert '"allow_log_streaming": false' in site and "streamer" not in site
     for kit in ("server", "site-1"):
         text = (deployment.out / kit / "engine" / "local" / "resources.json").read_text()
-        assert "nvflare_job.RelayController" in text and '"enforce"' in text
+        assert "nvflare.job.RelayController" in text and '"enforce"' in text
     certificate = nvflare._certificate(deployment.out / "site-1" / "engine" / "startup" / "client.crt")
     # a day before it is made, for clocks that are behind, and 30 after
     assert (certificate.not_valid_after_utc - certificate.not_valid_before_utc).days == 31

@@ -1,7 +1,7 @@
 """Flower as the engine: keys and certificates, processes to start, and the relay job.
 
 What Flower does here: TLS to the server, every request of a site signed with its key, and messages of opaque
-bytes between the server's job and the sites. `flower_app` holds the processes; this module starts them.
+bytes between the server's job and the sites. `app` holds the processes; this module starts them.
 
 Two ports. The sites reach `port`, where nothing but Flower's Fleet API is served. `admin_port` is bound to this
 machine's loopback address alone and serves the rest (jobs, and Flower's own processes), to holders of a secret
@@ -351,7 +351,7 @@ clientapp = "relay:client"
 [tool.flwr.app.config]
 job = ""
 """
-    module = "from fedatlas.transport import flower_app\n\nserver = flower_app.server\nclient = flower_app.client\n"
+    module = "from fedatlas.transport.flower import app\n\nserver = app.server\nclient = app.client\n"
     content, _ = build_fab_from_files({"pyproject.toml": project.encode(), "relay.py": module.encode()})
     return hashlib.sha256(content).hexdigest(), content
 
