@@ -321,7 +321,7 @@ def test_people_at_a_hospital_are_told_what_leaves_and_what_fails(tmp_path) -> N
     errors.parent.mkdir(parents=True)
     errors.write_text(
         "round 3, call 0, local_update\nTraceback (most recent call last):\n"
-        '  File "x.py", line 1, in f\n    g()\nfedatlas.errors.DataError: site s0: no such file\n\nhalf a li'
+        '  File "x.py", line 1, in f\n    g()\nfedatlas.core.errors.DataError: site s0: no such file\n\nhalf a li'
     )
     news.look()
     news.look()

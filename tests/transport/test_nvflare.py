@@ -371,7 +371,7 @@ def test_no_server_no_job(tmp_path: Path) -> None:
 
 def test_a_job_does_not_outlive_who_submitted_it(deployment: Deployment, server: ServerRelay) -> None:
     code = (
-        "import sys; from pathlib import Path; from fedatlas.transport import nvflare; "
+        "import sys; from pathlib import Path; from fedatlas.transport.nvflare import engine as nvflare; "
         "print(nvflare.submit(*map(Path, sys.argv[1:4]), ['site-1']).attendant.pid)"
     )
     paths = [deployment.out / "server", deployment.out / "authority", deployment.root / "none.relay"]
