@@ -12,6 +12,17 @@ from fedatlas.core.options import option, options, own_first
 from fedatlas.methods.fedopt import FedOpt
 from fedatlas.methods.shared.averaging import Averaging
 
+
+class Walk(Method):
+    """The two functions that every method has."""
+
+    def start(self, net, clients) -> State:
+        return State({})
+
+    def round(self, state, clients) -> State:
+        return state
+
+
 NAMES = [name for name in vars(Method) if not name.startswith("_")]
 
 
@@ -43,7 +54,7 @@ def test_a_misspelt_class_variable_is_an_error_even_without_a_value() -> None:
 
 def test_options_functions_at_sites_and_names_of_parents_are_free() -> None:
     @options
-    class Mine(Method):
+    class Mine(Walk):
         starts: int = option(1, "An option.")
         _round = 2
 
@@ -71,7 +82,7 @@ def test_a_declaration_of_another_kind_is_an_error() -> None:
 
 def test_values_properties_and_options_are_all_declarations() -> None:
     @options
-    class Mine(Method):
+    class Mine(Walk):
         state: ClassVar[type[State]] = State
         pooled: bool = option(False, "An option that decides.")
 
@@ -104,3 +115,20 @@ def test_a_class_tells_its_own_options_first() -> None:
     assert own_first(Averaging) == shared
     assert own_first(FedOpt)[:2] == ["optimizer", "lr"] and own_first(FedOpt)[-1] == "local"
     assert FedOpt().weights == "equal" and Averaging().weights == "cases"  # type: ignore[call-arg]
+
+
+def test_a_method_without_its_two_functions_is_not_made() -> None:
+    class Half(Method):
+        def start(self, net, clients) -> State:
+            return State({})
+
+    with pytest.raises(TypeError, match="abstract class Half .*round"):
+        Half()  # type: ignore[abstract]
+
+
+def test_models_that_sites_choose_must_be_put_together() -> None:
+    class Own(Walk):
+        chosen_by_site = True
+
+    with pytest.raises(TypeError, match=r"class Own: `chosen_by_site` is true, so `assembled"):
+        Own().assembled(State({}), {})

@@ -8,6 +8,7 @@ Shapes: C classes.
 """
 
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -195,7 +196,7 @@ class Clients(Protocol):
         ...
 
 
-class Method:
+class Method(ABC):
     """What every method derives from: two functions over a state, `start` and `round`, and what it may declare beside
     them, with the defaults. A method that differs says so under the same name: a value as a value or a property, a function
     as a function. A name that is nearly one of these is an error where the class is defined."""
@@ -221,7 +222,7 @@ class Method:
     loss: ClassVar[Any] = None
     """The choice of its supervised loss, commonly an option; None: it has none."""
 
-    def check(self, space: LabelSpace) -> None:
+    def check(self, space: LabelSpace) -> None:  # noqa: B027 (by default everything fits)
         """Raises FederationError where the options do not fit the label space or each other."""
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
@@ -232,13 +233,13 @@ class Method:
         """Notes on the number of rounds, for `fedatlas check`. Raises FederationError where it does not fit."""
         return []
 
+    @abstractmethod
     def start(self, net: nn.Module, clients: Clients) -> State:
         """The state before the first round. net: the federation's net with its first values."""
-        raise NotImplementedError(f"{type(self).__name__} does not define start")
 
+    @abstractmethod
     def round(self, state: Any, clients: Clients) -> State:
         """The state after one more round."""
-        raise NotImplementedError(f"{type(self).__name__} does not define round")
 
     def eval_members(self, state: Any, site: str) -> list[Member]:
         """The models that are evaluated at a site as "the" model of the federation. site: its name; "" for a site
@@ -247,8 +248,11 @@ class Method:
 
     def assembled(self, state: Any, models: Mapping[str, Tensors]) -> State:
         """The state with the models that sites chose, site -> tensors, in place of those of the round; a site that chose
-        none keeps its own of the state."""
-        raise NotImplementedError(f"{type(self).__name__} does not define assembled")
+        none keeps its own of the state. Asked of methods with `chosen_by_site` alone, each of which has its own."""
+        raise TypeError(
+            f"class {type(self).__name__}: `chosen_by_site` is true, so `assembled(state, models)` must put the sites' "
+            "models together, and the class has none"
+        )
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """What may be called at a site: name -> bound function. Nothing else is ever run there."""
