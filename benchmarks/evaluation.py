@@ -55,8 +55,8 @@ def prepare(folder: Path, steps: int, cases: int) -> None:
     experiment = demo(folder, [])
     experiment.prepare()
     net = experiment.make_net()
-    loss = DiceCELoss(to_onehot_y=True, softmax=True, include_background=False)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    loss = DiceCELoss(to_onehot_y=True, softmax=True, include_background=False, batch=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True)
     sites = pool(list(experiment.sources.values()))  # type: ignore[arg-type]
     for batch in sites.batches(("benchmark",), batch=16, steps=steps):
         optimizer.zero_grad()
@@ -149,7 +149,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--way", choices=["prepare", "bare", *WAYS], help="part of the benchmark, on its own")
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--steps", type=int, default=200, help="of training, 16 slices each")
+    parser.add_argument("--steps", type=int, default=300, help="of training, 16 slices each")
     parser.add_argument("--cases", type=int, default=2, help="of every site")
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
