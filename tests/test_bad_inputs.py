@@ -33,7 +33,8 @@ from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import load_federation, parse_federation
 from fedatlas.federation.session import gather_local, run_federation
 from fedatlas.federation.site import SiteDesk
-from fedatlas.federation.yaml import KNOWN, require_known
+from fedatlas.federation.known import KNOWN
+from fedatlas.federation.yaml import require_known
 from fedatlas.phantoms.organs import phantom_sites
 from fedatlas.transport import wire
 from fedatlas.transport.local import InProcess

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 import yaml
 
-from fedatlas.cli import Counter, Progress, main
+from fedatlas.cli import main
+from fedatlas.cli.progress import Counter, Progress
 from fedatlas.evaluation.statistics import read_rows, select
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import fedatlas
+from fedatlas.federation.known import known
 
 ROOT = Path(fedatlas.__file__).parent
 MAY_IMPORT = {
@@ -70,7 +71,7 @@ def test_no_package_stands_above_itself() -> None:
 def test_every_package_is_in_the_table() -> None:
     packages = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("*/*.py")} - {"cli"}
     assert packages == {name for name in MAY_IMPORT if "." not in name}
-    assert {path.name for path in ROOT.glob("*.py")} <= {"__init__.py", "__main__.py", "cli.py"}
+    assert {path.name for path in ROOT.glob("*.py")} <= {"__init__.py", "__main__.py"}
 
 
 @pytest.mark.parametrize(
@@ -159,6 +160,8 @@ def test_the_test_of_names_sees_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path
     ],
 )
 def test_help_needs_neither_torch_nor_monai(verb: str) -> None:
+    if verb.startswith("analyse") and known() is None:
+        pytest.skip("known.json is older than the code: run tools/make_reference.py")
     code = (
         "import sys\nfrom fedatlas.cli import main\n"
         f"try:\n    main({verb.split()!r})\nexcept SystemExit as end:\n    assert end.code == 0\n"

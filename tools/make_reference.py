@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from fedatlas.analysis.runs import schemas
 from fedatlas.data import datasets
 from fedatlas.federation.catalogue import catalogue
 from fedatlas.federation.file import Federation, json_schema
-from fedatlas.federation.yaml import KNOWN
+from fedatlas.federation.known import KNOWN
 
 OUT = Path(__file__).parents[1] / "build" / "reference"
 
@@ -95,8 +96,12 @@ KINDS = ("methods", "nets", "datasets", "losses", "metrics")
 
 def known() -> str:
     """What the command line reads in the place of the code, which takes seconds to import."""
-    found = {"schema": json_schema(), "registered": {what: catalogue(what) for what in KINDS}}
-    return json.dumps(found, indent=0, ensure_ascii=False) + "\n"
+    kept = {
+        "schema": json_schema(),
+        "registered": {what: catalogue(what) for what in KINDS},
+        "analyses": schemas(),
+    }
+    return json.dumps(kept, indent=0, ensure_ascii=False) + "\n"
 
 
 def registered() -> str:

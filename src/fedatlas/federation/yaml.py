@@ -3,7 +3,6 @@
 Nothing heavy is imported here, so that a misspelt key is told at once.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,7 @@ import yaml
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import blamed, not_known
 from fedatlas.data.samples import path as bundled_path
-
-KNOWN = Path(__file__).parents[1] / "known.json"
-"""The JSON schema of the federation file, and what is registered, as `tools/make_reference.py` makes them of the code."""
-
-
-def known() -> dict[str, Any] | None:
-    """What KNOWN holds; None where it is missing, or older than the code, as while an option is being written."""
-    try:
-        made = KNOWN.stat().st_mtime
-        # files of one checkout, or of one installation, are written within seconds
-        if any(file.stat().st_mtime > made + 60 for file in KNOWN.parent.rglob("*.py")):
-            return None
-        return json.loads(KNOWN.read_text())
-    except (OSError, ValueError):
-        return None
+from fedatlas.federation.known import known
 
 
 def load_raw(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:

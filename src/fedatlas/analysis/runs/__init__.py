@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from fedatlas.analysis.runs import cka, hessian, landscape, membership
 from fedatlas.analysis.runs.subject import Subject
 from fedatlas.federation.design import versions
@@ -17,7 +19,7 @@ from fedatlas.transport.rounds import to_json
 from fedatlas.transport.store import write_atomic
 from fedatlas.core.options import from_dict, not_known
 
-__all__ = ["KINDS", "analyse"]
+__all__ = ["KINDS", "analyse", "schemas"]
 
 KINDS: Mapping[str, tuple[type, Callable[..., dict[str, Any]]]] = {
     "landscape": (landscape.Landscape, landscape.run),
@@ -25,7 +27,12 @@ KINDS: Mapping[str, tuple[type, Callable[..., dict[str, Any]]]] = {
     "cka": (cka.CKA, cka.run),
     "membership": (membership.Membership, membership.run),
 }
-"""kind -> its options and what it runs."""
+"""kind -> its options, whose docstring is its sentence, and what it runs."""
+
+
+def schemas() -> dict[str, dict[str, Any]]:
+    """Kind -> the JSON schema of its options."""
+    return {kind: TypeAdapter(cls).json_schema() for kind, (cls, _) in KINDS.items()}
 
 
 def analyse(
@@ -51,7 +58,7 @@ def analyse(
     cls, run = KINDS[kind]
     chosen = from_dict(cls, options, what=f"analyse {kind}")
     subject = Subject(path, sites=getattr(chosen, "sites", None), device=device, data=data)
-    found = to_json(
+    kept = to_json(
         {
             "kind": kind,
             "run": subject.info["id"],
@@ -60,5 +67,5 @@ def analyse(
             **run(subject, chosen, tell),
         }
     )
-    write_atomic(path / "analysis" / f"{kind}.json", found)
-    return json.loads(found)
+    write_atomic(path / "analysis" / f"{kind}.json", kept)
+    return json.loads(kept)

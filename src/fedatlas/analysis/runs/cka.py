@@ -27,7 +27,7 @@ from fedatlas.core.options import option, options
 
 @options
 class CKA:
-    """The options of CKA."""
+    """How alike models are, layer by layer, in their parameters and their activations."""
 
     model: tuple[Literal["best", "last", "local"], ...] | None = option(
         None,

@@ -9,27 +9,20 @@ augmented.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from fedatlas.analysis.runs.subject import Subject, clock, timed
+from fedatlas.analysis.runs.subject import LossOfModels, Subject, clock, timed
 from fedatlas.analysis import hessian as of
 from fedatlas.core.options import option, options
 from fedatlas.core.seeds import generator
 
 
 @options
-class Hessian:
-    """The options of the Hessian."""
+class Hessian(LossOfModels):
+    """How the loss of a model curves: eigenvalues, trace, spectral density, per site."""
 
-    model: tuple[Literal["best", "last", "local"], ...] | None = option(
-        None, "Models: best, last, local (each site's own); null: the best one, else the last.", min_length=1
-    )
-    sites: tuple[str, ...] | None = option(None, "Sites; null: all that train.", min_length=1)
-    labels: Literal["annotated", "reference"] = option(
-        "annotated", "annotated: the labels that training saw; reference: all that a site has a truth for."
-    )
     top: int = option(5, "Eigenvalues of largest magnitude.", ge=1)
     steps: int = option(40, "The most products that these may take.", ge=1)
     tolerance: float = option(
@@ -40,8 +33,6 @@ class Hessian:
     density: int = option(40, "Products for each of them.", ge=1)
     points: int = option(201, "Points at which the density is told.", ge=2)
     batches: int = option(2, "Batches of a site.", ge=1)
-    batch: int = option(8, "Samples of a batch.", ge=1)
-    seed: int = option(0, "Random vectors and patches follow from it.", ge=0)
 
 
 def run(subject: Subject, chosen: Hessian, tell: Callable[[str], None]) -> dict[str, Any]:

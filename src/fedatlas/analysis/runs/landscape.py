@@ -11,34 +11,25 @@ their surfaces can be compared.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedatlas.analysis.runs.subject import Model, Subject, clock, timed
+from fedatlas.analysis.runs.subject import LossOfModels, Model, Subject, clock, timed
 from fedatlas.analysis import landscape as of
 from fedatlas.core.options import option, options
 from fedatlas.core.seeds import generator
 
 
 @options
-class Landscape:
-    """The options of the landscape."""
+class Landscape(LossOfModels):
+    """The loss around a model, over a plane of two random directions, per site."""
 
-    model: tuple[Literal["best", "last", "local"], ...] | None = option(
-        None, "Models: best, last, local (each site's own); null: the best one, else the last.", min_length=1
-    )
-    sites: tuple[str, ...] | None = option(None, "Sites; null: all that train.", min_length=1)
-    labels: Literal["annotated", "reference"] = option(
-        "annotated", "annotated: the labels that training saw; reference: all that a site has a truth for."
-    )
     grid: int = option(11, "Points along each direction; an odd number holds the model itself.", ge=3)
     reach: float = option(1.0, "The largest step along a direction, in units of the weights' own norm.", gt=0)
     batches: int = option(4, "Batches of a site.", ge=1)
-    batch: int = option(8, "Samples of a batch.", ge=1)
     level: float = option(0.1, "A point is flat where its loss is at most this above the model's own.", gt=0)
-    seed: int = option(0, "Directions and patches follow from it.", ge=0)
 
 
 def run(subject: Subject, chosen: Landscape, tell: Callable[[str], None]) -> dict[str, Any]:

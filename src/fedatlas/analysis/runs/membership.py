@@ -53,7 +53,7 @@ from fedatlas.learning.loop import train
 
 @options
 class Membership:
-    """The options of the attack."""
+    """Can an attacker tell a model's training cases from others?"""
 
     model: Literal["best", "last", "local"] | None = option(
         None, "The target: local (each site's own), best, last; null: local ones if there are, else the best."

@@ -22,11 +22,26 @@ from fedatlas.federation.file import Federation, load_federation, make_method
 from fedatlas.core.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.core.contract import Member, State
-from fedatlas.core.options import not_known
+from fedatlas.core.options import not_known, option, options
 from fedatlas.federation.tasks import Source
 from fedatlas.core.tensors import load
 
 Labels = Literal["annotated", "reference"]
+
+
+@options
+class LossOfModels:
+    """What analyses of the loss share: which models, on which batches of which sites."""
+
+    model: tuple[Literal["best", "last", "local"], ...] | None = option(
+        None, "Models: best, last, local (each site's own); null: the best one, else the last.", min_length=1
+    )
+    sites: tuple[str, ...] | None = option(None, "Sites; null: all that train.", min_length=1)
+    labels: Labels = option(
+        "annotated", "annotated: the labels that training saw; reference: all that a site has a truth for."
+    )
+    batch: int = option(8, "Samples of a batch.", ge=1)
+    seed: int = option(0, "All that is random follows from it.", ge=0)
 
 
 @dataclass(frozen=True)

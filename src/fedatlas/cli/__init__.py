@@ -1,0 +1,79 @@
+"""The command line: a verb is a file of this package, whose functions are a few lines that call the library.
+
+Nothing heavy is imported before a verb runs, and of all verbs only the one that is asked for defines its options.
+
+A verb's module has NAME, SENTENCE and EXAMPLE, which `--help` shows, and two functions:
+
+    options(parser)       adds the verb's options
+    call(arguments)       does it; returns the exit status
+
+A verb of several (`deploy`, `analyse`) has no `call`: its `options` adds a parser for each, with `verb` as its function.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from fedatlas import __version__
+from fedatlas.cli.shared import INTERRUPTED
+from fedatlas.core.errors import FedAtlasError
+
+VERBS = (
+    "check",
+    "run",
+    "evaluate",
+    "predict",
+    "report",
+    "compare",
+    "analyse",
+    "deploy",
+    "audit",
+    "listing",
+    "schema",
+)
+"""The modules of the verbs, in the order of `--help`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a verb; returns the exit status: 0, 1 for an error the user can mend, 2 for wrong usage."""
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = parser(argv).parse_args(argv)
+    try:
+        return int(arguments.verb(arguments) or 0)
+    except FedAtlasError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a folder that cannot be written, a disk that is full
+        print(f"error: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """All verbs with a sentence each, and the options of the one that argv names."""
+    top = argparse.ArgumentParser(
+        prog="fedatlas",
+        description="One model that knows every class, from sites that each labelled only some.",
+    )
+    top.add_argument("--version", action="version", version=f"fedatlas {__version__}")
+    verbs = top.add_subparsers(title="verbs", required=True, metavar="VERB")
+    for name in VERBS:
+        module = import_module(f"fedatlas.cli.{name}")
+        made = verbs.add_parser(
+            module.NAME,
+            help=module.SENTENCE,
+            description=module.SENTENCE,
+            epilog=f"example:\n  {module.EXAMPLE}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if module.NAME in argv:
+            made.set_defaults(verb=getattr(module, "call", None))
+            module.options(made)
+    return top

@@ -1,0 +1,8 @@
+"""`python -m fedatlas.cli`."""
+
+import sys
+
+from fedatlas.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

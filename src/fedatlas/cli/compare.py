@@ -1,0 +1,87 @@
+"""`fedatlas compare`: trains the arms of a comparison and makes its tables."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from fedatlas.cli import shared
+from fedatlas.cli.progress import Progress
+from fedatlas.core.errors import FedAtlasError
+
+NAME = "compare"
+SENTENCE = "Train several arms with several seeds under one budget, and make their tables."
+EXAMPLE = "fedatlas compare comparison.yaml --profile full --data DIR --table results.md"
+
+
+def options(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "files",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="a comparison file, or federation files, each an arm",
+    )
+    made.add_argument("--profile", help="a profile of the comparison file")
+    made.add_argument("--data", type=Path, metavar="DIR", help="folder of the sites whose paths are relative")
+    shared.runs(made)
+    made.add_argument("--seeds", type=int, metavar="N", help="how many seeds (default: as the file says)")
+    made.add_argument("--arms", metavar="A,B", help="train only these; the tables hold all")
+    made.add_argument("--workers", type=int, metavar="N", help="worker processes, in place of engine.workers")
+    made.add_argument(
+        "--table",
+        type=Path,
+        metavar="FILE.md",
+        help="write the tables between the comparison's marks of a page",
+    )
+    made.add_argument("--only-table", action="store_true", help="train nothing")
+    shared.as_json(made)
+
+
+def call(arguments: argparse.Namespace) -> int:
+    from fedatlas.compare import (
+        check_page,
+        collect,
+        load_comparison,
+        markdown,
+        run_comparison,
+        write_page,
+        write_table,
+    )
+    from fedatlas.report.verdict import verdict
+
+    for name in ("seeds", "workers"):
+        value = getattr(arguments, name)
+        if value is not None and value < (1 if name == "seeds" else 0):
+            raise FedAtlasError(f"--{name} {value}: must be at least {1 if name == 'seeds' else 0}")
+    comparison = load_comparison(
+        arguments.files,
+        profile=arguments.profile,
+        data=arguments.data,
+        runs=arguments.runs,
+        seeds=arguments.seeds,
+        workers=arguments.workers,
+    )
+    if arguments.table:
+        check_page(comparison, arguments.table)
+    failed: dict[str, str] = {}
+    if not arguments.only_table:
+        progress = Progress(0, sys.stderr if arguments.json else sys.stdout)
+        arms = arguments.arms.split(",") if arguments.arms else None
+        try:
+            failed = run_comparison(comparison, arms=arms, tell=progress.tell, passing=progress.passing)
+        except KeyboardInterrupt:
+            progress.tell("stopped; complete rounds are kept. The same command goes on")
+            return shared.INTERRUPTED
+    tables = collect(comparison)
+    if arguments.table:
+        write_table(comparison, tables, arguments.table)
+    page = write_page(comparison, tables)
+    if arguments.json:
+        print(json.dumps(tables | {"failed": failed, "page": str(page)}, indent=1))
+    else:
+        sentences = "\n".join(verdict(tables))
+        print(f"{markdown(tables)}\n{sentences}\n\npage: {page}")
+    for name in failed:
+        print(f"failed: {name}", file=sys.stderr)
+    return 1 if failed else 0

@@ -1,0 +1,96 @@
+"""`fedatlas evaluate`: scores a trained model on any folder with ground truth."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from fedatlas.cli import shared
+from fedatlas.cli.progress import Counter
+
+NAME = "evaluate"
+SENTENCE = "Score a trained model on any folder with ground truth."
+EXAMPLE = "fedatlas evaluate runs/demo-1a2b3c4d --data site-x/"
+
+
+def options(made: argparse.ArgumentParser) -> None:
+    made.add_argument("run", type=Path, help="the run folder")
+    made.add_argument(
+        "--data", type=Path, required=True, help="a folder as a site has it; its layout: --format"
+    )
+    made.add_argument("--table", default="dataset.json", help="file in that folder with the label table")
+    made.add_argument("--labels", default="labelsTr", help="folder of training labels in it")
+    made.add_argument("--test-labels", default="labelsTs", help="folder of test labels in it")
+    made.add_argument(
+        "--format",
+        help="layout of the folder, one that `fedatlas list datasets` names; default: csv for findings of whole images, "
+        "auto (nnunet, msd or monai) for segmentation",
+    )
+    made.add_argument(
+        "--reading",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of that format, as table=labels.csv, patient=subject or mask_suffix=_mask",
+    )
+    made.add_argument(
+        "--alias",
+        action="append",
+        default=[],
+        metavar="THEIRS=OURS",
+        help="another name of a class or finding",
+    )
+    made.add_argument("--out", type=Path, help="write all rows to this CSV file")
+    shared.trained_model(made, "score once more after post-processing")
+
+
+def call(arguments: argparse.Namespace) -> int:
+    from fedatlas.federation.trained import evaluate_folder, evaluation_table, task_name
+    from fedatlas.federation.trained_images import evaluate_images, image_table
+
+    aliases = shared.pairs("--alias", arguments.alias, "THEIRS=OURS", "cord=spinal_cord")
+    given = shared.pairs("--reading", arguments.reading, "KEY=VALUE", "table=labels.csv")
+    reading = {key: _plain(value) for key, value in given.items()}
+    of_images = task_name(arguments.run) == "classification"
+    chosen: dict[str, Any] = {"model": arguments.model, "out": arguments.out, "device": arguments.device}
+    chosen |= {"anyway": arguments.anyway, "warn": shared.warn}
+    layout: dict[str, Any] = {
+        "format": arguments.format or ("csv" if of_images else "auto"),
+        "reading": reading,
+    }
+    with Counter(arguments.quiet) as counter:
+        chosen["seen"] = counter.seen
+        if of_images:
+            shared.only_of_voxels(arguments)
+            rows, ignored = evaluate_images(
+                arguments.run, arguments.data, aliases=aliases, **layout, **chosen
+            )
+        else:
+            rows, ignored = evaluate_folder(
+                arguments.run,
+                arguments.data,
+                aliases=aliases,
+                table=arguments.table,
+                labels=arguments.labels,
+                test_labels=arguments.test_labels,
+                post=arguments.postprocess,
+                **layout,
+                **chosen,
+            )
+    if arguments.json:
+        print(json.dumps({"rows": rows, "ignored": ignored}, indent=1))
+    else:
+        print(image_table(rows) if of_images else evaluation_table(rows))
+        if ignored:
+            print(f"not scored, the model does not know them: {', '.join(ignored)}")
+    return 0
+
+
+def _plain(text: str) -> Any:
+    """A value as a federation file would hold it."""
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text

@@ -1,0 +1,25 @@
+"""`fedatlas schema`: the JSON schema of the federation file."""
+
+import argparse
+import json
+
+NAME = "schema"
+SENTENCE = "Print the JSON schema of the federation file."
+EXAMPLE = "fedatlas schema > federation.schema.json"
+
+
+def options(made: argparse.ArgumentParser) -> None:
+    """It has none."""
+
+
+def call(arguments: argparse.Namespace) -> int:
+    from fedatlas.federation.known import known
+
+    kept = known()
+    if kept is None:
+        from fedatlas.federation.file import json_schema
+
+        print(json.dumps(json_schema(), indent=1))
+    else:
+        print(json.dumps(kept["schema"], indent=1))
+    return 0

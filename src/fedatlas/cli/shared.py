@@ -1,0 +1,92 @@
+"""What several verbs share: options, pairs of KEY=VALUE, the way a result is printed."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedatlas.core.errors import FedAtlasError
+
+INTERRUPTED = 130
+"""The exit status after Ctrl-C."""
+
+
+def federation(made: argparse.ArgumentParser, *override: str) -> None:
+    """The federation file, and overrides of its keys. override: the flags of these, "-o" and "--override" if none is given."""
+    made.add_argument("federation", type=Path, help="the federation file (YAML)")
+    made.add_argument(
+        *(override or ("-o", "--override")),
+        dest="override",
+        action="append",
+        default=[],
+        metavar="KEY.PATH=VALUE",
+        help="override a key of the file",
+    )
+
+
+def runs(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default: runs)")
+
+
+def as_json(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def device(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--device", help="cpu, cuda, cuda:0, … (default: that of the run, if it is here)")
+
+
+def trained_model(made: argparse.ArgumentParser, postprocess: str) -> None:
+    """Of verbs that use a trained model on other images. postprocess: what `--postprocess` does there."""
+    made.add_argument("--model", default="best", help="best, last or local/<site> (default: best)")
+    device(made)
+    made.add_argument(
+        "--anyway",
+        action="store_true",
+        help="go on with images of another kind than the model was trained on",
+    )
+    made.add_argument("--quiet", action="store_true", help="show no progress on the terminal")
+    made.add_argument(
+        "--postprocess",
+        action="store_true",
+        help=f"{postprocess} (segmentation): the run's evaluation.postprocess, or else holes are filled and components "
+        "under 20 %% of the largest of their class removed",
+    )
+    as_json(made)
+
+
+def only_of_voxels(arguments: argparse.Namespace) -> None:
+    """Raises FedAtlasError where a run of findings of whole images is asked for what outlines alone have."""
+    if arguments.postprocess:
+        raise FedAtlasError(
+            f"--postprocess: processes outlines, and {arguments.run} is a run of findings of whole images; leave it out"
+        )
+
+
+def require_known(arguments: argparse.Namespace) -> None:
+    """Raises FederationError for a misspelt key of the file before anything heavy is imported."""
+    from fedatlas.federation.yaml import require_known
+
+    require_known(arguments.federation, arguments.override)
+
+
+def pairs(flag: str, given: Sequence[str], form: str, example: str) -> dict[str, str]:
+    """The values of an option that is given as LEFT=RIGHT, any number of times. form, example: for the error."""
+    result = {}
+    for text in given:
+        left, equals, right = text.partition("=")
+        if not equals:
+            raise FedAtlasError(f"{flag} {text}: expected {form}, as in {flag} {example}")
+        result[left] = right
+    return result
+
+
+def warn(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def show(arguments: argparse.Namespace, result: Any, text: str) -> None:
+    """Prints a result as JSON where `--json` is given, else as a text."""
+    print(json.dumps(result, indent=1) if arguments.json else text)
