@@ -241,3 +241,11 @@ def test_pictures_say_what_they_are_made_from(tmp_path, capsys) -> None:
     assert "fedopt-s0/run.json" in (told := capsys.readouterr().err) and "make demo" in told
     sizes = [file.stat().st_size for file in (ROOT / "docs" / "pictures").iterdir()]
     assert max(sizes) < 150_000 and sum(sizes) < 600_000
+
+
+def test_diagrams_are_as_the_code_draws_them() -> None:
+    """One of them shows defaults of a method."""
+    drawn = runpy.run_path(str(ROOT / "tools" / "make_diagrams.py"))
+    for draw in drawn["DIAGRAMS"]:
+        file = drawn["OUT"] / f"{draw.__name__}.svg"
+        assert file.read_text() == draw().svg(), "run tools/make_diagrams.py"
