@@ -31,9 +31,9 @@ from fedatlas.evaluation.statistics import read_rows, write_rows
 from fedatlas.federation.deploy import join, write_shared
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import load_federation, parse_federation
+from fedatlas.federation.known import KNOWN
 from fedatlas.federation.session import gather_local, run_federation
 from fedatlas.federation.site import SiteDesk
-from fedatlas.federation.known import KNOWN
 from fedatlas.federation.yaml import require_known
 from fedatlas.phantoms.organs import phantom_sites
 from fedatlas.transport import wire
