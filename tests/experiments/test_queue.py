@@ -1,0 +1,77 @@
+"""The queue of comparisons: it trains what is missing, in the order of seeds, and says how far it is."""
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+QUEUE = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "queue.py")))
+
+
+@pytest.fixture
+def queue(small: dict[str, Any], tmp_path: Path) -> Path:
+    """A queue of two comparisons: of one only an arm, of the other one seed of two."""
+    small["evaluation"] |= {"models": ["last"], "every": 2}
+    small["local"] |= {"steps": 1}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(small))
+    for name, arms in (("one", ["fedavg", "fedprox"]), ("two", ["fedavg"])):
+        file = {
+            "name": name,
+            "base": "base.yaml",
+            "seeds": [0, 1],
+            "measure": {"split": "validation", "model": "last"},
+        }
+        file["arms"] = {arm: {"method": {"name": arm}} for arm in arms}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(file))
+    entries = [{"file": "one.yaml", "arms": ["fedprox"]}, {"file": "two.yaml", "seeds": 1}]
+    path = tmp_path / "queue.yaml"
+    path.write_text(yaml.safe_dump({"comparisons": entries}))
+    return path
+
+
+def test_what_is_missing_is_trained_and_told(queue: Path, tmp_path: Path, capsys) -> None:
+    runs = ["--runs", str(tmp_path / "runs")]
+    assert QUEUE.main([str(queue), "--status", *runs]) == 0
+    assert "one: 0 of 2 runs, not begun" in capsys.readouterr().out
+    assert QUEUE.main([str(queue), *runs]) == 0
+    told = capsys.readouterr().out
+    seeds = [line.split(" ", 1)[1] for line in told.splitlines() if ", seed" in line]
+    assert seeds == ["one, seed 0", "two, seed 0", "one, seed 1"]
+    made = sorted(
+        path.parent.relative_to(tmp_path / "runs").as_posix() for path in tmp_path.glob("runs/*/*/run.json")
+    )
+    assert made == ["one/fedprox-s0", "one/fedprox-s1", "two/fedavg-s0"]
+    assert QUEUE.main([str(queue), "--status", *runs]) == 0
+    told = capsys.readouterr().out
+    assert "one: 2 of 2 runs\n" in told and "two: 1 of 1 runs\n0.0 hours left" in told
+
+
+def test_a_run_that_is_begun_counts_with_its_rounds(queue: Path, tmp_path: Path, capsys) -> None:
+    runs = ["--runs", str(tmp_path / "runs")]
+    assert QUEUE.main([str(queue), *runs]) == 0
+    run = tmp_path / "runs" / "one" / "fedprox-s1"
+    (run / "rounds" / "0002").rename(tmp_path / "elsewhere")
+    (run / "run.json").write_text(
+        (run / "run.json").read_text().replace('"finished": "', '"finished": null, "was": "')
+    )
+    capsys.readouterr()
+    assert QUEUE.main([str(queue), "--status", *runs]) == 0
+    told = capsys.readouterr().out
+    assert "one: 1 of 2 runs, about" in told and "  fedprox-s1, round 1 of 2\n" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("comparisons: []", "comparisons: has 0 entries; 1 or more are needed"),
+        ("comparisons: [{file: gone.yaml}]", "gone.yaml: "),
+        ("comparisons: [{fiel: a.yaml}]", "'comparisons.0.fiel' does not exist; did you mean 'file'?"),
+    ],
+)
+def test_what_a_queue_must_not_be(text: str, message: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "queue.yaml").write_text(text)
+    assert QUEUE.main([str(tmp_path / "queue.yaml")]) == 1
+    assert message in capsys.readouterr().err
