@@ -1,0 +1,28 @@
+"""Every comparison file of the repository can be read, in each of its profiles."""
+
+from pathlib import Path
+
+import pytest
+
+from fedatlas.compare.plan import load_comparison
+from fedatlas.federation.yaml import read_yaml
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+READ = {path: read_yaml(path) for path in sorted(EXPERIMENTS.rglob("*.yaml"))}
+PROFILES = [
+    (path, profile)
+    for path, raw in READ.items()
+    if "arms" in raw
+    for profile in raw.get("profiles", {None: {}})
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "profile"),
+    PROFILES,
+    ids=[f"{path.relative_to(EXPERIMENTS)}-{profile}" for path, profile in PROFILES],
+)
+def test_a_comparison_can_be_read(path: Path, profile: str | None, tmp_path: Path) -> None:
+    comparison = load_comparison([path], profile=profile, data=tmp_path, runs=tmp_path)
+    assert comparison.arms
+    assert comparison.seeds
