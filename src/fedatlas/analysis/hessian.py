@@ -107,11 +107,11 @@ class Hessian:
         second = torch.autograd.grad(
             [g for g, _ in curved], self.parameters, [v for _, v in curved], materialize_grads=True
         )
-        found, place = [], 0
+        pieces, place = [], 0
         for product in second:
-            found.append((place, product.detach()))
+            pieces.append((place, product.detach()))
             place += product.numel()
-        return found
+        return pieces
 
 
 @dataclass(frozen=True)
@@ -190,11 +190,11 @@ def trace(operator: Operator, *, generator: torch.Generator, samples: int = 100)
     """
     if samples < 2:
         raise FederationError(f"Hessian: a trace of {samples} samples; at least 2 are needed")
-    found = []
+    products = []
     for _ in range(samples):
         v = _signs(operator, generator)
-        found.append(float(v @ operator(v)))
-    values = torch.tensor(found, dtype=torch.float64)
+        products.append(float(v @ operator(v)))
+    values = torch.tensor(products, dtype=torch.float64)
     return Estimate(float(values.mean()), float(values.std() / math.sqrt(samples)), samples)
 
 
@@ -311,8 +311,8 @@ class _Lanczos:
     def combine(self, weights: Tensor) -> Tensor:
         """Vectors [k, n] of norm 1 on the CPU, in the type kept; weights [m, k]."""
         used = self.basis[: len(self.alpha)]
-        found = weights.T.to(used) @ used
-        return (found / found.norm(dim=1, keepdim=True)).cpu()
+        ritz = weights.T.to(used) @ used
+        return (ritz / ritz.norm(dim=1, keepdim=True)).cpu()
 
 
 def _order(values: Tensor, by: str) -> Tensor:

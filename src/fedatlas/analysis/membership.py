@@ -61,9 +61,9 @@ def uncertainty(p: Tensor, exclusive: bool) -> float:
     if not exclusive:
         return float(-(torch.xlogy(p, p) + torch.xlogy(1 - p, 1 - p)).mean())
     entropy = -torch.xlogy(p, p).mean(0)
-    found = F.one_hot(p.argmax(0), len(p)).movedim(-1, 0).double()
+    hard = F.one_hot(p.argmax(0), len(p)).movedim(-1, 0).double()
     axes = tuple(range(1, p.dim()))
-    return float(((entropy * found).sum(axes) / (found.sum(axes) + 1)).mean())
+    return float(((entropy * hard).sum(axes) / (hard.sum(axes) + 1)).mean())
 
 
 def evidence(p: Tensor, truth: Tensor, classes: Sequence[int], *, cells: int, image: Tensor | None) -> Tensor:
@@ -179,15 +179,15 @@ def verdict(members: Sequence[float], others: Sequence[float], threshold: float 
     def f1(hits: int, missed: int, false: int) -> float:
         return 2 * hits / (2 * hits + missed + false) if hits else 0.0
 
-    found = {
+    scores = {
         "accuracy_member": hit / len(members),
         "accuracy_other": right / len(others),
         "f1_member": f1(hit, miss, wrong),
         "f1_other": f1(right, wrong, miss),
     }
     above = sum((m > o) + 0.5 * (m == o) for m in members for o in others)
-    return found | {
-        "accuracy": (found["accuracy_member"] + found["accuracy_other"]) / 2,
-        "f1": (found["f1_member"] + found["f1_other"]) / 2,
+    return scores | {
+        "accuracy": (scores["accuracy_member"] + scores["accuracy_other"]) / 2,
+        "f1": (scores["f1_member"] + scores["f1_other"]) / 2,
         "auroc": above / (len(members) * len(others)),
     }

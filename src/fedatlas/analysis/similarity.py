@@ -228,18 +228,18 @@ def _require_same(one: Mapping[str, Any], two: Mapping[str, Any]) -> None:
     shapes = [{name: tuple(layer.weight.shape) for name, layer in each.items()} for each in (one, two)]
     if shapes[0] != shapes[1]:
         names = sorted(name for name in shapes[0] | shapes[1] if shapes[0].get(name) != shapes[1].get(name))
-        told = "; ".join(
+        difference = "; ".join(
             f"{name}: " + " and ".join(str(list(each[name])) if name in each else "none" for each in shapes)
             for name in names[:4]
         )
         more = f"; and {len(names) - 4} more" if len(names) > 4 else ""
-        raise NameMismatch(f"CKA: the layers of the two nets differ. {told}{more}")
+        raise NameMismatch(f"CKA: the layers of the two nets differ. {difference}{more}")
 
 
 def _outputs(net: nn.Module, batch: Tensor, names: Sequence[str]) -> dict[str, Any]:
     """What every named layer gives for a batch, if it is run; tensors on the CPU."""
     modules = dict(net.named_modules())
-    found: dict[str, Any] = {}
+    activations: dict[str, Any] = {}
     handles = []
     try:
         for name in names:
@@ -249,7 +249,7 @@ def _outputs(net: nn.Module, batch: Tensor, names: Sequence[str]) -> dict[str, A
             def keep(module: nn.Module, given: Any, output: Any, name: str = name) -> None:
                 # a copy, as what follows may work in place
                 output = output.to("cpu", copy=True) if isinstance(output, Tensor) else output
-                found[name] = output.movedim(-1, 1) if isinstance(module, nn.Linear) else output
+                activations[name] = output.movedim(-1, 1) if isinstance(module, nn.Linear) else output
 
             handles.append(modules[name].register_forward_hook(keep))
         device = next((p.device for p in net.parameters()), batch.device)
@@ -258,7 +258,7 @@ def _outputs(net: nn.Module, batch: Tensor, names: Sequence[str]) -> dict[str, A
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return activations
 
 
 def _rows(output: Any, rows: Rows, name: str) -> Tensor:

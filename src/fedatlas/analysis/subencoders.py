@@ -84,5 +84,5 @@ def _score(logits: Tensor, organ: Sequence[int], exclusive: bool) -> Tensor:
     """y: the sum over an organ's classes of the class's logits at the voxels predicted to be of it. logits
     [1, C, *S]."""
     with torch.no_grad():
-        found = F.one_hot(logits.argmax(1), logits.shape[1]).movedim(-1, 1) if exclusive else logits > 0
-    return sum((logits[:, c][found[:, c] > 0].sum() for c in organ), logits.sum() * 0)
+        decided = F.one_hot(logits.argmax(1), logits.shape[1]).movedim(-1, 1) if exclusive else logits > 0
+    return sum((logits[:, c][decided[:, c] > 0].sum() for c in organ), logits.sum() * 0)

@@ -48,10 +48,10 @@ def call(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, indent=1))
     else:
         for entry in result["scans"]:
-            found = [f"{name} {volume:.1f} ml" for name, volume in entry["millilitres"].items()]
-            found += [f"{name} {count:,} pixels" for name, count in entry.get("pixels", {}).items()]
-            found += [f"{name} {p:.3f}" for name, p in entry.get("findings", {}).items()]
-            print(f"{entry['labels']}: {', '.join(found) or 'nothing found'}")
+            results = [f"{name} {volume:.1f} ml" for name, volume in entry["millilitres"].items()]
+            results += [f"{name} {count:,} pixels" for name, count in entry.get("pixels", {}).items()]
+            results += [f"{name} {p:.3f}" for name, p in entry.get("findings", {}).items()]
+            print(f"{entry['labels']}: {', '.join(results) or 'nothing found'}")
     return 0
 
 
@@ -67,11 +67,12 @@ def _predict_images(arguments: argparse.Namespace) -> int:
         print(json.dumps(result, indent=1))
         return 0
     for entry in result["images"]:
-        told = {name: f"{p:.3f}" for name, p in entry["probability"].items() if p is not None}
-        found = [
-            name + (" *" if entry["present"].get(name) else "") + f" {text}" for name, text in told.items()
+        probabilities = {name: f"{p:.3f}" for name, p in entry["probability"].items() if p is not None}
+        results = [
+            name + (" *" if entry["present"].get(name) else "") + f" {text}"
+            for name, text in probabilities.items()
         ]
-        print(f"{entry['image']}: {', '.join(found)}")
+        print(f"{entry['image']}: {', '.join(results)}")
     if any(limit is not None for limit in result["thresholds"].values()):
         print("* at or above the threshold that was fitted in the run")
     for name, reason in result["no_threshold"].items():

@@ -23,8 +23,8 @@ class Progress:
         from fedatlas.report.tables import main_loss
 
         if self.live:
-            told = main_loss(log)
-            loss = f" loss {log[told]:.3f}" if told else ""
+            main = main_loss(log)
+            loss = f" loss {log[main]:.3f}" if main else ""
             self._transient(f"  {site}: {function}{loss}, {cost['seconds']:.1f} s")
 
     def passing(self, text: str) -> None:
@@ -42,9 +42,9 @@ class Progress:
         self.durations.append(now - self.began)
         self.began = now
         sites = record.log["sites"]
-        told = main_loss(term for log in sites.values() for term in log)
-        losses = "  ".join(f"{site} {log[told]:.3f}" for site, log in sorted(sites.items()) if told in log)
-        which = "loss" if told in (None, "loss") else f"{told} loss"
+        main = main_loss(term for log in sites.values() for term in log)
+        losses = "  ".join(f"{site} {log[main]:.3f}" for site, log in sorted(sites.items()) if main in log)
+        which = "loss" if main in (None, "loss") else f"{main} loss"
         text = f"round {record.number:>{len(str(self.rounds))}}/{self.rounds}  {which} {losses}"
         if record.rows and best.round:
             score = f"{best.last_score:.3f}" if best.last_score is not None else "not defined"

@@ -274,12 +274,12 @@ def _check_name(cls: type[Method], name: str, value: Any) -> None:
     known = [key for key in base if not key.startswith("_")]
     if name in known:
         if isinstance(base[name], FunctionType) != isinstance(value, FunctionType):
-            told = (
+            expected = (
                 "a function"
                 if isinstance(base[name], FunctionType)
                 else "a value or a property, not a function"
             )
-            raise TypeError(f"class {cls.__name__}: `{name}` must be {told}")
+            raise TypeError(f"class {cls.__name__}: `{name}` must be {expected}")
         return
     hint = vars(cls).get("__annotations__", {}).get(name)
     is_option = hint is not None and not _of_class(hint)

@@ -12,18 +12,18 @@ _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 def machine_memory() -> int | None:
     """Bytes of memory that this process can have at most: those of the machine, or of its container where that has
     fewer. None where the system does not say. Swap does not count: training that swaps does not end."""
-    found = []
+    limits = []
     if "SC_PHYS_PAGES" in os.sysconf_names:
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for name in _LIMITS:
         try:
-            found.append(int(Path(name).read_text()))
+            limits.append(int(Path(name).read_text()))
         except (OSError, ValueError):  # no such file, or "max"
             continue
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
-        found.append(limit)
-    return min((count for count in found if count > 0), default=None)
+        limits.append(limit)
+    return min((count for count in limits if count > 0), default=None)
 
 
 def device_memory(device: str) -> int | None:

@@ -139,11 +139,11 @@ def rce(
     """
     y, valid = channel_target(target, known), known.clone()
     valid[:, 0] = True
-    told = y if form == "official" else y.log().clamp(min=log_zero)
+    log_y = y if form == "official" else y.log().clamp(min=log_zero)
     terms = []
     for weight, head in weighted(outputs, head_weights):
         z = full_precision(head)
-        p = thinned(told, head.shape[2:]).to(z.dtype)
+        p = thinned(log_y, head.shape[2:]).to(z.dtype)
         value = masked_bce(p, z, valid) if form == "official" else -(_softmax(z, valid) * p).sum(1).mean()
         terms.append(weight * value)
     return torch.stack(terms).sum()

@@ -212,10 +212,10 @@ def check_output(
                     outputs = functional_call(net, shapes, (image,))
             except (RuntimeError, ValueError) as error:
                 raise FederationError(f"{what} fails: {error}") from error
-            told = tuple(outputs.findings.shape) if isinstance(outputs, Mixed) else None
-            if told != ((2, findings) if findings else None):
+            shape = tuple(outputs.findings.shape) if isinstance(outputs, Mixed) else None
+            if shape != ((2, findings) if findings else None):
                 raise FederationError(
-                    f"{what} gives {'no findings' if told is None else f'findings {told}'}, which does not fit the "
+                    f"{what} gives {'no findings' if shape is None else f'findings {shape}'}, which does not fit the "
                     f"label space with {findings} findings of the whole image; expected "
                     f"{(2, findings) if findings else 'none'}"
                 )
@@ -233,11 +233,11 @@ def check_output(
 def count_outputs(net: nn.Module, shape: Sequence[int]) -> tuple[int, int]:
     """The numbers that all modules of a net give for one sample [I, *S] in training, and those of the largest output.
     Runs the net on shapes only: nothing is computed. Raises FederationError for a sample that no memory holds."""
-    found: list[int] = []
+    sizes: list[int] = []
 
     def count(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            found.append(output.numel())
+            sizes.append(output.numel())
 
     tensors = dict(net.named_parameters()) | dict(net.named_buffers())
     shapes = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
@@ -255,7 +255,7 @@ def count_outputs(net: nn.Module, shape: Sequence[int]) -> tuple[int, int]:
         net.train(mode)
         for hook in hooks:
             hook.remove()
-    return sum(found) // 2, max(found, default=0) // 2
+    return sum(sizes) // 2, max(sizes, default=0) // 2
 
 
 __all__ = [

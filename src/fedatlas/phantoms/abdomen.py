@@ -157,16 +157,16 @@ def abdomen_sites(folder: Path, sites: Sequence[AbdomenSite] = SITES) -> list[di
 
     Raises DataError where none of them is in the folder.
     """
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for site in sites:
         root = folder / f"site-{site.name}"
         if not root.is_dir():
             continue
         entry: dict[str, Any] = {"name": site.name, "path": str(root)}
         if site.test_only:
-            found.append(entry | {"role": "test"})
+            entries.append(entry | {"role": "test"})
         else:
-            found.append(
+            entries.append(
                 entry
                 | {
                     "reference": {
@@ -176,9 +176,9 @@ def abdomen_sites(folder: Path, sites: Sequence[AbdomenSite] = SITES) -> list[di
                     }
                 }
             )
-    if not found:
+    if not entries:
         raise DataError(f"phantom abdomen: no site-{sites[0].name} in {folder}; write it with write_abdomen")
-    return found
+    return entries
 
 
 def draw_case(
@@ -614,8 +614,8 @@ def _whole(piece: np.ndarray, count: int) -> np.ndarray:
     kept = np.full_like(piece, -1)
     for i in range(count):
         mask = piece == i
-        found: Any = ndimage.label(mask)
-        parts = found[0]
+        labelled: Any = ndimage.label(mask)
+        parts = labelled[0]
         sizes = np.bincount(parts.ravel())[1:]
         if len(sizes) > 1:
             mask = parts == sizes.argmax() + 1

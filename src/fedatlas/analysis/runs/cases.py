@@ -36,7 +36,7 @@ class Case:
     @cached_property
     def voxels(self) -> tuple[np.ndarray, dict[int, list[int]]]:
         """Where its classes are, as `class_voxels` gives them; found once."""
-        classes = [c for c, told in enumerate(self.known.tolist()) if told]
+        classes = [c for c, known in enumerate(self.known.tolist()) if known]
         exclusive = self.target.ndim == self.image.dim() - 1
         return class_voxels(self.target, [c for c in classes if c or not exclusive], exclusive)
 
@@ -55,7 +55,7 @@ def cases_of(
 ) -> list[Case]:
     """The cases of a site's split that have labels, in order of name. labels: only what the site annotates, or all that
     there is a truth for. most: so many at most, spread evenly over the names."""
-    found, classes = [], list(source.labels.space.foreground)
+    cases, classes = [], list(source.labels.space.foreground)
     for given in source.volumes(split):
         known = given.known if labels == "annotated" else given.scored
         if not bool(known[classes].any()):
@@ -63,17 +63,17 @@ def cases_of(
         image = given.image.float()
         if not hasattr(given, "restore"):  # an image with labels of the whole
             target = (given.truth * known).numpy().astype(np.float32)
-            found.append(Case(given.case, site, image, target, known))
+            cases.append(Case(given.case, site, image, target, known))
             continue
         target = given.truth("federation")
         if target.ndim == image.dim() - 1:
             target = np.where(known.numpy()[target], target, 0)
         else:
             target = target * known.numpy().reshape(-1, *[1] * (target.ndim - 1))
-        found.append(Case(given.case, site, image, target, known, tuple(given.spacing)))
-    if most is not None and len(found) > most:
-        found = [found[place * len(found) // most] for place in range(most)]
-    return found
+        cases.append(Case(given.case, site, image, target, known, tuple(given.spacing)))
+    if most is not None and len(cases) > most:
+        cases = [cases[place * len(cases) // most] for place in range(most)]
+    return cases
 
 
 class CaseBatches:

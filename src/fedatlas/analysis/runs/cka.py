@@ -76,7 +76,7 @@ def run(subject: Subject, chosen: CKA, tell: Callable[[str], None]) -> dict[str,
         tell(
             f"cka: about {clock(passes * seconds)} of forward passes, of one timed; sums over positions add to it"
         )
-    found: list[dict[str, Any]] = []
+    compared: list[dict[str, Any]] = []
     for a, b in pairs:
         entry: dict[str, Any] = {"first": members[a][0], "second": members[b][0]}
         try:
@@ -88,11 +88,11 @@ def run(subject: Subject, chosen: CKA, tell: Callable[[str], None]) -> dict[str,
             raise NameMismatch(
                 f"{error} (models {members[a][0]} and {members[b][0]}; the nets of both have to be the same)"
             ) from None
-        found.append(entry)
+        compared.append(entry)
     means = {
-        what: _matrix(len(members), pairs, [entry[what] for entry in found])
+        what: _matrix(len(members), pairs, [entry[what] for entry in compared])
         for what in ("parameters", "activations")
-        if found and what in found[0]
+        if compared and what in compared[0]
     }
     layers = None
     if active:
@@ -101,7 +101,7 @@ def run(subject: Subject, chosen: CKA, tell: Callable[[str], None]) -> dict[str,
     return {
         "cost": {"forward_passes": passes, "pairs": len(pairs)},
         "models": [name for name, _ in members],
-        "pairs": found,
+        "pairs": compared,
         "means": means,
         "layers": layers,
     }

@@ -50,7 +50,7 @@ def run(subject: Subject, chosen: Hessian, tell: Callable[[str], None]) -> dict[
         f"products with the Hessian, {4 * products * chosen.batches:,} gradients' time, and {memory:,.0f} MiB beside "
         "the net"
     )
-    found: list[dict[str, Any]] = []
+    spectra: list[dict[str, Any]] = []
 
     def draws(what: str) -> torch.Generator:
         return generator(chosen.seed, "hessian", what)
@@ -62,7 +62,7 @@ def run(subject: Subject, chosen: Hessian, tell: Callable[[str], None]) -> dict[
         loss = subject.loss_at(site)
         for model in work[site]:
             operator = of.Hessian(subject.network(model.member), loss, batches)
-            if not found:
+            if not spectra:
                 one = torch.ones(operator.size, dtype=torch.float64, device=operator.device)
                 seconds = timed(functools.partial(operator, one))
                 tell(f"hessian: about {clock(products * seconds)}, of one product timed")
@@ -85,7 +85,7 @@ def run(subject: Subject, chosen: Hessian, tell: Callable[[str], None]) -> dict[
             )
             at, value = masses.density(points=chosen.points)
             last = float(largest.values[-1])
-            found.append(
+            spectra.append(
                 {
                     "site": site,
                     "model": model.name,
@@ -105,4 +105,4 @@ def run(subject: Subject, chosen: Hessian, tell: Callable[[str], None]) -> dict[
                 f"hessian: {site}, {model.name}: largest {float(largest.values[0]):.4g}, trace {trace.value:.4g}"
             )
     cost = {"products": products, "parameters": size}
-    return {"loss": subject.told_loss(), "cost": cost, "spectra": found}
+    return {"loss": subject.told_loss(), "cost": cost, "spectra": spectra}

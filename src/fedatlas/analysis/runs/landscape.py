@@ -45,7 +45,7 @@ def run(subject: Subject, chosen: Landscape, tell: Callable[[str], None]) -> dic
     steps = torch.linspace(-chosen.reach, chosen.reach, chosen.grid, dtype=torch.float64).tolist()
     if chosen.grid % 2:
         steps[chosen.grid // 2] = 0.0
-    found: list[dict[str, Any]] = []
+    surfaces: list[dict[str, Any]] = []
     for site in subject.sites:
         batches = subject.batches(
             site, count=chosen.batches, size=chosen.batch, seed=chosen.seed, labels=chosen.labels
@@ -58,14 +58,14 @@ def run(subject: Subject, chosen: Landscape, tell: Callable[[str], None]) -> dic
 
         for model in [model for at, model in work if at == site]:
             net = subject.network(model.member)
-            if not found:
+            if not surfaces:
                 seconds = timed(functools.partial(around, net, [0.0], 1))
                 tell(f"landscape: about {clock(passes * seconds)}, of one pass timed")
             centre = float(around(net, [0.0], chosen.batches)[0, 0])
             losses = around(net, steps, chosen.batches)
-            found.append(_entry(site, model, steps, losses, centre, chosen.level))
-            tell(f"landscape: {site}, {model.name}: loss {centre:.4g}, flat {found[-1]['flat']:.0%}")
-    return {"loss": subject.told_loss(), "cost": {"forward_passes": passes}, "surfaces": found}
+            surfaces.append(_entry(site, model, steps, losses, centre, chosen.level))
+            tell(f"landscape: {site}, {model.name}: loss {centre:.4g}, flat {surfaces[-1]['flat']:.0%}")
+    return {"loss": subject.told_loss(), "cost": {"forward_passes": passes}, "surfaces": surfaces}
 
 
 def _entry(

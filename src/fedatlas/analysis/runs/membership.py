@@ -143,16 +143,16 @@ def run(subject: Subject, chosen: Membership, tell: Callable[[str], None]) -> di
         deal(len(target.inside), [0.0] * len(target.rest), generator("refused or not"))
     spent = _estimate(subject, chosen, targets)
     tell(f"membership: about {clock(spent)}, of one prediction and a few steps of each training timed")
-    found = []
+    attacks = []
     for target in targets:
-        found.append(_attacked(subject, chosen, target))
-        test = found[-1]["test"]
+        attacks.append(_attacked(subject, chosen, target))
+        test = attacks[-1]["test"]
         tell(
             f"membership: {target.name}: accuracy {test['accuracy']:.3f} (members {test['accuracy_member']:.3f}, "
             f"others {test['accuracy_other']:.3f}), AUROC {test['auroc']:.3f}"
         )
     cost = {"predictions": 2 * sum(counts), "steps": chosen.steps * len(targets)}
-    return {"loss": subject.told_loss(), "cost": cost, "attacks": found}
+    return {"loss": subject.told_loss(), "cost": cost, "attacks": attacks}
 
 
 def _planned(subject: Subject, chosen: Membership, name: str) -> list[int]:
@@ -302,7 +302,7 @@ def _ask(
     p = predict(subject, members, case, net_of)
     exclusive = subject.space.exclusive
     filled = p.nan_to_num(0.5)
-    told = ~p.isnan().reshape(len(p), -1).any(1)
+    annotated = ~p.isnan().reshape(len(p), -1).any(1)
     decided = (
         filled.argmax(0).numpy().astype(np.int64) if exclusive else (filled > 0.5).numpy().astype(np.float32)
     )
@@ -310,7 +310,7 @@ def _ask(
     truth = torch.stack([torch.from_numpy(mask) for mask in map(case.mask, range(len(p)))])
     return Said(
         uncertainty(filled, exclusive),
-        case.taught(decided.astype(case.target.dtype), told),
+        case.taught(decided.astype(case.target.dtype), annotated),
         evidence(filled, truth, classes, cells=chosen.cells, image=image),
     )
 
@@ -325,14 +325,14 @@ def _classes(subject: Subject, target: Target) -> list[int]:
     known = (
         torch.stack([case.known for case in (*target.inside, *target.rest)]).all(0) if target.inside else None
     )
-    found = [c for c in subject.space.foreground if c in spoken and known is not None and bool(known[c])]
-    if not found:
+    classes = [c for c in subject.space.foreground if c in spoken and known is not None and bool(known[c])]
+    if not classes:
         raise FederationError(
             f"analyse membership: {target.name}: no class that it tells has ground truth in all of "
             f"{len(target.inside)} training cases and {len(target.rest)} others; take --pool own, or give the sites a "
             "reference"
         )
-    return found
+    return classes
 
 
 def predict(
@@ -342,8 +342,8 @@ def predict(
 
     net_of: the net of a member, by its place."""
     if subject.space.level == "image":
-        told = Panel(members, [net_of(place) for place in range(len(members))]).predict(case.image[None])
-        return torch.from_numpy(told.scores[0]).float()
+        prediction = Panel(members, [net_of(place) for place in range(len(members))]).predict(case.image[None])
+        return torch.from_numpy(prediction.scores[0]).float()
     federation = subject.federation
     assert federation.preprocessing is not None
     patch, context = federation.preprocessing.patch, federation.preprocessing.context
@@ -370,10 +370,10 @@ def _shadow(
     classes = None
     if all(member.classes is not None for member in target.members):
         classes = tuple(sorted({c for member in target.members for c in member.classes or ()}))
-        told = torch.tensor(
+        annotated = torch.tensor(
             [c in classes or (c == 0 and subject.space.exclusive) for c in range(len(subject.space))]
         )
-        cases = [case.taught(case.target, case.known & told) for case in cases]
+        cases = [case.taught(case.target, case.known & annotated) for case in cases]
     local = replace(federation.local, steps=chosen.steps, epochs=None, precision="float32", opt_state="reset")
 
     def make(*, batch: int, steps: int | None) -> CaseBatches:
