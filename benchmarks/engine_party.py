@@ -37,10 +37,11 @@ from fedatlas.federation.deploy import Deployed, Keeper, adapter, free_ports
 from fedatlas.transport.allocator import return_freed_blocks
 from fedatlas.transport.clients import SiteClients
 from fedatlas.transport.deployment import Job, Launch, Plan
-from fedatlas.transport.egress import EgressLog
+from fedatlas.transport.egress import Declaration, EgressLog, NetForms
 from fedatlas.transport.frames import Question
 from fedatlas.transport.host import Host, peak_mb, reset_peak
 from fedatlas.transport.local import Workers
+from fedatlas.transport.pipeline import Policy, ServerPipeline
 from fedatlas.transport.relay import SiteRelay
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +94,9 @@ def turned(site: Any, model: Tensors) -> dict[str, Any]:
     return {"model": model, "n": 1}
 
 
+SENDS = {"ping": {"n": "number"}, "turned": {"model": "model", "n": "number"}}
+
+
 def open_sites(folder: str, mb: float) -> Any:
     """`answer(question)` for the worker process of any of the sites."""
     hosts: dict[str, Host] = {}
@@ -109,9 +113,8 @@ def open_sites(folder: str, mb: float) -> Any:
                 {"ping": ping, "turned": turned},
                 lambda name: Net(mb),
                 place,
-                sends={"ping": {"n": "number"}, "turned": {"model": "model", "n": "number"}},
+                Policy(SENDS, log=EgressLog(place / "egress.jsonl")),
                 seed=0,
-                log=EgressLog(place / "egress.jsonl"),
             )
         hosts[question.site].answer(question)
 
@@ -149,7 +152,12 @@ class Ours:
                 self.engine, self.folder, SITES, lambda text: print(text, file=sys.stderr)
             )
             self.stack.callback(self.transport.close)
-        self.clients = SiteClients(list(SITES), self.transport, self.folder / "scratch")
+        self.clients = SiteClients(
+            list(SITES),
+            self.transport,
+            self.folder / "scratch",
+            pipeline=ServerPipeline(declaration=Declaration(SENDS, 2, NetForms(lambda name: Net(self.mb)))),
+        )
         self.clients.faults = replace(self.clients.faults, deadline=DEADLINE)
         self.ping()
         seconds = time.perf_counter() - began

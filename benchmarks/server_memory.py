@@ -18,9 +18,12 @@ from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import average
 from fedatlas.transport import wire
 from fedatlas.transport.clients import SiteClients
+from fedatlas.transport.egress import Declaration
 from fedatlas.transport.frames import Question
 from fedatlas.transport.host import peak_mb, reset_peak
 from fedatlas.transport.local import InProcess
+from fedatlas.transport.pipeline import ServerPipeline
+from fedatlas.transport.reply import Answer, CallId
 
 MODEL_MB = 64
 
@@ -37,14 +40,16 @@ def one_round(sites: int) -> dict[str, float]:
         names = [f"site-{i:02d}" for i in range(sites)]
         ready = {name: Path(folder) / f"{name}.ready" for name in names}
         for name, path in ready.items():
-            to = {"site": name, "function": "update", "round": 0, "call": 0}
-            content = {"to": to, "value": {"model": model, "n": 3}, "log": {}, "cost": {"seconds": 0.0}}
-            path.write_bytes(wire.encode(content))
+            answer = Answer({"model": model, "n": 3}, {}, {"seconds": 0.0, "peak_mb": 0.0})
+            path.write_bytes(wire.encode(answer.to_plain(CallId(name, "update", 0, 0), "", "")))
 
         def serve(question: Question) -> None:
             os.rename(ready[question.site], question.reply)
 
-        clients = SiteClients(names, InProcess(serve), Path(folder) / "scratch")
+        forms = {name: (str(v.dtype).removeprefix("torch."), tuple(v.shape)) for name, v in model.items()}
+        declaration = Declaration({"update": {"model": "model", "n": "cases"}}, forms=lambda net: forms)
+        pipeline = ServerPipeline(declaration=declaration)
+        clients = SiteClients(names, InProcess(serve), Path(folder) / "scratch", pipeline=pipeline)
         state = State(model)
         del model
         reset_peak()

@@ -17,9 +17,9 @@ from fedatlas.core.tensors import from_tree, to_tree
 from fedatlas.transport import wire
 from fedatlas.transport.clients import SiteClients
 from fedatlas.transport.egress import Declaration, NetForms
-from fedatlas.transport.exchange import ServerExchange
-from fedatlas.transport.host import Host, Policy
+from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess
+from fedatlas.transport.pipeline import Policy, ServerPipeline
 
 SPACE = LabelSpace(("a", "b", "c", "d"), exclusive=False, level="image")
 SITES = {"x": {0, 1}, "y": {1, 2}, "z": {2, 3}}
@@ -82,8 +82,7 @@ class Federation:
             list(sources),
             InProcess(self._answer),
             folder / "scratch",
-            exchange=ServerExchange(),
-            declaration=Declaration(sends_of(method), 4, NetForms(self.make_net)),
+            pipeline=ServerPipeline(declaration=Declaration(sends_of(method), 4, NetForms(self.make_net))),
             make_net=self.make_net,
             sample_shape=(1, 8, 8),
         )

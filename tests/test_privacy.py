@@ -16,12 +16,11 @@ from fedatlas.core.options import from_dict
 from fedatlas.transport.protection.privacy import (
     Privacy,
     SecretNormal,
-    apply,
     check,
-    difference,
     epsilon,
     noise_left,
     privatise,
+    protect,
 )
 from fedatlas.transport.protection.secure import Secure, pack, ring_sum, unpack
 
@@ -136,14 +135,15 @@ def test_two_sources_never_repeat_and_ignore_the_global_seed() -> None:
 def test_the_model_sent_is_the_received_one_and_the_change() -> None:
     received = {"w": update()["w"], "h": update()["h"], "n": torch.tensor(3)}
     trained = {"w": received["w"] + 0.25, "h": received["h"] * 2, "n": torch.tensor(90)}
-    change = difference(trained, received)
-    assert list(change) == ["w", "h"] and change["h"].dtype == torch.float32
-    model = apply(received, change)
+    choice = Privacy(clip=1e6, noise=0)
+    model, norm = protect(dict(reversed(trained.items())), received, choice, sites=2)
+    assert list(model) == ["w", "h", "n"] and model["h"].dtype == torch.bfloat16
     assert torch.allclose(model["w"], trained["w"]) and torch.equal(model["h"], trained["h"])
-    assert model["h"].dtype == torch.bfloat16
     assert model["n"].item() == 3 and model["n"] is not received["n"]
+    change = [(trained[name].double() - received[name].double()).flatten() for name in ("w", "h")]
+    assert norm == pytest.approx(float(torch.cat(change).norm()))
     with pytest.raises(NameMismatch, match="missing: h"):
-        difference({"w": trained["w"], "n": trained["n"]}, received)
+        protect({"w": trained["w"], "n": trained["n"]}, received, choice, sites=2)
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_exchange import Drift
-from test_exchange import federation as exchanging
-from test_exchange import net as linear
 from test_local import SPACE, Tampered, Walk, clients, equal, net, silent, tamper
+from test_pipeline import Drift
+from test_pipeline import federation as protected
+from test_pipeline import net as linear
 
 from fedatlas.core.errors import SiteLost
 from fedatlas.core.labels import LabelSpace
@@ -26,6 +26,7 @@ from fedatlas.transport import wire
 from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.egress import Asked, Declaration
 from fedatlas.transport.frames import Question
+from fedatlas.transport.pipeline import ServerPipeline
 from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.privacy import Privacy
 from fedatlas.transport.protection.secure import Secure
@@ -187,9 +188,9 @@ def test_a_file_larger_than_an_answer_is_not_read(tmp_path, monkeypatch) -> None
 
     asked.transport = Tampered(asked.transport, grow)  # type: ignore[arg-type]
     read: list[Path] = []
-    whole = __import__("fedatlas.transport.clients", fromlist=["read_whole"]).read_whole
+    whole = __import__("fedatlas.transport.pipeline", fromlist=["read_whole"]).read_whole
     monkeypatch.setattr(
-        "fedatlas.transport.clients.read_whole", lambda path: read.append(path) or whole(path)
+        "fedatlas.transport.pipeline.read_whole", lambda path: read.append(path) or whole(path)
     )
     run(Walk(), net(), asked, 1)
     assert "its answer has 400,000,000 bytes; one that holds what is declared has at most" in asked.lost["b"]
@@ -212,7 +213,7 @@ def test_no_tensor_is_read_of_an_answer_that_is_not_as_declared(tmp_path, monkey
     assert not any("(1000,)" in entry for entries in read for entry in entries)
 
 
-# ------------------------------------------------------------------------------------------ as `exchange` sends
+# ------------------------------------------------------------------------------------------ as the stages send
 
 
 COMPRESSED: list[tuple[Change, str]] = [
@@ -228,7 +229,7 @@ COMPRESSED: list[tuple[Change, str]] = [
 
 @pytest.mark.parametrize(("change", "reason"), COMPRESSED)
 def test_a_hostile_compressed_answer(tmp_path, change, reason: str) -> None:
-    asked = tamper(exchanging(tmp_path, comm=Comm(up="int8"), faults=DROP), "b", change)  # type: ignore[call-arg]
+    asked = tamper(protected(tmp_path, comm=Comm(up="int8"), faults=DROP), "b", change)  # type: ignore[call-arg]
     run(Drift(), linear(), asked, 1)
     assert list(asked.lost) == ["b"] and re.search(reason, asked.lost["b"]), asked.lost
 
@@ -254,7 +255,7 @@ SECURE: list[tuple[str, Change, str]] = [
 
 @pytest.mark.parametrize(("step", "change", "reason"), SECURE)
 def test_a_hostile_step_of_secure_aggregation(tmp_path, step: str, change: Change, reason: str) -> None:
-    asked = exchanging(tmp_path, secure=Secure(), faults=DROP)  # type: ignore[call-arg]
+    asked = protected(tmp_path, secure=Secure(), faults=DROP)  # type: ignore[call-arg]
     asked = tamper(asked, "b", lambda t: change(t) if t["to"]["function"] == step else None)
     run(Drift(), linear(), asked, 1)
     assert re.search(reason, asked.calls[0].lost["b"]), asked.calls[0].lost
@@ -263,7 +264,7 @@ def test_a_hostile_step_of_secure_aggregation(tmp_path, step: str, change: Chang
 @pytest.mark.parametrize("log", [{}, {"releases": 1e308}, {"releases": 1.5}, {"releases": 1.0, "loss": 2.0}])
 def test_privacy_without_an_honest_count_of_releases(tmp_path, log: dict[str, float]) -> None:
     private = Privacy(clip=1.0, noise=1.0)  # type: ignore[call-arg]
-    asked = tamper(exchanging(tmp_path, privacy=private, faults=DROP), "b", lambda t: t.update(log=log))
+    asked = tamper(protected(tmp_path, privacy=private, faults=DROP), "b", lambda t: t.update(log=log))
     run(Drift(), linear(), asked, 1)
     assert "under privacy it logs the number of its releases, and nothing else" in asked.lost["b"]
 
@@ -295,7 +296,7 @@ def evaluated(folder: Path, evaluator: Any, answer: dict[str, Any], kinds: dict[
         len(SPACE),
         asked=lambda site, _, payload: Asked(payload, scores=evaluator.scores(site, 2, **payload)),
     )
-    asked = SiteClients(["b"], Fake(), folder, Faults(), declaration=declaration)
+    asked = SiteClients(["b"], Fake(), folder, Faults(), pipeline=ServerPipeline(declaration=declaration))
     asked.call(evaluator.evaluate, **ASKED, members=[], overlays=False)
     return asked
 

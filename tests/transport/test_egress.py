@@ -13,7 +13,8 @@ from fedatlas.core.tensors import forms_of, tensors_of
 from fedatlas.federation.audit import logs_of, text_of
 from fedatlas.transport import wire
 from fedatlas.transport.egress import EgressError, EgressLog, check, check_log, contents, read_log
-from fedatlas.transport.host import Host, Policy
+from fedatlas.transport.host import Host
+from fedatlas.transport.pipeline import Policy
 
 FORMS = {"conv.weight": ("float32", (4, 1, 3, 3)), "conv.bias": ("float32", (4,))}
 DECLARED = {"model": "model", "n": "cases"}

@@ -19,8 +19,9 @@ from fedatlas.transport import wire
 from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.egress import Declaration, NetForms
 from fedatlas.transport.frames import Question
-from fedatlas.transport.host import Host, Policy
+from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess, Workers, keeping_workers
+from fedatlas.transport.pipeline import Policy, ServerPipeline
 from fedatlas.transport.rounds import Round, RunFolder, run
 from fedatlas.transport.store import MemoryStore, waiting_for_room
 
@@ -98,8 +99,8 @@ def clients(folder: Path, method: Walk, *, faults: Faults | None = None, order: 
     }
     transport = InProcess(lambda question: hosts[question.site].answer(question))
     declaration = Declaration(sends_of(method), len(SPACE), NetForms(lambda _: net()))
-    scratch = folder / "scratch"
-    return SiteClients(list(order), transport, scratch, faults or Faults(), declaration=declaration)
+    pipeline = ServerPipeline(declaration=declaration)
+    return SiteClients(list(order), transport, folder / "scratch", faults or Faults(), pipeline=pipeline)
 
 
 def equal(one: State, other: State) -> bool:

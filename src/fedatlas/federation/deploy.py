@@ -515,6 +515,7 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
     from fedatlas.federation.site import Agreement, SiteDesk
     from fedatlas.transport.clients import SiteClients
     from fedatlas.transport.egress import Asked, Declaration
+    from fedatlas.transport.pipeline import ServerPipeline
     from fedatlas.transport.rounds import read_run
 
     try:
@@ -539,7 +540,13 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
         declaration = Declaration(SiteDesk.sends, asked=asked)
         scratch = folder.path / "scratch" / "join"
         clients = SiteClients(
-            transport.sites, transport, scratch, faults, run, declaration=declaration, tell=tell
+            transport.sites,
+            transport,
+            scratch,
+            faults,
+            run,
+            pipeline=ServerPipeline(declaration=declaration),
+            tell=tell,
         )
         tell(f"waits for {', '.join(transport.sites)}, at most {faults.patience:g} s")
         asked_at = time.time()

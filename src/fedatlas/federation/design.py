@@ -26,7 +26,8 @@ from fedatlas.evaluation.evaluate import own_score
 from fedatlas.federation.file import Federation, hash_of, make_method, make_terms, selects
 from fedatlas.federation.tasks import Source, task_of
 from fedatlas.transport.egress import EgressLog
-from fedatlas.transport.host import Host, Policy
+from fedatlas.transport.host import Host
+from fedatlas.transport.pipeline import Policy
 
 POOLED = "pooled"
 """The one site that trains where a method merges all sites' data."""

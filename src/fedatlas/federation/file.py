@@ -28,7 +28,7 @@ from fedatlas.learning.augment import Augmentation
 from fedatlas.learning.inference import Inference
 from fedatlas.learning.loop import Local
 from fedatlas.transport.clients import Faults
-from fedatlas.transport.exchange import Terms, terms_of
+from fedatlas.transport.pipeline import Terms, terms_of
 from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.privacy import Privacy
 from fedatlas.transport.protection.secure import Secure

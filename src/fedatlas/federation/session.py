@@ -42,10 +42,10 @@ from fedatlas.transport import wire
 from fedatlas.transport.allocator import return_freed_blocks
 from fedatlas.transport.clients import NEVER, SiteClients, Transport
 from fedatlas.transport.egress import Asked, Declaration, NetForms
-from fedatlas.transport.exchange import ServerExchange
 from fedatlas.transport.frames import Question
 from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess, Workers
+from fedatlas.transport.pipeline import ServerPipeline
 from fedatlas.transport.rounds import Round, RunFolder, read_json, read_run, run, sealed, to_json
 from fedatlas.transport.store import DATA, MemoryStore, guard_data, read_whole, waiting_for_room, write_atomic
 
@@ -170,7 +170,6 @@ class Running:
         faults, scratch = parties.design.federation.faults, folder.path / "scratch"
 
         def reach(sites: Sequence[str], place: str, others: Sequence[str] = ()) -> SiteClients:
-            about, exchange = dict(parties.about), ServerExchange(make_terms(parties.design.federation))
             make_net = partial(self.design.make_net, initial=False)
             declaration = Declaration(
                 self.design.sends, len(self.design.space), NetForms(make_net), self._asked
@@ -180,11 +179,10 @@ class Running:
                 parties.transport,
                 scratch / place,
                 faults,
-                about,
+                dict(parties.about),
                 parties.instances,
                 watch,
-                exchange,
-                declaration,
+                ServerPipeline(make_terms(parties.design.federation), declaration),
                 others=list(others),
                 make_net=self.design.make_net,
                 sample_shape=self.design.sample_shape,

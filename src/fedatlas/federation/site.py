@@ -35,7 +35,8 @@ from fedatlas.federation.file import (
 )
 from fedatlas.federation.tasks import task_of
 from fedatlas.transport.frames import Question
-from fedatlas.transport.host import Host, Policy
+from fedatlas.transport.host import Host
+from fedatlas.transport.pipeline import Policy
 from fedatlas.transport.relay import skewed
 from fedatlas.transport.store import DATA, guard_data, write_atomic
 

@@ -1,15 +1,13 @@
-"""The server's end of the wire: one call to many sites, its answers checked and kept on disk, its losses judged.
+"""Whom a call asks, who answered, at what cost, and what happens when a site does not.
 
-The same for every engine. What differs between engines is a `Transport`, which gets questions to sites and files
-with answers back.
+The same for every engine. What differs between engines is a `Transport`, which gets questions to sites and files with
+answers back. What is in these files, and how it is checked, is the matter of `pipeline`.
 """
 
-import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,14 +17,13 @@ from torch import nn
 from fedatlas.core.errors import FedAtlasError, NameMismatch, SiteLost, WireError
 from fedatlas.core.options import option, options
 from fedatlas.core.seeds import generator
-from fedatlas.core.tensors import Tensors, Tree, is_finite, load, require_same, to_tree
-from fedatlas.transport import egress, wire
-from fedatlas.transport.egress import Declaration, printable
-from fedatlas.transport.exchange import EXTRA, NotHeld, ServerExchange, new_context
+from fedatlas.core.tensors import Tensors, Tree, load, to_tree
+from fedatlas.transport.egress import printable
 from fedatlas.transport.frames import Question
-from fedatlas.transport.protection import secure
-from fedatlas.transport.store import make_room, read_whole, write_atomic
-from fedatlas.transport.wire import Message
+from fedatlas.transport.pipeline import ServerPipeline
+from fedatlas.transport.reply import Passing, Refused, Spool
+from fedatlas.transport.stages import NotHeld, Payload
+from fedatlas.transport.store import make_room
 
 
 @options
@@ -83,50 +80,14 @@ class Call:
         )
 
 
-class Spool:
-    """The replies to one call, kept on disk: `core.contract.Replies`."""
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self.files = dict(sorted(files.items()))
-        self.sites = list(self.files)
-
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for site, path in self.files.items():
-            tree = wire.decode(read_whole(path), copy=False)
-            assert isinstance(tree, dict)
-            yield site, tree["value"]  # type: ignore[misc]
-            del tree
-
-    def each(self, key: str) -> Iterator[Any]:
-        for path in self.files.values():
-            tree: Any = wire.decode(read_whole(path), copy=False)
-            item = tree["value"][key]
-            del tree
-            yield item
-            del item
-
-    def plain(self, key: str) -> list[Any]:
-        return [self._forms(site)[key] for site in self.sites]
-
-    def has(self, key: str) -> bool:
-        """Does every reply hold this key?"""
-        return bool(self.sites) and all(key in self._forms(site) for site in self.sites)
-
-    def _forms(self, site: str) -> dict[str, Any]:
-        with self.files[site].open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
-            tree = wire.plain(memoryview(data))
-        assert isinstance(tree, dict) and isinstance(tree["value"], dict)
-        return tree["value"]
-
-
 @dataclass
 class SiteClients:
     """`core.contract.Clients` over a transport.
 
     scratch: a folder for payloads and replies; only those of the last call, and of the last one that brought
     models, are kept.
-    declaration: what sites may answer; every other answer is refused, and its site is lost for the call.
     about: what goes with every question, see `Question`.
+    pipeline: what is done to questions and answers on the way; a site whose answer it refuses is lost for the call.
     instances: site -> the installation that may answer for it; one that is not named may be any.
     watch: told of every usable answer: (site, function, log, cost). tell: is given sentences for a person.
     """
@@ -138,8 +99,7 @@ class SiteClients:
     about: Mapping[str, Any] = field(default_factory=dict)
     instances: Mapping[str, str] = field(default_factory=dict)
     watch: Callable[[str, str, dict[str, float], dict[str, float]], None] | None = None
-    exchange: ServerExchange = field(default_factory=ServerExchange)
-    declaration: Declaration = field(default_factory=Declaration)
+    pipeline: ServerPipeline = field(default_factory=ServerPipeline)
     lost: dict[str, str] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     models: Spool | None = None
@@ -196,8 +156,9 @@ class SiteClients:
         function: Callable[..., Any],
         *,
         each: Mapping[str, dict[str, Any]] | None = None,
-        **payload: Any,
+        **arguments: Any,
     ) -> Spool:
+        name = function.__name__
         if not getattr(function, "at_site", False):
             raise FedAtlasError(
                 f"{function.__qualname__} is not marked @at_site; only such functions run at a site"
@@ -205,22 +166,17 @@ class SiteClients:
         chosen = self.sites if each is None else sorted(each)
         unknown = [site for site in chosen if site not in self.everyone]
         if unknown:
-            raise FedAtlasError(
-                f"call of {function.__name__}: no site {unknown[0]!r}; known: {', '.join(self.everyone)}"
-            )
-        if function.__name__ not in self.declaration.sends:
-            raise FedAtlasError(f"call of {function.__name__}: what it answers is not declared (`sends`)")
-        form: dict[str, Any] = to_tree(payload)  # type: ignore[assignment]
+            raise FedAtlasError(f"call of {name}: no site {unknown[0]!r}; known: {', '.join(self.everyone)}")
+        if name not in self.pipeline.declaration.sends:
+            raise FedAtlasError(f"call of {name}: what it answers is not declared (`sends`)")
         own: dict[str, dict[str, Any]] = {site: to_tree((each or {}).get(site, {})) for site in chosen}  # type: ignore[misc]
-        record = Call(function.__name__, {}, {}, {})
-        shared, model = self.exchange.pack(form)
-        if model is not None and isinstance(form.get("model"), dict):  # an evaluation's is a name
-            form = form | {"model": model}  # as the sites hold it
-        if self.exchange.masks(function.__name__):
-            replies = self._summed(function.__name__, chosen, shared, form, own, record)
+        payload = self.pipeline.pack(to_tree(arguments), own)  # type: ignore[arg-type]
+        record = Call(name, {}, {}, {})
+        if self.pipeline.terms.sums(name):
+            replies = self._summed(name, chosen, payload, record)
+            self.models = None  # nobody but the sites knows theirs
         else:
-            answered = self._round_trip(function.__name__, chosen, shared, form, own, record)
-            replies = Spool(answered)
+            replies = self._ask(name, chosen, payload, record)
             if replies.has("model"):
                 self.models = replies
         self._call += 1
@@ -228,81 +184,39 @@ class SiteClients:
         self._forget()
         return replies
 
-    def _round_trip(
-        self,
-        function: str,
-        chosen: Sequence[str],
-        shared: Tree,
-        form: dict[str, Any],
-        own: Mapping[str, dict[str, Any]],
-        record: Call,
-    ) -> dict[str, Path]:
-        """Asks sites for one answer each; the files of those that can be used.
+    def _summed(self, function: str, chosen: Sequence[str], payload: Payload, record: Call) -> Spool:
+        """The call with its answers summed under masks: one reply, of nobody."""
+        attempt = f"{self.about.get('run', '')}/{self._round}/{self._call}"
+        value = self.pipeline.sum(
+            lambda name, sites, payload: self._ask(name, sites, payload, record),
+            function,
+            chosen,
+            payload,
+            attempt,
+        )
+        path = self._folder() / "sum.fa"
+        self.pipeline.write(path, {"value": value})
+        return Spool({"(sum)": path})
 
-        shared: what goes to all, as it is sent; form: the same as the sites will hold it.
-        """
-        questions, sizes = self._questions(function, chosen, shared, own)
-        forms = {site: form | own.get(site, {}) for site in chosen}
-        self._collect(questions, sizes, forms, record)
+    def _ask(self, function: str, chosen: Sequence[str], payload: Payload, record: Call) -> Spool:
+        """Asks sites for one answer each; those that can be used."""
+        questions, sizes = self._questions(function, chosen, payload.sent, payload.own)
+        arguments = {site: payload.at(site) for site in chosen}
+        self._collect(questions, sizes, arguments, record)
         behind = sorted(site for site, reason in record.lost.items() if reason.startswith(NotHeld.__name__))
-        if behind and self.exchange.holds(form):
-            whole = {site: self.exchange.whole(form) | own.get(site, {}) for site in behind}
-            questions |= (again := self._questions(function, behind, shared, whole)[0])
+        whole = self.pipeline.whole(payload) if behind else None
+        if whole is not None:
+            own = {site: whole | payload.own.get(site, {}) for site in behind}
+            again, more = self._questions(function, behind, payload.sent, own)
+            questions |= again
             for site in behind:
                 del record.lost[site]
-                sizes[site] += _size(again[site].own)
-            self._collect(again, sizes, forms, record)
+                sizes[site] += more[site]
+            self._collect(again, sizes, arguments, record)
         self.lost = dict(sorted(record.lost.items()))
         files = {site: questions[site].reply for site in chosen if site not in record.lost}
         self._judge(function, chosen, len(files))
-        return files
-
-    def _summed(
-        self,
-        function: str,
-        chosen: Sequence[str],
-        shared: Tree,
-        form: dict[str, Any],
-        own: Mapping[str, dict[str, Any]],
-        record: Call,
-    ) -> Spool:
-        """The call with its answers summed under masks: one reply, of nobody, with the weighted mean of the models
-        and the sum of the weights. See `secure` for the four steps."""
-        choice = self.exchange.terms.secure
-        assert choice is not None
-        context = new_context(str(self.about.get("run", "")), self._round, self._call)
-
-        def step(name: str, sites: Sequence[str], payload: dict[str, Any]) -> dict[str, Any]:
-            files = self._round_trip(name, sites, payload, payload, {}, record)
-            return {site: value["answer"] for site, value in Spool(files)}
-
-        publics = step("secure_advertise", chosen, {"context": context})
-        sealed = step("secure_share", sorted(publics), {"context": context, "publics": publics})
-        group = sorted(sealed)
-        extra = {
-            site: own.get(site, {})
-            | {EXTRA: {"context": context, "ciphertexts": {peer: sealed[peer][site] for peer in group}}}
-            for site in group
-        }
-        masked = Spool(self._round_trip(function, group, shared, form, extra, record))
-        survivors = masked.sites
-        dropped = [site for site in group if site not in survivors]
-        told = {"context": context, "survivors": survivors, "dropped": dropped}
-        reveals = step("secure_reveal", survivors, told)
-        total = secure.unmask(
-            secure.ring_sum(masked.each("masked")),
-            reveals,
-            publics,
-            survivors=survivors,
-            dropped=dropped,
-            threshold=secure.threshold_of(choice, self.exchange.terms.sites),
-            context=context,
-        )
-        model, weight = secure.unpack(total, form["model"], choice, sites=self.exchange.terms.sites)
-        path = self._folder() / "sum.fa"
-        write_atomic(path, wire.encode({"value": {"model": model, "n": weight}}), durable=False)  # type: ignore[dict-item]
-        self.models = None  # nobody but the sites knows theirs
-        return Spool({"(sum)": path})
+        return Spool(files)
 
     def _accounted(self, record: Call) -> Call:
         """The record with what privacy was spent so far."""
@@ -310,22 +224,22 @@ class SiteClients:
         if not releases:
             return record
         self.least = min(self.least, len(releases))
-        return replace(record, epsilon=self.exchange.epsilon(releases, self.least))
+        return replace(record, epsilon=self.pipeline.epsilon(releases, self.least))
 
     def _folder(self) -> Path:
         return self.scratch / f"{self._round:06d}-{self._call:03d}"
 
     def _questions(
-        self, function: str, chosen: Sequence[str], form: Tree, own: Mapping[str, dict[str, Any]]
+        self, function: str, chosen: Sequence[str], sent: Tree, own: Mapping[str, dict[str, Any]]
     ) -> tuple[dict[str, Question], dict[str, int]]:
         """A question per site, its payloads written, and how many bytes go to each."""
         folder = self._folder() / function
         shared = folder / "to-all.fa"
-        written = _write(shared, form)
+        written = self.pipeline.write(shared, sent)
         questions, sizes = {}, {}
         for site in chosen:
             path = folder / f"to-{site}.fa" if own.get(site) else None
-            sizes[site] = written + (_write(path, own[site]) if path else 0)
+            sizes[site] = written + (self.pipeline.write(path, own[site]) if path else 0)
             reply = folder / f"{site}.fa"
             reply.unlink(missing_ok=True)
             questions[site] = Question(
@@ -345,13 +259,15 @@ class SiteClients:
         self,
         questions: Mapping[str, Question],
         sizes: Mapping[str, int],
-        forms: Mapping[str, dict[str, Any]],
+        arguments: Mapping[str, dict[str, Any]],
         record: Call,
     ) -> None:
-        """Asks until every site has answered or is lost, as the federation's rule says."""
+        """Asks until every site has answered or is lost, as the federation's rule says. arguments: those of the function
+        at each site."""
         began = time.monotonic()
-        open_, told = dict(questions), dict[str, str]()
-        make_room(self.scratch, sum(self._most(question, forms[site])[1] for site, question in open_.items()))
+        open_, reasons = dict(questions), dict[str, str]()
+        most = [self.pipeline.most(question, arguments[site])[1] for site, question in open_.items()]
+        make_room(self.scratch, sum(most))
         while open_:
             silent = {}
             waiting = sorted(open_.values(), key=lambda q: -self._expected(q))
@@ -360,7 +276,7 @@ class SiteClients:
                     silent[site] = printable(reason, LONGEST_REASON)
                     continue
                 try:
-                    self._receive(questions[site], sizes[site], forms[site], record)
+                    self._receive(questions[site], sizes[site], arguments[site], record)
                 except Passing as error:
                     silent[site] = printable(str(error), LONGEST_REASON)
             record.lost.update(silent)
@@ -368,9 +284,9 @@ class SiteClients:
             if self.faults.on_lost != "wait" or over:
                 return
             for site in sorted(silent):
-                if told.get(site) != silent[site]:
+                if reasons.get(site) != silent[site]:
                     self.tell(f"waits for {site} ({silent[site]}), which is asked again")
-            open_, told = {site: questions[site] for site in sorted(silent)}, silent
+            open_, reasons = {site: questions[site] for site in sorted(silent)}, silent
             for site in silent:
                 del record.lost[site]
             if silent:
@@ -382,11 +298,12 @@ class SiteClients:
         seconds = self.seconds.get(question.site, {})
         return seconds.get(question.function, seconds.get("", 0.0))
 
-    def _receive(self, question: Question, sent: int, form: dict[str, Any], record: Call) -> None:
-        """Checks an answer, and keeps it if it can be used. Raises Passing for an error that may pass by itself."""
+    def _receive(self, question: Question, sent: int, arguments: dict[str, Any], record: Call) -> None:
+        """Takes the reply to a question, if it can be used, into the record. sent: bytes that went to the site. Raises
+        Passing for an error that may pass by itself."""
         site = question.site
         try:
-            tree, size = self._answer(question, form)
+            tree, size = self.pipeline.read(question, arguments, self.instances.get(site))
         except OSError as error:
             record.lost[site] = f"its answer cannot be read ({error.strerror or error})"
             return
@@ -408,49 +325,6 @@ class SiteClients:
         record.logs[site] = {**record.logs.get(site, {}), **tree["log"]}
         if self.watch:
             self.watch(site, question.function, record.logs[site], cost)
-
-    def _kinds(self, question: Question, form: dict[str, Any]) -> tuple[dict[str, str], egress.Asked]:
-        """Kinds of values in a site's answer, and the declaration to check them against."""
-        function = question.function
-        asked = self.declaration.asked(question.site, function, form)
-        return self.exchange.kinds(function, self.declaration.sends.get(function, {}), form), asked
-
-    def _most(self, question: Question, form: dict[str, Any]) -> tuple[int, int]:
-        """The bytes that names and plain values, and that tensors of an answer may have."""
-        kinds, asked = self._kinds(question, form)
-        return egress.largest(kinds, self.declaration, asked)
-
-    def _answer(self, question: Question, form: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """An answer as a tree with "value", "log", "cost", "from" and "memory", and its bytes; the model in it is
-        expanded, in its file too. Nothing is read that is larger than an answer as declared, and no tensor before
-        names, kinds and shapes were found to be right.
-
-        form: the question's payload as the site holds it. Raises Refused, WireError or NameMismatch for an answer
-        that cannot be used, OSError where it cannot be read.
-        """
-        function, path, declaration = question.function, question.reply, self.declaration
-        kinds, asked = self._kinds(question, form)
-        names, tensors = self._most(question, form)
-        size, most = path.stat().st_size, names + tensors
-        if size > most:
-            raise Refused(
-                f"its answer has {size:,} bytes; one that holds what is declared has at most {most:,}"
-            )
-        message = Message.of(read_whole(path), most=names)
-        plain = opened(message.forms(), question, self.instances.get(question.site))
-        problem = (
-            egress.problem_of(plain["value"], kinds, declaration, asked)
-            or egress.problem_of_log(plain["log"])
-            or self.exchange.problem_of_log(function, plain["log"])
-        )
-        tree: Any = message.tree(copy=False) if problem is None else {"value": {}}
-        problem = problem or egress.problem_of(tree["value"], kinds, declaration, asked)
-        if problem:
-            raise Refused(f"its answer is not as declared: {problem}")
-        if self.exchange.expand(tree["value"], form.get("model")):
-            write_atomic(path, wire.encode(tree), durable=False)
-        check_answer(tree["value"], form)
-        return tree, size
 
     def _judge(self, function: str, chosen: Sequence[str], answered: int) -> None:
         if not self.lost:
@@ -479,102 +353,5 @@ class SiteClients:
         return self.scratch / f"{self._round:06d}-{call:03d}"
 
 
-def _write(path: Path, form: Tree) -> int:
-    data = wire.encode(form)
-    write_atomic(path, data, durable=False)
-    return len(data)
-
-
-def _size(path: Path | None) -> int:
-    return path.stat().st_size if path else 0
-
-
-class Refused(FedAtlasError):
-    """An answer that cannot be used."""
-
-
-class Passing(Refused):
-    """An error reply whose reason may pass by itself, as a full disk at the site: who may wait asks again."""
-
-
 LONGEST_REASON = 4000
 """Characters of what is told of a site that is lost."""
-_COST = ("seconds", "peak_mb")
-_CODE, _VERSION, _INSTANCE = (re.compile(form) for form in (r"\w{1,80}", r"[\w:.-]{0,80}", r"[\w-]{0,80}"))
-
-
-def opened(tree: Any, question: Question, instance: str | None = None) -> dict[str, Any]:
-    """An answer with "value", "log", "cost", "from" and "memory", each of its type; what is in "value" is not checked.
-
-    Raises Refused for an error reply, an answer to another question and everything that is no answer of ours.
-    """
-    if not isinstance(tree, dict) or not isinstance(tree.get("to"), dict):
-        raise Refused("its answer is not the reply of a site")
-    asked_for = {name: getattr(question, name) for name in ("site", "function", "round", "call")}
-    if tree["to"] != asked_for:
-        told = ", ".join(f"{name} {printable(str(tree['to'].get(name)), 80)}" for name in asked_for)
-        wanted = ", ".join(f"{name} {value}" for name, value in asked_for.items())
-        raise Refused(f"it answered another question ({told}); asked was {wanted}")
-    if not isinstance(tree.get("from"), str) or not _INSTANCE.fullmatch(tree["from"]):
-        raise Refused("its answer does not say which installation it is from")
-    if instance is not None and tree["from"] != instance:
-        raise Refused(
-            "another installation answered under its name than the one that joined this run; its folder was copied "
-            "and is used in two places, or was made anew"
-        )
-    if "error" in tree:
-        raise _told(tree["error"])
-    if not isinstance(tree.get("value"), dict):
-        raise Refused(f"answered a {type(tree.get('value')).__name__}; functions at a site return a dict")
-    if set(tree) != {"to", "from", "memory", "value", "log", "cost"}:
-        raise Refused("its answer lacks its log or its cost, or holds more than an answer does")
-    log, cost, memory = tree["log"], tree["cost"], tree["memory"]
-    if not isinstance(log, dict):
-        raise Refused(f"its log is a {type(log).__name__}")
-    if not isinstance(cost, dict) or set(cost) != set(_COST) or not all(map(_is_cost, cost.values())):
-        raise Refused(f"its cost is not {' and '.join(_COST)}, as numbers from 0 on")
-    if not isinstance(memory, str) or not _VERSION.fullmatch(memory):
-        raise Refused("its answer does not name the version of its memory")
-    return tree
-
-
-def _is_cost(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value <= 1e9
-
-
-def _told(error: Any) -> Refused:
-    """What an error reply says."""
-    code, text = (error.get("code"), error.get("text")) if isinstance(error, dict) else (None, None)
-    if not isinstance(code, str) or not _CODE.fullmatch(code) or not isinstance(text, str | None):
-        return Refused("it answered with an error that says nothing")
-    kind = Passing if code == OSError.__name__ else Refused
-    return kind(explained(code) if text is None else f"{code}: {text}")
-
-
-def check_answer(value: Mapping[str, Any], asked: Any) -> None:
-    """Raises Refused for a number that is not finite, NameMismatch for a model that is not like the one sent."""
-    for key, item in value.items():
-        if not is_finite(item):
-            raise Refused(f"its answer holds a number that is not finite, in {key!r}")
-    sent, got = asked.get("model"), value.get("model")
-    if isinstance(sent, dict) and isinstance(got, dict):
-        require_same(sent, got, asked="its model")
-
-
-_CODES = {
-    "EgressError": "its answer held more than the method declares, and was not sent",
-    "FloatingPointError": "its training met a number that is not finite",
-    "MemoryError": "it ran out of memory",
-    "OSError": "its disk or a file failed it (full?)",
-    "DataChanged": "its data are not those with which this run began; put them back, or go on with --data-changed",
-    "DataError": "a case or label of its data is not usable",
-    "RunFolderError": "its kept memory is not usable",
-    "WireError": "what it received was damaged",
-    "FederationMismatch": "it agreed to another federation file, or was not joined to this run",
-}
-
-
-def explained(code: str) -> str:
-    """What the code of an error reply means; the text of the error stays at the site."""
-    meaning = _CODES.get(code, "an error")
-    return f"{code}: {meaning}; the text is in errors.log at the site"

@@ -4,7 +4,6 @@ Nothing of one call is left for the next but the site's memory, so any process m
 """
 
 import contextlib
-import hashlib
 import itertools
 import resource
 import shutil
@@ -26,9 +25,10 @@ from fedatlas.core.seeds import generator, isolated
 from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport import egress, wire
 from fedatlas.transport.allocator import keeping_freed_blocks
-from fedatlas.transport.egress import Asked, EgressLog, NetForms, Scores
-from fedatlas.transport.exchange import BUILT_IN, EXTRA, SiteExchange, Terms
+from fedatlas.transport.egress import NetForms
 from fedatlas.transport.frames import Question
+from fedatlas.transport.pipeline import Policy, Received, SitePipeline
+from fedatlas.transport.reply import Answer, CallId
 from fedatlas.transport.store import MemoryStore, read_whole, write_atomic
 from fedatlas.transport.wire import Data
 
@@ -142,26 +142,6 @@ class HostedSite:
 ADDED = ("steps", "step_seconds")
 
 
-@dataclass(frozen=True)
-class Policy:
-    """What may leave a site, and in which form.
-
-    sends: name of a function -> what it answers, key -> kind; anything else is refused before it leaves.
-    scores: name -> what the rows of an evaluation by that function may hold, given the site and the payload.
-    log: where every message that leaves is written down first; None only where nothing leaves (a test).
-    texts: False keeps the text of every exception at the site; the server gets a code.
-    case_name: how the site calls a case in the rows of an evaluation; None: by its own name.
-    terms: compression, privacy and secure sums.
-    """
-
-    sends: Mapping[str, Mapping[str, str]]
-    scores: Mapping[str, Callable[..., Scores]] = field(default_factory=dict)
-    log: EgressLog | None = None
-    texts: bool = True
-    case_name: Callable[[str], str] | None = None
-    terms: Terms = field(default_factory=Terms)
-
-
 class Host:
     """Serves the calls of one site.
 
@@ -192,11 +172,9 @@ class Host:
     ) -> None:
         self.name, self.source, self.functions, self.make_net = name, source, dict(functions), make_net
         self.folder, self.seed, self.threads, self.device = folder, seed, threads, torch.device(device)
-        self.policy = policy
-        self.forms = NetForms(make_net)
-        self.instance, self.own_score = instance, own_score
+        self.texts, self.instance, self.own_score = policy.texts, instance, own_score
         self.memory, self.remembers = MemoryStore(folder / "memory"), remembers
-        self.exchange = SiteExchange(policy.terms, name, folder)
+        self.pipeline = SitePipeline(name, folder, policy, len(source.labels.space), NetForms(make_net))
 
     def answer(self, question: Question) -> None:
         """Answers a question whose payloads are files, in a file. Raises OSError where not even an error reply
@@ -209,7 +187,7 @@ class Host:
         try:
             write_atomic(question.reply, reply, durable=False)
         except OSError as error:
-            write_atomic(question.reply, self._error(*place, error), durable=False)
+            write_atomic(question.reply, self._error(CallId(self.name, *place), error), durable=False)
 
     def handle(
         self,
@@ -220,90 +198,49 @@ class Host:
         own: Data | None = None,
         version: str | None = None,
     ) -> Data:
-        """Answers one call. The reply is a tree with "to" (what it answers), "value", "log" and "cost", or with
-        "to" and "error".
+        """The bytes of the reply to one call, see `reply`.
 
         shared, own: the payload as `wire` bytes, used by nobody else from now on. version: of the site's memory, see
-        `Question`. Whatever goes wrong in the
-        function, the answer is an error reply: its code, its text where texts may leave, and the traceback stays
-        in `errors.log` of the site's folder.
+        `Question`. Whatever goes wrong in the function, the answer is an error reply: its code, its text where texts may
+        leave, and the traceback stays in `errors.log` of the site's folder.
         """
         reset_peak()
         began = time.perf_counter()
+        to, pipeline = CallId(self.name, function, round, call), self.pipeline
         try:
-            mark = _mark(shared, own) if self.exchange.terms.privacy else ""
-            if (before := self.exchange.replayed(function, round, call, mark)) is not None:
-                self._record(function, round, call, {"": "the very answer that was sent before"}, before)
+            mark = pipeline.mark(to, shared, own)
+            if (before := pipeline.sent_before(to, mark)) is not None:
                 return before
-            value, logged = self._run(function, round, call, shared, own, version)
+            self._require_known(function)
+            torch.set_num_threads(self.threads)
+            answer = self._answer(pipeline.receive(to, shared, own), version)
             del shared, own
-            cost: Tree = {"seconds": time.perf_counter() - began, "peak_mb": peak_mb()}
-            to = self._to(function, round, call)
-            contents = egress.contents({"value": value, "log": logged, "cost": cost})
-            kept = self.memory.after(round, call)
-            head: dict[str, Tree] = {"to": to, "from": self.instance, "memory": kept}
-            reply = wire.encode(head | {"value": value, "log": logged, "cost": cost})
-            del value
-            self.exchange.remember(function, round, call, mark, reply)
-            self._record(function, round, call, contents, reply)
-            return reply
+            answer.cost = {"seconds": time.perf_counter() - began, "peak_mb": peak_mb()}
+            contents = egress.contents(vars(answer))
+            reply = wire.encode(answer.to_plain(to, self.instance, self.memory.after(round, call)))
+            del answer
+            return pipeline.leave(to, mark, contents, reply)
         except Exception as error:
-            return self._error(function, round, call, error)
+            return self._error(to, error)
 
-    def _to(self, function: str, round: int, call: int) -> dict[str, Tree]:
-        return {"site": self.name, "function": function, "round": round, "call": call}
+    def _require_known(self, function: str) -> None:
+        known = (*self.functions, *self.pipeline.steps)
+        if function not in known:
+            raise FedAtlasError(
+                f"site {self.name}: asked to run {function!r}; allowed: {', '.join(sorted(known))}"
+            )
 
-    def _record(self, function: str, round: int, call: int, contents: dict[str, str], reply: Data) -> None:
-        if self.policy.log:
-            what = {"function": function, "round": round, "call": call, "contents": contents}
-            self.policy.log.record(what, reply)
-
-    def _error(self, function: str, round: int, call: int, error: Exception) -> Data:
-        """The error reply, with everything about the error in the site's own errors.log."""
-        file = self.folder / "errors.log"
-        with contextlib.suppress(OSError):  # the disk may be what is wrong
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with file.open("a") as log:
-                log.write(f"round {round}, call {call}, {function}\n")
-                log.write("".join(traceback.format_exception(error)) + "\n")
-        content: dict[str, Tree] = {"code": type(error).__name__}
-        if self.policy.texts:
-            known = isinstance(error, FedAtlasError | FloatingPointError | OSError | MemoryError)
-            content["text"] = str(error) if known else f"{error} (see {file})"
-        reply = wire.encode({"to": self._to(function, round, call), "from": self.instance, "error": content})
-        with contextlib.suppress(OSError):  # a code alone may leave where the log cannot be written
-            self._record(function, round, call, {"error/code": content["code"]}, reply)  # type: ignore[dict-item]
-        return reply
-
-    def _scores(self, function: str, payload: Mapping[str, Any]) -> Scores | None:
-        of = self.policy.scores.get(function)
-        return of(self.name, None, **payload) if of else None
-
-    def _run(
-        self, function: str, round: int, call: int, shared: Data, own: Data | None, version: str | None
-    ) -> tuple[Tree, dict[str, Tree]]:
-        built_in = tuple(BUILT_IN) if self.exchange.terms.secure else ()
-        if function not in self.functions and function not in built_in:
-            allowed = ", ".join(sorted((*self.functions, *built_in)))
-            raise FedAtlasError(f"site {self.name}: asked to run {function!r}; allowed: {allowed}")
-        torch.set_num_threads(self.threads)
-        payload: Any = wire.decode(shared, copy=False)
-        extra: Any = wire.decode(own, copy=False) if own is not None else {}
-        if not isinstance(payload, dict) or not isinstance(extra, dict):
-            raise FedAtlasError(f"site {self.name}: the payload of {function!r} is not a dict of arguments")
-        del shared, own
-        payload |= extra
-        if function in built_in:
-            return self.exchange.built_in(function, payload), {}
-        special = payload.pop(EXTRA, None)
-        payload = self.exchange.receive(payload)
-        parts = (self.seed, self.name, round, call)
-        memory = self.memory.before(round, call, version) if self.remembers else {}
+    def _answer(self, received: Received, version: str | None) -> Answer:
+        """Runs what is asked for, with the site's memory, and keeps what it leaves there."""
+        to = received.call
+        if to.function in self.pipeline.steps:
+            return self.pipeline.step(received)
+        parts = (self.seed, self.name, to.round, to.call)
         site = HostedSite(
             name=self.name,
             source=self.source,
             make_net=self.make_net,
-            memory=memory,
+            memory=self.memory.before(to.round, to.call, version) if self.remembers else {},
             rng=generator(*parts),
             device=self.device,
             folder=self.folder,
@@ -311,37 +248,29 @@ class Host:
             own_score=self.own_score,
         )
         with keeping_freed_blocks(), isolated(*parts, "libraries"):
-            value: Any = to_tree(self.functions[function](site, **payload))
-        case_name = self.policy.case_name
-        if case_name and isinstance(value, dict) and isinstance(value.get("rows"), list):
-            for row in value["rows"]:
-                row["case"] = row["case"] and case_name(row["case"])
-        what = f"site {self.name}: the answer to {function}"
-        egress.check(
-            value,
-            self.policy.sends.get(function, {}),
-            what=what,
-            classes=len(self.source.labels.space),
-            forms=self.forms,
-            asked=Asked(payload, scores=self._scores(function, payload)),
-        )
-        egress.check_log(site.logged, what=what)
-        logged: dict[str, Tree] = dict(site.logged)
-        if function in self.exchange.terms.sending:
-            received = payload.get("model") if isinstance(payload.get("model"), dict) else None
-            value = self.exchange.send(function, value, received, site.memory, special)
-            if self.exchange.terms.privacy:  # what training logs is of the data, and not protected
-                logged = {"releases": float(self.exchange.releases(more=1))}
+            value = to_tree(self.functions[to.function](site, **received.arguments))
+        answer = self.pipeline.protect(received, value, site.logged, site.memory)
         if self.remembers:
-            self.memory.save(round, call, site.memory, version)
-        return value, logged
+            self.memory.save(to.round, to.call, site.memory, version)
+        return answer
 
-
-def _mark(shared: Data, own: Data | None) -> str:
-    """A digest of what was asked."""
-    digest = hashlib.sha256(shared)
-    digest.update(own or b"")
-    return digest.hexdigest()
+    def _error(self, to: CallId, error: Exception) -> Data:
+        """The error reply, with everything about the error in the site's own errors.log."""
+        file = self.folder / "errors.log"
+        with contextlib.suppress(OSError):  # the disk may be what is wrong
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with file.open("a") as log:
+                log.write(f"round {to.round}, call {to.call}, {to.function}\n")
+                log.write("".join(traceback.format_exception(error)) + "\n")
+        code = type(error).__name__
+        content: dict[str, Tree] = {"code": code}
+        if self.texts:
+            known = isinstance(error, FedAtlasError | FloatingPointError | OSError | MemoryError)
+            content["text"] = str(error) if known else f"{error} (see {file})"
+        reply = wire.encode({"to": to.to_plain(), "from": self.instance, "error": content})
+        with contextlib.suppress(OSError):  # a code alone may leave where the log cannot be written
+            self.pipeline.record(to, {"error/code": code}, reply)
+        return reply
 
 
 def reset_peak() -> None:

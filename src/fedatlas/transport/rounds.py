@@ -20,8 +20,9 @@ from fedatlas.core.contract import Clients, Method, State
 from fedatlas.core.errors import FedAtlasError, RunFolderError, WireError
 from fedatlas.core.tensors import from_tree, to_tree
 from fedatlas.transport import wire
-from fedatlas.transport.clients import Call, Spool
+from fedatlas.transport.clients import Call
 from fedatlas.transport.host import peak_mb, reset_peak
+from fedatlas.transport.reply import Spool
 from fedatlas.transport.store import read_whole, sync_folder, write_atomic
 
 

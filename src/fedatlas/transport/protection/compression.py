@@ -1,9 +1,9 @@
 """Fewer bytes on the wire: the difference of two models, compressed, with error feedback.
 
-The sender packs `difference(new, old)`; the receiver, who holds `old`, restores it and adds it with `apply`.
-Both sides run the same `restore` on the same bytes and so hold the same model, bit for bit. What compression
-left out is kept by the sender and added to its next difference (`with_feedback`), so that it is delayed and
-not lost.
+The sender packs the `difference` of two models; the receiver, who holds the old one, restores it and adds it with
+`apply` (both are in `difference.py`). Both sides run the same `restore` on the same bytes and so hold the same model, bit
+for bit. What compression left out is kept by the sender and added to its next difference (`with_feedback`), so that it
+is delayed and not lost.
 
 Error feedback: Seide, Fu, Droppo, Li, Yu. 1-bit stochastic gradient descent and its application to
 data-parallel distributed training of speech DNNs. Interspeech 2014. Karimireddy, Rebjock, Stich, Jaggi. Error
@@ -38,6 +38,7 @@ from torch import Tensor
 from fedatlas.core.errors import FederationError, NameMismatch, WireError
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, Tree, require_same
+from fedatlas.transport.protection.difference import all_finite, as_difference
 
 LEVELS = 127
 """int8: codes are -127 to 127."""
@@ -59,42 +60,6 @@ class Comm:
     feedback: bool = option(
         True, "Whether what compression left out is kept and added to the next difference."
     )
-
-
-def difference(new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> Tensors:
-    """new - old: floating tensors in float32 (the operands are widened first), others as they are in `new`.
-
-    Raises NameMismatch unless names, shapes and dtypes are equal.
-    """
-    require_same(old, new, asked="the difference of two models")
-    return {
-        name: (_wide(tensor) - _wide(old[name])).float() if tensor.is_floating_point() else tensor.clone()
-        for name, tensor in new.items()
-    }
-
-
-def apply(old: Mapping[str, Tensor], difference: Mapping[str, Tensor]) -> Tensors:
-    """old + difference, in the dtypes of `old`: summed in float32 (float64 where `old` is), rounded once.
-    Tensors that are not floating are those of `difference`.
-
-    Raises NameMismatch if names, shapes or dtypes do not fit, and FloatingPointError, naming the tensor, for a
-    sum that is not finite.
-    """
-    expected = {name: _as_difference(tensor) for name, tensor in old.items()}
-    require_same(expected, difference, asked="applying a difference")
-    new: Tensors = {}
-    for name, tensor in old.items():
-        change = difference[name]
-        if tensor.is_floating_point():
-            new[name] = (_wide(tensor) + change).to(tensor.dtype)
-            if not _finite(new[name]):
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                raise FloatingPointError(
-                    f"{name}: the model plus its difference is not finite in {dtype}; the difference is refused"
-                )
-        else:
-            new[name] = change.clone()
-    return new
 
 
 def compress(difference: Mapping[str, Tensor], kind: str, *, fraction: float) -> dict[str, Tree]:
@@ -149,7 +114,7 @@ def with_feedback(
     floating = {name: tensor for name, tensor in difference.items() if tensor.is_floating_point()}
     total: Tensors = dict(difference)
     if residual is not None:
-        expected = {name: _as_difference(tensor) for name, tensor in floating.items()}
+        expected = {name: as_difference(tensor) for name, tensor in floating.items()}
         require_same(expected, residual, asked="error feedback, what earlier rounds left out")
         total |= {name: _local(tensor) + _local(residual[name]) for name, tensor in floating.items()}
     packed = compress(total, kind, fraction=fraction)
@@ -203,7 +168,7 @@ def _pack_bf16(
     packed = torch.empty(_numbers(shapes), dtype=torch.bfloat16)
     for name, begin, end in _spans(shapes):
         packed[begin:end] = _flat(values[name], name)
-        if not _finite(packed[begin:end]):
+        if not all_finite(packed[begin:end]):
             raise _too_large(name, "bf16")
     return {"values": packed}
 
@@ -211,7 +176,7 @@ def _pack_bf16(
 def _unpack_bf16(packed: dict[str, Any], shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, Tensor]]:
     values = _checked(packed, "values", torch.bfloat16, _numbers(shapes))
     for name, begin, end in _spans(shapes):
-        _require_finite(values[begin:end], name)
+        _requireall_finite(values[begin:end], name)
         yield name, values[begin:end].float().reshape(shapes[name])
 
 
@@ -228,7 +193,7 @@ def _pack_int8(
         table = _flat(values[name], name).reshape(rows, -1)
         scale = torch.maximum(table.amax(1), -table.amin(1)) / LEVELS
         scale[scale < _TINY] = 0
-        if not _finite(scale * LEVELS):
+        if not all_finite(scale * LEVELS):
             raise _too_large(name, "int8")
         quotient = table / torch.where(scale == 0, math.inf, scale)[:, None]
         codes[begin:end] = quotient.round_().reshape(-1)
@@ -247,7 +212,7 @@ def _unpack_int8(packed: dict[str, Any], shapes: Mapping[str, torch.Size]) -> It
         rows = _rows(shapes[name])
         scale = scales[row : row + rows]
         row += rows
-        if not bool(((scale == 0) | (scale >= _TINY)).all()) or not _finite(scale * LEVELS):
+        if not bool(((scale == 0) | (scale >= _TINY)).all()) or not all_finite(scale * LEVELS):
             raise WireError(
                 f"restoring a difference: a scale of {name} is negative, subnormal or not finite; "
                 f"allowed: 0, and {_TINY:.4g} to {_MOST / LEVELS:.4g}"
@@ -275,7 +240,7 @@ def _pack_topk(
             )
         index = largest(flat, count)
         value = flat[index].bfloat16()
-        if not _finite(value):
+        if not all_finite(value):
             raise _too_large(name, "topk")
         indices.append(index.int())
         kept.append(value)
@@ -302,7 +267,7 @@ def _unpack_topk(packed: dict[str, Any], shapes: Mapping[str, torch.Size]) -> It
         count, numel = counts[name], shape.numel()
         if count is None:
             flat, at = whole[at : at + numel].clone(), at + numel
-            _require_finite(flat, name)
+            _requireall_finite(flat, name)
         else:
             index, value = indices[place : place + count].long(), values[place : place + count]
             place += count
@@ -310,7 +275,7 @@ def _unpack_topk(packed: dict[str, Any], shapes: Mapping[str, torch.Size]) -> It
                 raise WireError(
                     f"restoring a difference: the indices of {name} are not ascending within 0 to {numel - 1}"
                 )
-            _require_finite(value, name)
+            _requireall_finite(value, name)
             flat = torch.zeros(numel)
             flat[index] = value.float()
         yield name, flat.reshape(shape)
@@ -404,18 +369,13 @@ def _spans(shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, int, int]]:
 
 def _flat(tensor: Tensor, name: str) -> Tensor:
     flat = _local(tensor).reshape(-1)
-    if not _finite(flat):
+    if not all_finite(flat):
         raise FloatingPointError(f"{name}: its difference is not finite in float32 and cannot be compressed")
     return flat
 
 
-def _finite(tensor: Tensor) -> bool:
-    # a NaN makes both ends NaN; three times as fast as isfinite
-    return tensor.numel() == 0 or all(math.isfinite(end) for end in tensor.aminmax())
-
-
-def _require_finite(tensor: Tensor, name: str) -> None:
-    if not _finite(tensor):
+def _requireall_finite(tensor: Tensor, name: str) -> None:
+    if not all_finite(tensor):
         raise WireError(f"restoring a difference: {name} holds a number that is not finite")
 
 
@@ -425,13 +385,3 @@ def _too_large(name: str, kind: str) -> FloatingPointError:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _as_difference(tensor: Tensor) -> Tensor:
-    """A tensor without memory, in the form that it has in a difference."""
-    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    return torch.empty(tensor.shape, dtype=dtype, device="meta")

@@ -32,7 +32,7 @@ Not covered, and therefore either public or not to be sent:
 * Numbers that a site logs, validation scores, and the norm that `privatise` returns: they stay at the site.
 * That a site fails or is late.
 * Models from before, as one pretrained on the same cases.
-* Integer and boolean buffers. A count of batches tells how many steps a site took; `apply` gives the received value.
+* Integer and boolean buffers. A count of batches tells how many steps a site took; `protect` gives the received value.
 
 Statistics of batch normalisation are floating tensors: the clip and the noise would cover them, but noise makes
 variances negative, and the net useless; `privatise` refuses them. Use group or instance normalisation, or keep them
@@ -62,7 +62,8 @@ from torch import Tensor
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import option, options
-from fedatlas.core.tensors import Tensors, require_same
+from fedatlas.core.tensors import Tensors
+from fedatlas.transport.protection.difference import apply, difference
 
 _PIECE = 1 << 17
 _SMALLEST = 1e-6
@@ -128,30 +129,18 @@ class SecretNormal:
         return torch.stack([angle.cos().mul_(radius), angle.sin().mul_(radius)]).view(-1)[:count]
 
 
-def difference(trained: Mapping[str, Tensor], received: Mapping[str, Tensor]) -> Tensors:
-    """What a site changed: floating tensors alone, trained less received, in float32 (float64 where they are).
+def protect(
+    trained: Mapping[str, Tensor], received: Mapping[str, Tensor], choice: Privacy, *, sites: int
+) -> tuple[Tensors, float]:
+    """The model that a site sends in the place of the one it trained, and the norm of its update: see `privatise`.
 
-    Raises NameMismatch if the models differ in names, shapes or dtypes.
+    Integer and boolean tensors are those that were received. Raises NameMismatch if the two models differ in names,
+    shapes or dtypes, and FederationError as `privatise`.
     """
-    require_same(received, trained, asked="privacy: the trained model")
-    return {
-        name: trained[name].to(_wide(tensor)) - tensor.to(_wide(tensor))
-        for name, tensor in received.items()
-        if tensor.is_floating_point()
-    }
-
-
-def apply(received: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> Tensors:
-    """The model to send: the received one plus `change`, in the dtypes of the received one.
-
-    Integer and boolean tensors are those that were received.
-    """
-    return {
-        name: (tensor.to(_wide(tensor)) + change[name]).to(tensor.dtype)
-        if tensor.is_floating_point()
-        else tensor.clone()
-        for name, tensor in received.items()
-    }
+    change = difference(trained, received)
+    floating = {name: change[name] for name, tensor in received.items() if tensor.is_floating_point()}
+    private, norm = privatise(floating, choice, sites=sites)
+    return apply(received, {**received, **private}), norm
 
 
 def privatise(
@@ -162,7 +151,7 @@ def privatise(
     That norm is not private: it must never be sent, nor logged where the server can read it. It is for people at
     the site, who choose `clip` by it.
 
-    change: what `difference` gave, on the CPU. The norm is summed in float64 in the order of its tensors.
+    change: the floating tensors of a `difference`, on the CPU. The norm is summed in float64 in the order of its tensors.
     sites: K, all sites of the federation, which share the noise in central mode.
     normal: where the noise comes from; a new SecretNormal unless given.
 
@@ -259,7 +248,3 @@ def _orders() -> list[float]:
 
 def _square(tensor: Tensor) -> float:
     return math.fsum(float(piece.double().square().sum()) for piece in tensor.reshape(-1).split(_PIECE))
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""exchange.py: compression, privacy and secure aggregation on the way of a model, with a toy method."""
+"""pipeline.py and stages.py: compression, privacy and secure aggregation on the way of a model, with a toy method."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +15,9 @@ from fedatlas.core.tensors import average, tensors_of
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.egress import Declaration, EgressLog, NetForms, read_log
-from fedatlas.transport.exchange import ServerExchange, Terms, terms_of
-from fedatlas.transport.host import Host, Policy
+from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess
+from fedatlas.transport.pipeline import Policy, ServerPipeline, Terms, terms_of
 from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.privacy import Privacy
 from fedatlas.transport.protection.secure import Secure
@@ -85,12 +85,8 @@ def federation(
         for name in SITES
     }
     transport = InProcess(lambda question: hosts[question.site].answer(question))
-    exchange = ServerExchange(agreed)
-    declaration = Declaration(sends_of(method), 2, NetForms(lambda _: net()))
-    scratch = folder / "scratch"
-    return SiteClients(
-        list(SITES), transport, scratch, faults or Faults(), exchange=exchange, declaration=declaration
-    )
+    pipeline = ServerPipeline(agreed, Declaration(sends_of(method), 2, NetForms(lambda _: net())))
+    return SiteClients(list(SITES), transport, folder / "scratch", faults or Faults(), pipeline=pipeline)
 
 
 def go(folder: Path, rounds: int = 3, **options: Any) -> tuple[State, SiteClients]:
@@ -267,7 +263,7 @@ def test_too_few_for_a_secure_sum_is_told(tmp_path) -> None:
 def test_a_site_does_not_send_its_model_in_the_open(tmp_path) -> None:
     """A server that leaves the steps out gets nothing."""
     clients = federation(tmp_path, secure=Secure())
-    clients.exchange = ServerExchange()
+    clients.pipeline.terms = Terms()
     with pytest.raises(SiteLost, match="sent masked only"):
         run(Drift(), net(), clients, 1)
 
