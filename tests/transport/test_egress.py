@@ -34,8 +34,8 @@ def test_what_is_declared_passes() -> None:
     check({"model": model(), "n": 3}, DECLARED, what="", classes=3, forms=lambda net: FORMS)
     part = {"model": {"conv.bias": torch.zeros(4)}, "n": 3}
     check(part, DECLARED | {"model": "some"}, what="", classes=3, forms=lambda net: FORMS)
-    declared = {"m": "mask:other", "c": "classes", "p": "per class"}
-    value = {"m": {"conv.bias": torch.ones(4, dtype=torch.bool)}, "c": [2, 0], "p": torch.zeros(3)}
+    declared = {"m": "some:other", "c": "classes", "p": "per class"}
+    value = {"m": {"conv.bias": torch.ones(4)}, "c": [2, 0], "p": torch.zeros(3)}
     asked = []
     check(value, declared, what="", classes=3, forms=lambda net: asked.append(net) or FORMS)
     assert asked == ["other"]
@@ -74,7 +74,7 @@ def test_smuggled_things_are_refused(value, text: str) -> None:
         ("classes", [1, 1], "names a class twice"),
         ("per class", [0.1] * 4, "holds 4 numbers for 3 classes"),
         ("per class", torch.zeros(3, 3), "is a tensor float32[3, 3]"),
-        ("mask", {"conv.bias": torch.zeros(4)}, "is float32[4]"),
+        ("bits", {"conv.bias": torch.zeros(4)}, "the bits of 'conv.bias' are a tensor float32[4]"),
         ("rows", [{"case": "x"}], "something else than rows"),
         ("facts", {"scan": torch.zeros(3)}, "holds a tensor"),
     ],
@@ -84,7 +84,7 @@ def test_every_kind_has_its_limits(kind: str, value, text: str) -> None:
 
 
 def test_a_kind_that_does_not_exist_is_told() -> None:
-    assert "'n' is declared as 'numbr'; the kinds are model, some, mask, bits, sparse, number" in refused(
+    assert "'n' is declared as 'numbr'; the kinds are model, some, bits, sparse, number" in refused(
         {"n": 1}, {"n": "numbr"}
     )
 

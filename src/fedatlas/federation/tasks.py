@@ -2,16 +2,12 @@
 checked, what a net is given, what is measured. Everything else, methods included, knows only `LabelSpace.level`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import torch
-from torch import Tensor
-
-from fedatlas.core.contract import Batches
-from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.labels import LabelSpace
 from fedatlas.data import image_data, image_index, site_data
 from fedatlas.data.checks import Scan, shared_scans
 from fedatlas.data.datasets.shared.listing import Problem, Splitting
@@ -20,6 +16,7 @@ from fedatlas.evaluation.classification import Histogram, Threshold, fit_thresho
 from fedatlas.evaluation.evaluate import Evaluator
 from fedatlas.evaluation.image_evaluation import ImageEvaluator
 from fedatlas.federation.file import Federation, inference_of
+from fedatlas.transport.host import SiteSource
 
 
 class Index(Protocol):
@@ -33,16 +30,11 @@ class Index(Protocol):
     def brings(self) -> tuple[str, ...]: ...
 
 
-class Source(Protocol):
-    """The data of a site."""
+class Source(SiteSource, Protocol):
+    """The data of a site, as a run needs them beyond what its host does."""
 
     name: str
-    labels: SiteLabels
-    n_train: int
-    n_labelled: Tensor
 
-    @property
-    def n_positive(self) -> Tensor: ...
     @property
     def channels(self) -> int: ...
     def prepare(self, progress: Callable[[str], None] | None = None) -> None: ...
@@ -51,16 +43,6 @@ class Source(Protocol):
     def keep_leaks(self, folder: Path) -> None: ...
     def fingerprint(self) -> dict[str, str]: ...
     def looks(self) -> dict[str, dict[str, Any]]: ...
-    def batches(
-        self,
-        rng_parts: tuple[str | int, ...],
-        *,
-        batch: int,
-        steps: int | None,
-        epochs: float | None,
-        device: torch.device,
-    ) -> Batches: ...
-    def volumes(self, split: str) -> Iterator[Any]: ...
 
 
 class Task(Protocol):

@@ -146,7 +146,6 @@ def problem_of(value: Any, declared: Mapping[str, str], declaration: Declaration
 
     model, model:NET    a dict of all tensors of a net, with its dtypes and shapes
     some, some:NET      the same of some of its tensors
-    mask, mask:NET      the same with bool tensors
     bits, bits:NET      of all tensors, or of none, eight positions in a byte, as `sharpness.pack_bits` packs them
     sparse, sparse:NET  some entries of all tensors of a net, as `core.tensors.sparse` takes them
     number              one finite number, up to 10^15
@@ -159,7 +158,7 @@ def problem_of(value: Any, declared: Mapping[str, str], declaration: Declaration
     facts               a plain dict of what a site says of itself when it joins
 
     NET is the name of a net ("main" if left out), followed by ".parameters" or ".buffers" where only those of its
-    tensors are meant. The other kinds are forms in which `exchange` sends.
+    tensors are meant. The other kinds are forms in which `stages` send.
 
     Tensors may be without values (on the device "meta"); then only what is known without them is checked. Raises
     EgressError for a kind that does not exist.
@@ -211,7 +210,7 @@ def printable(text: str, most: int) -> str:
     return shown + ("…" if len(text) > most else "")
 
 
-def _named_tensors(value: Any, about: _About, *, whole: bool, dtype: str = "") -> str | None:
+def _named_tensors(value: Any, about: _About, *, whole: bool) -> str | None:
     if not isinstance(value, dict):
         return f"is {_described(value)}"
     expected = about.forms()
@@ -221,7 +220,7 @@ def _named_tensors(value: Any, about: _About, *, whole: bool, dtype: str = "") -
         if name not in expected:
             return f"holds the tensor {printable(name, 80)!r}, which the net does not have"
         own, shape = expected[name]
-        if tuple(tensor.shape) != shape or _dtype(tensor) != (dtype or own):
+        if tuple(tensor.shape) != shape or _dtype(tensor) != own:
             return f"{name!r} is {_dtype(tensor)}{list(tensor.shape)}, in the net it is {own}{list(shape)}"
     lacking = [name for name in expected if name not in value] if whole else []
     return f"lacks the tensors {_listed(lacking)}" if lacking else None
@@ -233,10 +232,6 @@ def _model(value: Any, about: _About) -> str | None:
 
 def _some(value: Any, about: _About) -> str | None:
     return _named_tensors(value, about, whole=False)
-
-
-def _mask(value: Any, about: _About) -> str | None:
-    return _named_tensors(value, about, whole=False, dtype="bool")
 
 
 def _bits(value: Any, about: _About) -> str | None:
@@ -443,7 +438,7 @@ def _facts(value: Any, about: _About) -> str | None:
     return about.asked.facts(value) if about.asked.facts else None
 
 
-# the forms in which `exchange` sends
+# the forms in which `stages` send
 
 
 def _compressed(value: Any, about: _About) -> str | None:
@@ -541,7 +536,6 @@ class _Kind:
 _DECLARED: dict[str, _Kind] = {
     "model": _Kind(_model, _of_tensors()),
     "some": _Kind(_some, _of_tensors()),
-    "mask": _Kind(_mask, _of_tensors()),
     "bits": _Kind(_bits, _of_tensors()),
     "sparse": _Kind(_entries, _of_tensors(4)),
     "number": _Kind(_number, lambda about: (64, 0)),
