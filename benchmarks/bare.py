@@ -1,6 +1,5 @@
 """Starts the bare echo applications: their processes and their jobs, on kits of our adapters' own making."""
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -56,25 +55,9 @@ def launch_flower(folder: Path, party: str) -> Launch:
 
 
 def submit_flower(folder: Path, sites: Sequence[str]) -> Job:
-    from flwr.cli.build import build_fab_from_files
-    from flwr.common.serde import fab_to_proto, user_config_to_proto
-    from flwr.proto.control_pb2 import StartRunRequest  # type: ignore[attr-defined]
-    from flwr.supercore.fab import Fab
+    from fedatlas.transport.flower import compat
 
-    project = """[project]
-name = "bare-echo"
-version = "1.0.0"
-license = "Apache-2.0"
-dependencies = []
-[tool.flwr.app]
-publisher = "benchmark"
-[tool.flwr.app.components]
-serverapp = "echo:server"
-clientapp = "echo:client"
-"""
     code = Path(__file__).with_name("bare_flower.py").read_bytes()
-    content, _ = build_fab_from_files({"pyproject.toml": project.encode(), "echo.py": code})
-    fab = fab_to_proto(Fab(hashlib.sha256(content).hexdigest(), content, {}))
     control = flower._Control(folder / "server")
-    response = control.client.StartRun(StartRunRequest(fab=fab, override_config=user_config_to_proto({})))
+    response = control.client.StartRun(compat.start_request("bare-echo", "benchmark", "echo", code, {}))
     return flower.FlowerJob(control, response.run_id)

@@ -27,36 +27,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.app.message import remove_content_from_message
-from flwr.app.message.arraychunk import ArrayChunk
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
-from flwr.common.serde import message_to_proto
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_head_values_from_object_content,
-    get_object_id,
-    get_object_tree,
-    no_object_id_recompute,
-)
-from flwr.supercore.inflatable.inflatable_utils import (
-    ObjectPullError,
-    ObjectPushError,
-    ObjectUnavailableError,
-    inflate_object_from_contents,
-)
 
 from fedatlas.core.errors import FedAtlasError
 from fedatlas.transport.deployment import RELAY
+from fedatlas.transport.flower import compat
+from fedatlas.transport.flower.compat import ObjectPullError, ObjectPushError, fetched, packed, sent
 from fedatlas.transport.flower.engine import SECRET_HEADER, public_key_of
 from fedatlas.transport.frames import Question, question_of
 from fedatlas.transport.relay import Ask, JobEnd, Lost, forward, skewed
@@ -78,134 +61,6 @@ def _log_to(handler: logging.Handler) -> None:
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
-
-
-# ------------------------------------------------------------------------------- files as Flower's objects, and back
-#
-# Flower holds a message as a tree of objects: the message, its records, their arrays, and an array's bytes in
-# chunks of 5 MB. Its own functions build the whole tree in memory, several times over. These here move one chunk
-# at a time between a file and the network.
-
-
-class _Chunk(ArrayChunk):
-    """Some bytes of a file, as Flower's ArrayChunk: read when they are sent."""
-
-    def __init__(self, path: Path, start: int, length: int) -> None:
-        self.path, self.start, self.length = path, start, length
-        self.number = get_object_id(self.deflate())
-
-    def deflate(self) -> bytes:
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            data = file.read(self.length)
-        return ArrayChunk(memoryview(data)).deflate()
-
-    @property
-    def object_id(self) -> str:
-        return self.number
-
-
-def packed(path: Path, name: str) -> ArrayRecord:
-    """A record with one array: the bytes of the file, which must stay as they are until they were sent."""
-    size = path.stat().st_size
-    starts = range(0, size, FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE)
-    chunks = [_Chunk(path, at, min(FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE, size - at)) for at in starts]
-    array = Array("uint8", (size,), f"fedatlas.{name}", b"")
-    # where Flower keeps an array's chunks, once it has cut them from the array's data
-    array.__dict__["_chunks"] = [(chunk.object_id, chunk) for chunk in chunks]
-    record = ArrayRecord()
-    record["bytes"] = array  # its constructor would copy the array, without the chunks
-    return record
-
-
-def _ahead(call: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """What `call` returns for each item, in order; two at a time and no more."""
-    with ThreadPoolExecutor(2) as pool:
-        flying: deque[Any] = deque()
-        for item in items:
-            flying.append(pool.submit(call, item))
-            if len(flying) == 2:
-                yield flying.popleft().result()
-        while flying:
-            yield flying.popleft().result()
-
-
-def sent(messages: Sequence[Message], announce: Callable[[list[Any], list[Any]], Any], push: Any) -> Any:
-    """Announces the messages, then sends their objects that the server lacks. Returns the last announcement.
-
-    announce: of Flower's messages and trees, returns a response with `objects_to_push` and `session_id`. push: of
-    an object's id, its content and the session, returns whether it was stored. Raises ObjectPushError where
-    the server takes them no longer.
-    """
-    with no_object_id_recompute():
-        for message in messages:
-            message.metadata.__dict__["_message_id"] = message.object_id
-        trees = [get_object_tree(message) for message in messages]
-        heads = [message_to_proto(remove_content_from_message(message)) for message in messages]
-        objects: dict[str, Any] = {}
-        for message in messages:
-            objects |= get_all_nested_objects(message)
-    response: Any = None
-
-    def send(name: str) -> bool:
-        return push(name, objects[name].deflate(), response.session_id)
-
-    for _ in range(3):  # again where an answer was lost on the way, or the session has ended
-        response = announce(heads, trees)
-        lacking = set(response.objects_to_push)
-        if all(list(_ahead(send, [name for name in objects if name in lacking]))):
-            return response
-    raise ObjectPushError(heads[0].metadata.message_id, heads[0].metadata.run_id, response.session_id)
-
-
-def fetched(tree: Any, pull: Callable[[str], bytes], places: Mapping[str, Path]) -> Message:
-    """A message whose arrays went into files on the way: `places` has a file for each name of `packed`.
-
-    Raises ValueError for a message that is malformed or truncated, or has an array with another name, and
-    ObjectPullError where an object does not come within ten minutes.
-    """
-    contents: dict[str, bytes] = {}
-    nothing = ArrayChunk(memoryview(b"")).deflate()
-
-    def patiently(name: str) -> bytes:
-        end, pause = time.monotonic() + 600.0, 0.05
-        while True:
-            try:
-                return pull(name)
-            except ObjectUnavailableError:  # the sender is still at it
-                if time.monotonic() > end:
-                    raise ObjectPullError(name, "it did not come within ten minutes") from None
-            time.sleep(pause)
-            pause = min(1.5 * pause, 1.0)
-
-    def visit(node: Any) -> None:
-        content = contents[node.object_id] = patiently(node.object_id)
-        kind, children, _ = get_object_head_values_from_object_content(content)
-        if kind != Array.__qualname__:
-            for child in node.children:
-                visit(child)
-            return
-        about = json.loads(content[content.index(b"\0") + 1 :])
-        place = places.get(str(about["stype"]).removeprefix("fedatlas."))
-        if place is None:
-            raise ValueError("an array that is not of this protocol")
-        with place.open("wb") as file:
-            size = 0
-            for chunk in _ahead(patiently, [children[number] for number in about["arraychunk_ids"]]):
-                size += file.write(memoryview(chunk)[chunk.index(b"\0") + 1 :])
-        if size != about["shape"][0]:
-            raise ValueError(f"{size} bytes of {about['shape'][0]} have come")
-        contents.update(dict.fromkeys(children, nothing))
-
-    try:
-        visit(tree)
-        message = inflate_object_from_contents(tree.object_id, contents)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(f"a malformed message ({type(error).__name__})") from None
-    if not isinstance(message, Message):
-        raise ValueError("not a message")
-    message.metadata.__dict__["_message_id"] = tree.object_id
-    return message
 
 
 # --------------------------------------------------------------------------------------------------- at a hospital
@@ -290,24 +145,20 @@ class Signed:
     """Seconds by which clocks may differ without a word."""
 
     def __init__(self, key: Any) -> None:
-        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
-        self.key, self.public = key, public_key_to_bytes(key.public_key())
+        self.key, self.public = key, compat.public_key_to_bytes(key.public_key())
         self.ahead = 0.0
         """Seconds by which the server's clock is ahead of this machine's."""
 
     def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
-        from flwr.common.constant import TIMESTAMP_HEADER
-        from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER, FLEET_HTTP_SIGNATURE_HEADER
-        from flwr.supercore.primitives.asymmetric import sign_message
 
         time = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.ahead)
         text = time.isoformat()
-        signature = sign_message(self.key, text.encode("ascii"))
+        signature = compat.sign_message(self.key, text.encode("ascii"))
         headers = context.request.headers
-        headers[FLEET_HTTP_PUBLIC_KEY_HEADER] = base64.b64encode(self.public).decode("ascii")
-        headers[TIMESTAMP_HEADER] = text
-        headers[FLEET_HTTP_SIGNATURE_HEADER] = base64.b64encode(signature).decode("ascii")
+        headers[compat.FLEET_HTTP_PUBLIC_KEY_HEADER] = base64.b64encode(self.public).decode("ascii")
+        headers[compat.TIMESTAMP_HEADER] = text
+        headers[compat.FLEET_HTTP_SIGNATURE_HEADER] = base64.b64encode(signature).decode("ascii")
         response = call_next(context)
         self.see(response.headers.get("date"))
         return response
@@ -326,26 +177,23 @@ class Node:
     """A site's node: one per process. Raises FedAtlasError for a kit that is not usable."""
 
     def __init__(self, kit: Path, relay: Path) -> None:
-        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
-        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
-        from flwr.supernode.fleet_http_client import FleetHttpClient
 
         from fedatlas.transport.flower.engine import read_json, site_key_of
 
         engine = kit / "engine"
         about, key = read_json(engine / "site.json"), site_key_of(engine / "site.key")
         self.site, self.server = about["site"], about["server"]
-        self.relay, self.public = relay, public_key_to_bytes(key.public_key())
+        self.relay, self.public = relay, compat.public_key_to_bytes(key.public_key())
         self.patient = _Patient()
         self.folder = engine / "tmp"
         shutil.rmtree(self.folder, ignore_errors=True)  # of a process that was killed
         self.folder.mkdir(mode=0o700)
-        self.client = FleetHttpClient.from_server_address(
+        self.client = compat.FleetHttpClient.from_server_address(
             self.server,
             False,
             (engine / "ca.crt").read_bytes(),
             [
-                RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+                compat.RuntimeVersionHttpInterceptor(component_name="SuperNode"),
                 Signed(key),
             ],
             retry_invoker=self.patient,  # type: ignore[arg-type]
@@ -372,14 +220,12 @@ class Node:
 
     def _activate(self) -> None:
         import httpx
-        from flwr.proto.fleet_pb2 import ActivateNodeRequest  # type: ignore[attr-defined]
-        from flwr.proto.node_pb2 import Node as NodeId  # type: ignore[attr-defined]
 
-        request = ActivateNodeRequest(public_key=self.public, heartbeat_interval=HEARTBEAT)
+        request = compat.fleet.ActivateNodeRequest(public_key=self.public, heartbeat_interval=HEARTBEAT)
         end, told = time.monotonic() + 90.0, False
         while True:
             try:
-                self.node = NodeId(node_id=self.client.ActivateNode(request).node_id)
+                self.node = compat.nodes.Node(node_id=self.client.ActivateNode(request).node_id)
                 break
             except httpx.HTTPStatusError as error:
                 code = error.response.status_code
@@ -401,30 +247,27 @@ class Node:
     def _beat(self, node: Any) -> None:
         """Keeps this node present while it works on an answer."""
         import httpx
-        from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest  # type: ignore[attr-defined]
 
         while not self.resting.wait(HEARTBEAT / 3):
             with contextlib.suppress(httpx.HTTPError):  # the main thread's next request meets the same
                 self.client.SendNodeHeartbeat(
-                    SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT)
+                    compat.heartbeat.SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT)
                 )
 
     def _rest(self) -> None:
         """Tells the server, so that this site's next process is taken at once."""
-        from flwr.proto.fleet_pb2 import DeactivateNodeRequest  # type: ignore[attr-defined]
 
         self.resting.set()
         self.patient.seconds = 0.0
         with contextlib.suppress(Exception):
-            self.client.DeactivateNode(DeactivateNodeRequest(node_id=self.node.node_id))
+            self.client.DeactivateNode(compat.fleet.DeactivateNodeRequest(node_id=self.node.node_id))
         self.patient.seconds = _Patient.seconds
 
     def _answer_all(self) -> None:
-        from flwr.proto.fleet_pb2 import PullMessagesRequest  # type: ignore[attr-defined]
 
         pause = 0.1
         while True:
-            response = self.client.PullMessages(PullMessagesRequest(node=self.node))
+            response = self.client.PullMessages(compat.fleet.PullMessagesRequest(node=self.node))
             if response.messages_list:
                 self._answer(response.messages_list[0], response.message_object_trees[0])
                 pause = 0.1
@@ -435,23 +278,21 @@ class Node:
     def _answer(self, head: Any, tree: Any) -> None:
         """One message, from its first object to the last of its reply."""
         import httpx
-        from flwr.common.serde import message_from_proto
-        from flwr.proto.fleet_pb2 import PushMessagesRequest  # type: ignore[attr-defined]
-        from flwr.proto.message_pb2 import PushObjectRequest  # type: ignore[attr-defined]
-        from flwr.supercore.inflatable import inflatable_protobuf_utils as calls
 
         client, node, run = self.client, self.node, head.metadata.run_id
-        pull = calls.make_pull_object_fn_protobuf(client.PullObject, node, run)
-        confirm = calls.make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, run)
+        pull = compat.make_pull_object_fn_protobuf(client.PullObject, node, run)
+        confirm = compat.make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, run)
         spent = 0.0
 
         def announce(heads: list[Any], trees: list[Any]) -> Any:
-            request = PushMessagesRequest(node=node, messages_list=heads, message_object_trees=trees)
+            request = compat.fleet.PushMessagesRequest(
+                node=node, messages_list=heads, message_object_trees=trees
+            )
             request.clientapp_runtime_list.append(spent)
             return client.PushMessages(request)
 
         def push(name: str, content: bytes, session: str) -> bool:
-            request = PushObjectRequest(
+            request = compat.messages.PushObjectRequest(
                 node=node, run_id=run, object_id=name, object_content=content, session_id=session
             )
             return client.PushObject(request).stored
@@ -470,7 +311,7 @@ class Node:
                 except (ValueError, OSError):
                     log.exception("a question could not be taken in")
                     confirm(tree.object_id)
-                    reply = refusal(message_from_proto(head), FAILED)
+                    reply = refusal(compat.message_from_proto(head), FAILED)
                 sent([reply], announce, push)
         except httpx.HTTPStatusError as error:
             if error.response.status_code == httpx.codes.UNAUTHORIZED:
@@ -509,13 +350,12 @@ def sites_of(nodes: Iterable[Any], keys: Path) -> tuple[dict[str, Any], list[str
     nodes: Flower's NodeInfo, of which `node_id` and `public_key` (PEM) count and what a node says of itself does
     not. keys: the folder of <site>.pub. Returns the node of each site, and for a person what was refused.
     """
-    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
     owners: dict[bytes, list[str]] = {}
     refused = []
     for path in sorted(keys.glob("*.pub")):
         try:
-            owners.setdefault(public_key_to_bytes(public_key_of(path)), []).append(path.stem)
+            owners.setdefault(compat.public_key_to_bytes(public_key_of(path)), []).append(path.stem)
         except FedAtlasError as error:
             refused.append(str(error))
     refused += [f"one key is registered for {names}: refused" for names in owners.values() if len(names) > 1]
@@ -555,7 +395,7 @@ class Post:
     """Messages between the server's job and the nodes, by Flower's Runtime API."""
 
     def __init__(self, grid: Any) -> None:
-        self.grid, self.client = grid, grid._runtime_client
+        self.grid, self.client = grid, compat.runtime_client(grid)
         self.run, self.node = grid.run.run_id, grid.node
 
     def nodes(self) -> Iterable[Any]:
@@ -564,16 +404,14 @@ class Post:
 
     def put(self, messages: Sequence[Message]) -> list[str]:
         """Sends them; returns their ids, "" for one that Flower did not take."""
-        from flwr.proto.message_pb2 import PushObjectRequest  # type: ignore[attr-defined]
-        from flwr.proto.runtime_pb2 import PushAppMessagesRequest  # type: ignore[attr-defined]
 
         def announce(heads: list[Any], trees: list[Any]) -> Any:
             return self.client.PushMessages(
-                PushAppMessagesRequest(messages_list=heads, message_object_trees=trees)
+                compat.runtime.PushAppMessagesRequest(messages_list=heads, message_object_trees=trees)
             )
 
         def push(name: str, content: bytes, session: str) -> bool:
-            request = PushObjectRequest(
+            request = compat.messages.PushObjectRequest(
                 node=self.node, run_id=self.run, object_id=name, object_content=content, session_id=session
             )
             return self.client.PushObject(request).stored
@@ -588,11 +426,9 @@ class Post:
         place: where a reply's bytes go, by that id. None for a reply that broke off; a text, for a person, for
         one that is malformed or cannot be stored.
         """
-        from flwr.proto.runtime_pb2 import PullAppMessagesRequest  # type: ignore[attr-defined]
-        from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 
-        pull = make_pull_object_fn_protobuf(self.client.PullObject, self.node, self.run)
-        response = self.client.PullMessages(PullAppMessagesRequest(message_ids=list(names)))
+        pull = compat.make_pull_object_fn_protobuf(self.client.PullObject, self.node, self.run)
+        response = self.client.PullMessages(compat.runtime.PullAppMessagesRequest(message_ids=list(names)))
         for head, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             asked = head.metadata.reply_to_message_id
             try:
@@ -610,10 +446,11 @@ class Post:
 
     def forget(self, name: str) -> None:
         """Lets Flower drop what it keeps of a message."""
-        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest  # type: ignore[attr-defined]
 
         self.client.ConfirmMessageReceived(
-            ConfirmMessageReceivedRequest(node=self.node, run_id=self.run, message_object_id=name)
+            compat.messages.ConfirmMessageReceivedRequest(
+                node=self.node, run_id=self.run, message_object_id=name
+            )
         )
 
 
@@ -867,13 +704,11 @@ class Register:
 
     def follow(self) -> None:
         """Reads the folder once. A damaged file takes its site out, and is logged."""
-        from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID
-        from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
         found: dict[str, bytes] = {}
         for path in sorted(self.keys.glob("*.pub")):
             try:
-                found[path.stem] = public_key_to_bytes(public_key_of(path))
+                found[path.stem] = compat.public_key_to_bytes(public_key_of(path))
             except FedAtlasError as error:
                 if str(error) not in self.told:
                     log.error("%s", error)
@@ -881,13 +716,13 @@ class Register:
         for site in [site for site, key in self.known.items() if found.get(site) != key]:
             node = self.state.get_node_id_by_public_key(self.known.pop(site))
             if node is not None:
-                self.state.delete_node(NOOP_FLWR_AID, node)
+                self.state.delete_node(compat.NOOP_FLWR_AID, node)
             log.info("the key of site %s is no longer registered", site)
         for site, key in found.items():
             if site not in self.known:
                 self.known[site] = key
                 try:
-                    self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0)
+                    self.state.create_node(compat.NOOP_FLWR_AID, compat.NOOP_ACCOUNT_NAME, key, 0)
                     log.info("the key of site %s is registered", site)
                 except ValueError:
                     log.error(
@@ -964,9 +799,6 @@ def _listen(host: str, port: int) -> Any:
 
 def serve(kit: Path) -> int:
     """The server's process. Returns its exit status; raises FedAtlasError where a port is taken."""
-    from importlib import import_module
-    from types import SimpleNamespace
-
     import uvicorn
 
     from fedatlas.transport.flower.engine import read_json, write
@@ -1001,13 +833,11 @@ def serve(kit: Path) -> int:
         finally:
             executor.end()
 
-    superlink: Any = import_module("flwr.superlink.cli.flower_superlink")
-    superlink.uvicorn = SimpleNamespace(run=run)  # the one place where Flower starts its web server
-    sys.argv = ["flower-superlink", "--host", "127.0.0.1", "--port", str(admin), "--enable-supernode-auth"]
-    sys.argv += ["--ssl-certfile", str(engine / "server.crt"), "--ssl-keyfile", str(engine / "server.key")]
-    sys.argv += ["--ssl-ca-certfile", str(engine / "ca.crt"), "--disable-runtime-dependency-installation"]
-    sys.argv += ["--isolation", "process", "--superexec-auth-secret-file", str(engine / "executor.secret")]
-    superlink.flower_superlink()
+    arguments = ["--host", "127.0.0.1", "--port", str(admin), "--enable-supernode-auth"]
+    arguments += ["--ssl-certfile", str(engine / "server.crt"), "--ssl-keyfile", str(engine / "server.key")]
+    arguments += ["--ssl-ca-certfile", str(engine / "ca.crt"), "--disable-runtime-dependency-installation"]
+    arguments += ["--isolation", "process", "--superexec-auth-secret-file", str(engine / "executor.secret")]
+    compat.superlink(arguments, run)
     return 0
 
 

@@ -33,7 +33,6 @@ from typing import Any
 from fedatlas.core.errors import FederationError
 from fedatlas.transport.deployment import EARLIER, Job, Launch, Plan
 
-APP = "fedatlas-relay"
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -258,18 +257,17 @@ class _Control:
     """Flower's Control API on the admin port of this machine's server."""
 
     def __init__(self, kit: Path) -> None:
-        from flwr.supercore.control import ControlHttpClient
-        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+        from fedatlas.transport.flower import compat
 
         engine = kit / "engine"
         kept = dict(os.environ)
         os.environ.update(_direct())  # read when the client is made, and there is no other way to tell it
         try:
-            self.client = ControlHttpClient.from_server_address(
+            self.client = compat.ControlHttpClient.from_server_address(
                 f"127.0.0.1:{read_json(engine / 'server.json')['admin_port']}",
                 False,
                 (engine / "ca.crt").read_bytes(),
-                [RuntimeVersionHttpInterceptor(component_name="fedatlas"), self],
+                [compat.RuntimeVersionHttpInterceptor(component_name="fedatlas"), self],
             )
         finally:
             for name in _direct():
@@ -300,12 +298,13 @@ class FlowerJob:
     def ended(self) -> str | None:
         """None while it is starting or running; else how it ended. Asks the server at most every 2 s."""
         import httpx
-        from flwr.proto.control_pb2 import ListRunsRequest  # type: ignore[attr-defined]
+
+        from fedatlas.transport.flower import compat
 
         if self.end is None and time.monotonic() - self.asked > 2.0:
             self.asked = time.monotonic()
             try:
-                response = self.control.client.ListRuns(ListRunsRequest(run_id=self.run))
+                response = self.control.client.ListRuns(compat.control.ListRunsRequest(run_id=self.run))
                 status = response.run_dict[self.run].status
                 self.silent = 0
                 if status.status == "finished":
@@ -323,37 +322,18 @@ class FlowerJob:
     def stop(self) -> None:
         """Ends it, and waits until it has ended: at most 30 s."""
         import httpx
-        from flwr.proto.control_pb2 import StopRunRequest  # type: ignore[attr-defined]
+
+        from fedatlas.transport.flower import compat
 
         with contextlib.suppress(httpx.HTTPError):  # it has ended already, or its server has
-            self.control.client.StopRun(StopRunRequest(run_id=self.run))
+            self.control.client.StopRun(compat.control.StopRunRequest(run_id=self.run))
         end = time.monotonic() + 30.0
         while self.ended() is None and time.monotonic() < end:
             time.sleep(0.2)
 
 
-def _bundle() -> tuple[str, bytes]:
-    """Hash and bytes of the app that Flower starts; it holds names alone, and the installed package the code."""
-    import hashlib
-
-    from flwr.cli.build import build_fab_from_files
-
-    project = f"""[project]
-name = "{APP}"
-version = "1.0.0"
-license = "Apache-2.0"
-dependencies = []
-[tool.flwr.app]
-publisher = "fedatlas"
-[tool.flwr.app.components]
-serverapp = "relay:server"
-clientapp = "relay:client"
-[tool.flwr.app.config]
-job = ""
-"""
-    module = "from fedatlas.transport.flower import app\n\nserver = app.server\nclient = app.client\n"
-    content, _ = build_fab_from_files({"pyproject.toml": project.encode(), "relay.py": module.encode()})
-    return hashlib.sha256(content).hexdigest(), content
+_APP = b"from fedatlas.transport.flower import app\n\nserver = app.server\nclient = app.client\n"
+"""The app that Flower starts: it holds names alone, and the installed package the code."""
 
 
 def submit(kit: Path, authority: Path, relay: Path, sites: Sequence[str]) -> Job:
@@ -364,9 +344,8 @@ def submit(kit: Path, authority: Path, relay: Path, sites: Sequence[str]) -> Job
     """
     _needs("flwr")
     import httpx
-    from flwr.common.serde import fab_to_proto, user_config_to_proto
-    from flwr.proto.control_pb2 import StartRunRequest  # type: ignore[attr-defined]
-    from flwr.supercore.fab import Fab
+
+    from fedatlas.transport.flower import compat
 
     engine = kit / "engine"
     name = secrets.token_hex(8)
@@ -374,9 +353,7 @@ def submit(kit: Path, authority: Path, relay: Path, sites: Sequence[str]) -> Job
     jobs.mkdir(exist_ok=True)
     write(jobs / f"{name}.json", json.dumps({"relay": str(relay.resolve()), "sites": list(sites)}).encode())
     control = _Control(kit)
-    request = StartRunRequest(
-        fab=fab_to_proto(Fab(*_bundle(), {})), override_config=user_config_to_proto({"job": name})
-    )
+    request = compat.start_request("fedatlas-relay", "fedatlas", "relay", _APP, {"job": name})
     end = time.monotonic() + 60.0
     while True:
         try:
