@@ -27,6 +27,7 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from fedatlas.core.errors import FederationError
+from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY, Launch, Plan
 from fedatlas.transport.flower import app as flower_app
 from fedatlas.transport.flower import engine as flower
@@ -268,7 +269,7 @@ def test_a_node_started_again_in_the_middle_is_asked_again(running: Deployment) 
 
 def test_a_key_that_is_not_registered_is_refused(running: Deployment) -> None:
     shutil.copytree(running.root / "site-a", running.root / "stranger")
-    (running.root / "stranger" / "engine" / "site.key").write_bytes(flower._private_bytes(flower._new_key()))
+    (running.root / "stranger" / "engine" / "site.key").write_bytes(pki.private_pem(pki.ec_key(), "OpenSSH"))
     stranger = running.start("stranger")
     stranger.until("refuses the key of site site-a (HTTP 412)")
     assert running.relay.present == sorted(SITES)
@@ -411,8 +412,6 @@ def test_a_node_killed_in_the_middle_is_asked_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["expired", "another authority", "another host"])
 def test_a_server_whose_certificate_is_not_good_is_refused(tmp_path: Path, fault: str) -> None:
-    from cryptography import x509
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     made = Deployment(tmp_path / "one", serve)
     engine = made.root / "server" / "engine"
@@ -421,12 +420,10 @@ def test_a_server_whose_certificate_is_not_good_is_refused(tmp_path: Path, fault
         if fault == "another authority":
             flower.provision(new_plan(), tmp_path / "two")
             folder = tmp_path / "two" / "authority"
-        ca = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
-        ca_key = load_pem_private_key((folder / "ca.key").read_bytes(), None)
-        key = load_pem_private_key((engine / "server.key").read_bytes(), None)
+        key = pki.key_of(engine / "server.key")
         days = -1 if fault == "expired" else 1
-        certificate = flower._certificate("x", key, ca, ca_key, days, ["127.0.0.1"])
-        (engine / "server.crt").write_bytes(flower._pem(certificate))
+        certificate = flower.certificate_for(key, "localhost", folder, days)
+        (engine / "server.crt").write_bytes(pki.pem(certificate))
         if fault == "another host":
             about = made.root / "site-a" / "engine" / "site.json"
             about.write_text(json.dumps({"site": "site-a", "server": f"127.0.0.2:{made.plan.port}"}))
@@ -494,7 +491,7 @@ def test_a_request_must_be_signed_with_the_present_key(kits: Path) -> None:
     request.write_text(json.dumps(plain | {"site": "site-b"}))
     with pytest.raises(FederationError, match="not signed with the present key of site site-b"):
         flower.sign(request, kits / "authority", kits, 30)
-    other = flower._public_bytes(flower._new_key()).decode()
+    other = pki.public_openssh(pki.ec_key()).decode()
     request.write_text(json.dumps(plain | {"public_key": other}))
     with pytest.raises(FederationError, match="not signed with the present key of site site-a"):
         flower.sign(request, kits / "authority", kits, 30)
@@ -513,9 +510,9 @@ def test_a_renewed_key_is_used_after_its_answer(kits: Path) -> None:
     with pytest.raises(FederationError, match="does not belong to the key"):
         flower.install(kit, kits / "site-b" / "engine" / "site.pub")
     flower.install(kit, answer)
-    key = flower.site_key_of(kit / "engine" / "site.key")
+    key = pki.private_openssh_of(kit / "engine" / "site.key")
     assert stat.S_IMODE((kit / "engine" / "site.key").stat().st_mode) == 0o600
-    assert flower._public_bytes(key) == answer.read_bytes() == (kit / "engine" / "site.pub").read_bytes()
+    assert pki.public_openssh(key) == answer.read_bytes() == (kit / "engine" / "site.pub").read_bytes()
     with pytest.raises(FederationError, match="waits for no answer"):
         flower.install(kit, answer)
 
@@ -546,12 +543,12 @@ def node(key: Any, number: int, activated: str = "1") -> Any:
 
 
 def site_key(kits: Path, site: str) -> Any:
-    return flower.site_key_of(kits / site / "engine" / "site.key")
+    return pki.private_openssh_of(kits / site / "engine" / "site.key")
 
 
 def test_a_node_is_the_site_of_its_key_whatever_it_says(kits: Path) -> None:
     keys = kits / "server" / "engine" / "sites"
-    honest, liar = node(site_key(kits, "site-a"), 1), node(flower._new_key(), 2)
+    honest, liar = node(site_key(kits, "site-a"), 1), node(pki.ec_key(), 2)
     found, refused = flower_app.sites_of([honest, liar], keys)
     assert found == {"site-a": honest}
     assert refused == ["node 2 with a key that is no site's: refused"]
@@ -784,7 +781,7 @@ def test_a_node_signs_with_the_time_of_its_server(hours: int, monkeypatch: pytes
 
     there = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=hours)
     date = there.strftime("%a, %d %b %Y %H:%M:%S GMT")
-    signed = flower_app.Signed(flower._new_key())
+    signed = flower_app.Signed(pki.ec_key())
     context = SimpleNamespace(request=SimpleNamespace(headers={}))
     texts: list[str] = []
     monkeypatch.setattr(flower_app.log, "warning", lambda form, *given: texts.append(form % given))

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from fedatlas.core.errors import FederationError
+from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY, Job, Launch, Plan
 from fedatlas.transport.frames import Question
 from fedatlas.transport.nvflare import engine as nvflare
@@ -256,7 +257,7 @@ def test_only_certificates_of_this_deployment_are_let_in(
     expired = tmp_path / "expired"
     shutil.copytree(deployment.out / "site-1" / "engine" / "startup", expired / "engine" / "startup")
     certificate = expired / "engine" / "startup" / "client.crt"
-    old = nvflare._certificate(certificate)
+    old = pki.certificate_of(certificate)
     certificate.write_bytes(nvflare._issue(old, old.public_key(), deployment.out / "authority", -1))
 
     assert knock(deployment, deployment.out / "site-1").startswith(b"HTTP/1.1")
@@ -313,7 +314,7 @@ def test_a_kit_is_private_and_quiet(deployment: Deployment) -> None:
     for kit in ("server", "site-1"):
         text = (deployment.out / kit / "engine" / "local" / "resources.json").read_text()
         assert "nvflare.job.RelayController" in text and '"enforce"' in text
-    certificate = nvflare._certificate(deployment.out / "site-1" / "engine" / "startup" / "client.crt")
+    certificate = pki.certificate_of(deployment.out / "site-1" / "engine" / "startup" / "client.crt")
     # a day before it is made, for clocks that are behind, and 30 after
     assert (certificate.not_valid_after_utc - certificate.not_valid_before_utc).days == 31
 
@@ -346,7 +347,7 @@ def test_a_request_needs_the_present_key_and_a_certificate_its_own(tmp_path: Pat
 
     renewed = nvflare.sign(nvflare.renew(tmp_path / "server"), authority, tmp_path, days=7)
     nvflare.install(tmp_path / "server", renewed)
-    assert "example.org" in str(nvflare._certificate(renewed).extensions)
+    assert "example.org" in str(pki.certificate_of(renewed).extensions)
     damaged = tmp_path / "damaged"
     damaged.write_text(stale.read_text()[:200] if stale.exists() else "{}")
     with pytest.raises(FederationError, match="no request"):

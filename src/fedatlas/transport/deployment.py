@@ -2,16 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
 RELAY = "FEDATLAS_RELAY"
 """The environment variable in which an engine's process finds the file that names our socket."""
-
-
-EARLIER = timedelta(days=1)
-"""How long before it is made a certificate is valid: a site's clock may be behind, and no connection would be had."""
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,11 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedatlas.core.errors import FedAtlasError
+from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY
 from fedatlas.transport.flower import compat
 from fedatlas.transport.flower.compat import ObjectPullError, ObjectPushError, fetched, packed, sent
-from fedatlas.transport.flower.engine import SECRET_HEADER, public_key_of
+from fedatlas.transport.flower.engine import SECRET_HEADER, read_json
 from fedatlas.transport.frames import Question, question_of
 from fedatlas.transport.relay import Ask, JobEnd, Lost, forward, skewed
 
@@ -178,10 +179,8 @@ class Node:
 
     def __init__(self, kit: Path, relay: Path) -> None:
 
-        from fedatlas.transport.flower.engine import read_json, site_key_of
-
         engine = kit / "engine"
-        about, key = read_json(engine / "site.json"), site_key_of(engine / "site.key")
+        about, key = read_json(engine / "site.json"), pki.private_openssh_of(engine / "site.key")
         self.site, self.server = about["site"], about["server"]
         self.relay, self.public = relay, compat.public_key_to_bytes(key.public_key())
         self.patient = _Patient()
@@ -355,7 +354,7 @@ def sites_of(nodes: Iterable[Any], keys: Path) -> tuple[dict[str, Any], list[str
     refused = []
     for path in sorted(keys.glob("*.pub")):
         try:
-            owners.setdefault(compat.public_key_to_bytes(public_key_of(path)), []).append(path.stem)
+            owners.setdefault(compat.public_key_to_bytes(pki.public_openssh_of(path)), []).append(path.stem)
         except FedAtlasError as error:
             refused.append(str(error))
     refused += [f"one key is registered for {names}: refused" for names in owners.values() if len(names) > 1]
@@ -708,7 +707,7 @@ class Register:
         found: dict[str, bytes] = {}
         for path in sorted(self.keys.glob("*.pub")):
             try:
-                found[path.stem] = compat.public_key_to_bytes(public_key_of(path))
+                found[path.stem] = compat.public_key_to_bytes(pki.public_openssh_of(path))
             except FedAtlasError as error:
                 if str(error) not in self.told:
                     log.error("%s", error)
@@ -801,14 +800,12 @@ def serve(kit: Path) -> int:
     """The server's process. Returns its exit status; raises FedAtlasError where a port is taken."""
     import uvicorn
 
-    from fedatlas.transport.flower.engine import read_json, write
-
     engine = kit / "engine"
     about = read_json(engine / "server.json")
     admin = int(about["admin_port"])
     secret = secrets.token_hex(32)
-    write(engine / "admin.secret", secret.encode(), secret=True)
-    write(engine / "executor.secret", secrets.token_hex(32).encode(), secret=True)
+    pki.write(engine / "admin.secret", secret.encode(), secret=True)
+    pki.write(engine / "executor.secret", secrets.token_hex(32).encode(), secret=True)
     os.environ[KIT] = str(kit)
     local = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
     everywhere = "::" if ":" in about["host"] else "0.0.0.0"

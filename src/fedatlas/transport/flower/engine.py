@@ -18,9 +18,7 @@ Flower signs of a request is the time (good for five minutes), so that the rest 
 
 import base64
 import contextlib
-import datetime
 import importlib.util
-import ipaddress
 import json
 import os
 import secrets
@@ -31,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas.core.errors import FederationError
-from fedatlas.transport.deployment import EARLIER, Job, Launch, Plan
+from fedatlas.transport import pki
+from fedatlas.transport.deployment import Job, Launch, Plan
 
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -50,14 +49,6 @@ def _needs(package: str) -> None:
 # ------------------------------------------------------------------------------------------- keys and certificates
 
 
-def write(path: Path, data: bytes, secret: bool = False) -> None:
-    """Whole or not at all; what is secret, for this user alone from its first byte on."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o644), "wb") as file:
-        file.write(data)
-    os.replace(part, path)
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Raises FederationError for a file that is missing or damaged."""
     try:
@@ -68,99 +59,17 @@ def read_json(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def _new_key() -> Any:
-    from cryptography.hazmat.primitives.asymmetric import ec
+def certificate_for(key: Any, host: str, authority: Path, days: float) -> Any:
+    """A server's certificate for a key (or for the key of a request), signed by the authority in a folder.
 
-    return ec.generate_private_key(ec.SECP384R1())
-
-
-def _private_bytes(key: Any) -> bytes:
-    """In OpenSSH's format, which is what Flower reads a site's key in."""
-    from cryptography.hazmat.primitives import serialization as form
-
-    return key.private_bytes(form.Encoding.PEM, form.PrivateFormat.OpenSSH, form.NoEncryption())
-
-
-def _tls_bytes(key: Any) -> bytes:
-    from cryptography.hazmat.primitives import serialization as form
-
-    return key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
-
-
-def _public_bytes(key: Any) -> bytes:
-    from cryptography.hazmat.primitives import serialization as form
-
-    return key.public_key().public_bytes(form.Encoding.OpenSSH, form.PublicFormat.OpenSSH) + b"\n"
-
-
-def _certificate(
-    subject: str, key: Any, issuer: Any, issuer_key: Any, days: float, hosts: Sequence[str] = ()
-) -> Any:
-    """A certificate for `key`; for a certificate authority where `issuer` is None.
-
-    days: valid from `EARLIER` ago (clocks differ) until that many days from now; negative: already expired.
+    days: valid from `pki.EARLIER` ago (clocks differ) until that many days from now; negative: already expired.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject[:64])])
-    now = datetime.datetime.now(datetime.UTC)
-    end = now + datetime.timedelta(days=days)
-    public, authority = key.public_key(), issuer is None
-    usage = dict.fromkeys(
-        (
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    )
-    built = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name if authority else issuer.subject)
-        .public_key(public)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, end) - EARLIER)
-        .not_valid_after(end)
-        .add_extension(
-            x509.BasicConstraints(ca=authority, path_length=0 if authority else None), critical=True
-        )
-        .add_extension(
-            x509.KeyUsage(
-                digital_signature=not authority, key_cert_sign=authority, crl_sign=authority, **usage
-            ),
-            critical=True,
-        )
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False
-        )
-    )
-    if not authority:
-        names = [_general_name(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
-        built = built.add_extension(x509.SubjectAlternativeName(names), critical=False)
-        built = built.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    return built.sign(issuer_key, hashes.SHA384())
-
-
-def _general_name(host: str) -> Any:
-    from cryptography import x509
-
-    try:
-        return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        return x509.DNSName(host)
-
-
-def _pem(certificate: Any) -> bytes:
-    from cryptography.hazmat.primitives import serialization as form
-
-    return certificate.public_bytes(form.Encoding.PEM)
+    ca, ca_key = pki.certificate_of(authority / "ca.crt"), pki.key_of(authority / "ca.key")
+    public = key.public_key()
+    extensions = [*pki.uses(authority=False), *pki.identifies(public, ca_key)]
+    extensions += pki.serves([host, "localhost", "127.0.0.1"])
+    end = pki.in_days(days)
+    return pki.issue(pki.named(host), public, ca.subject, ca_key, end, extensions, "SHA384")
 
 
 def _address(host: str, port: int) -> str:
@@ -182,30 +91,33 @@ def provision(plan: Plan, out: Path) -> None:
     authority.chmod(0o700)
     (server / "sites").mkdir(parents=True, exist_ok=True)
 
-    ca_key = _new_key()
-    ca = _certificate(f"{plan.name} authority", ca_key, None, ca_key, max(plan.days, 3650))
-    write(authority / "ca.key", _tls_bytes(ca_key), secret=True)
-    write(authority / "ca.crt", _pem(ca))
+    ca_key, name = pki.ec_key(), pki.named(f"{plan.name} authority")
+    public = ca_key.public_key()
+    extensions = [*pki.uses(authority=True), *pki.identifies(public, ca_key)]
+    end = pki.in_days(max(plan.days, 3650))
+    ca = pki.pem(pki.issue(name, public, name, ca_key, end, extensions, "SHA384"))
+    pki.write(authority / "ca.key", pki.private_pem(ca_key), secret=True)
+    pki.write(authority / "ca.crt", ca)
 
-    key = _new_key()
-    write(server / "server.key", _tls_bytes(key), secret=True)
-    write(server / "server.crt", _pem(_certificate(plan.host, key, ca, ca_key, plan.days, [plan.host])))
-    write(server / "ca.crt", _pem(ca))
-    write(
+    key = pki.ec_key()
+    pki.write(server / "server.key", pki.private_pem(key), secret=True)
+    pki.write(server / "server.crt", pki.pem(certificate_for(key, plan.host, authority, plan.days)))
+    pki.write(server / "ca.crt", ca)
+    pki.write(
         server / "server.json",
         json.dumps({"host": plan.host, "port": plan.port, "admin_port": plan.admin_port}).encode(),
     )
     for site in plan.sites:
-        folder, key = out / site / "engine", _new_key()
+        folder, key = out / site / "engine", pki.ec_key()
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / "site.key", _private_bytes(key), secret=True)
-        write(folder / "site.pub", _public_bytes(key))
-        write(folder / "ca.crt", _pem(ca))
-        write(
+        pki.write(folder / "site.key", pki.private_pem(key, "OpenSSH"), secret=True)
+        pki.write(folder / "site.pub", pki.public_openssh(key))
+        pki.write(folder / "ca.crt", ca)
+        pki.write(
             folder / "site.json",
             json.dumps({"site": site, "server": _address(plan.host, plan.port)}).encode(),
         )
-        write(server / "sites" / f"{site}.pub", _public_bytes(key))
+        pki.write(server / "sites" / f"{site}.pub", pki.public_openssh(key))
 
 
 # -------------------------------------------------------------------------------------------------------- processes
@@ -351,7 +263,9 @@ def submit(kit: Path, authority: Path, relay: Path, sites: Sequence[str]) -> Job
     name = secrets.token_hex(8)
     jobs = engine / "jobs"
     jobs.mkdir(exist_ok=True)
-    write(jobs / f"{name}.json", json.dumps({"relay": str(relay.resolve()), "sites": list(sites)}).encode())
+    pki.write(
+        jobs / f"{name}.json", json.dumps({"relay": str(relay.resolve()), "sites": list(sites)}).encode()
+    )
     control = _Control(kit)
     request = compat.start_request("fedatlas-relay", "fedatlas", "relay", _APP, {"job": name})
     end = time.monotonic() + 60.0
@@ -382,62 +296,27 @@ def renew(kit: Path) -> Path:
     Nothing changes until `install`. Raises FederationError where `kit` is neither.
     """
     _needs("cryptography")
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
 
-    engine, key = kit / "engine", _new_key()
+    engine, key = kit / "engine", pki.ec_key()
     if (engine / "server.json").exists():
-        write(engine / "next.key", _tls_bytes(key), secret=True)
-        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, read_json(engine / "server.json")["host"])])
-        request = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA384())
-        write(engine / "server.csr", request.public_bytes(serialization.Encoding.PEM))
+        pki.write(engine / "next.key", pki.private_pem(key), secret=True)
+        name = pki.named(read_json(engine / "server.json")["host"])
+        pki.write(engine / "server.csr", pki.request(name, key, "SHA384"))
         return engine / "server.csr"
     site = read_json(engine / "site.json")["site"]
-    public = _public_bytes(key)
-    proof = site_key_of(engine / "site.key").sign(_claim(site, public), ec.ECDSA(hashes.SHA384()))
-    write(engine / "next.key", _private_bytes(key), secret=True)
+    public = pki.public_openssh(key)
+    proof = pki.private_openssh_of(engine / "site.key").sign(_claim(site, public), ec.ECDSA(hashes.SHA384()))
+    pki.write(engine / "next.key", pki.private_pem(key, "OpenSSH"), secret=True)
     path = engine / f"{site}.request"
     plain = {"site": site, "public_key": public.decode(), "proof": base64.b64encode(proof).decode()}
-    write(path, json.dumps(plain, indent=1).encode())
+    pki.write(path, json.dumps(plain, indent=1).encode())
     return path
 
 
 def _claim(site: str, public: bytes) -> bytes:
     return b"fedatlas: the next key of site " + site.encode() + b" is " + public
-
-
-def site_key_of(path: Path) -> Any:
-    """The ECDSA private key in a file in OpenSSH's format. Raises FederationError where it holds none."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_ssh_private_key
-
-    try:
-        key = load_ssh_private_key(path.read_bytes(), None)
-    except (OSError, ValueError) as error:
-        raise FederationError(
-            f"{path} is no private key in OpenSSH's format ({type(error).__name__})"
-        ) from None
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise FederationError(f"{path} holds a key of another kind than ECDSA: make one with `renew`")
-    return key
-
-
-def public_key_of(path: Path) -> Any:
-    """The ECDSA public key in a file in OpenSSH's format. Raises FederationError where it holds none."""
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-
-    try:
-        key = load_ssh_public_key(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise FederationError(
-            f"{path} is no public key in OpenSSH's format ({type(error).__name__})"
-        ) from None
-    if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise FederationError(f"{path} holds a key of another kind than ECDSA")
-    return key
 
 
 def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
@@ -462,21 +341,16 @@ def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
 
 def _sign_server(request: Path, data: bytes, authority: Path, out: Path, days: int) -> Path:
     from cryptography import x509
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     host = read_json(out / "server" / "engine" / "server.json")["host"]
     try:
         asked = x509.load_pem_x509_csr(data)
-        ca = x509.load_pem_x509_certificate((authority / "ca.crt").read_bytes())
-        ca_key = load_pem_private_key((authority / "ca.key").read_bytes(), None)
-    except (OSError, ValueError) as error:
-        raise FederationError(
-            f"{request}: request or {authority} cannot be read ({type(error).__name__})"
-        ) from None
+    except ValueError as error:
+        raise FederationError(f"{request} is no request of `renew` ({type(error).__name__})") from None
     if not asked.is_signature_valid:
         raise FederationError(f"{request} is damaged: its signature does not fit; make it again with `renew`")
     answer = out / "server" / "engine" / "next.crt"
-    write(answer, _pem(_certificate(host, asked, ca, ca_key, days, [host])))
+    pki.write(answer, pki.pem(certificate_for(asked, host, authority, days)))
     return answer
 
 
@@ -500,13 +374,13 @@ def _register(request: Path, data: bytes, sites: Path) -> Path:
     path = sites / f"{site}.pub"
     if path.exists():
         try:
-            public_key_of(path).verify(proof, _claim(site, public), ec.ECDSA(hashes.SHA384()))
+            pki.public_openssh_of(path).verify(proof, _claim(site, public), ec.ECDSA(hashes.SHA384()))
         except InvalidSignature:
             raise FederationError(
                 f"{request} is not signed with the present key of site {site} ({path}). If the site has lost that "
                 f"key, compare its new key with the site by telephone, remove {path}, and sign again"
             ) from None
-    write(path, public)
+    pki.write(path, public)
     return path
 
 
@@ -516,9 +390,6 @@ def install(kit: Path, answer: Path) -> None:
     Raises FederationError where the answer does not belong to the key that `renew` made here.
     """
     _needs("cryptography")
-    from cryptography import x509
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
     engine = kit / "engine"
     following = engine / "next.key"
     if not following.exists():
@@ -528,20 +399,19 @@ def install(kit: Path, answer: Path) -> None:
     wrong = f"{answer} does not belong to the key that `renew` made in {kit}: call `renew` and `sign` again"
     if (engine / "server.json").exists():
         try:
-            certificate = x509.load_pem_x509_certificate(answer.read_bytes())
-            key = load_pem_private_key(following.read_bytes(), None)
-        except (OSError, ValueError):
+            certificate, key = pki.certificate_of(answer), pki.key_of(following)
+        except FederationError:
             raise FederationError(wrong) from None
         if certificate.public_key() != key.public_key():
             raise FederationError(wrong)
-        write(engine / "server.crt", _pem(certificate))
+        pki.write(engine / "server.crt", pki.pem(certificate))
         os.replace(following, engine / "server.key")
         (engine / "server.csr").unlink(missing_ok=True)
         return
-    public = _public_bytes(site_key_of(following))
-    if public_key_of(answer) != site_key_of(following).public_key():
+    key = pki.private_openssh_of(following)
+    if pki.public_openssh_of(answer) != key.public_key():
         raise FederationError(wrong)
     os.replace(following, engine / "site.key")
-    write(engine / "site.pub", public)
+    pki.write(engine / "site.pub", pki.public_openssh(key))
     for request in engine.glob("*.request"):
         request.unlink()

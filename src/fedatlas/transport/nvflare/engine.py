@@ -27,7 +27,6 @@ job, so such a job is ended here; the server's, the job is gone, and clients com
 
 import base64
 import contextlib
-import datetime
 import json
 import os
 import shutil
@@ -43,7 +42,8 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas.core.errors import FederationError
-from fedatlas.transport.deployment import EARLIER, Job, Launch, Plan
+from fedatlas.transport import pki
+from fedatlas.transport.deployment import Job, Launch, Plan
 
 ADMIN = "admin@fedatlas.local"
 CLASSES = tuple(f"fedatlas.transport.nvflare.job.{name}" for name in ("RelayController", "RelayExecutor"))
@@ -121,7 +121,7 @@ def provision(plan: Plan, out: Path) -> None:
         authority.mkdir(parents=True, mode=0o700)
         authority.chmod(0o700)
         (authority / "rootCA.pem").write_text(state["root_cert"])
-        _write_private(authority / "rootCA.key", state["root_pri_key"].encode())
+        pki.write(authority / "rootCA.key", state["root_pri_key"].encode(), secret=True)
         (authority / "rootCA.pem").write_bytes(_earlier(authority))
         for party, kit in [("server", out / "server" / "engine"), (ADMIN, authority / "admin")] + [
             (site, out / site / "engine") for site in plan.sites
@@ -213,13 +213,6 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def _write_private(path: Path, data: bytes) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-
-
 # ------------------------------------------------------------------------------------------------- certificates
 
 
@@ -231,83 +224,50 @@ def _pair(engine: Path) -> tuple[Path, Path]:
     raise FederationError(f"{engine}: no certificate in its folder startup; this is no kit of engine nvflare")
 
 
-def _certificate(path: Path) -> Any:
-    from cryptography import x509
-
-    try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError):
-        raise FederationError(f"{path}: not a certificate in PEM") from None
-
-
 def _name(engine: Path) -> str:
-    return _common_name(_certificate(_pair(engine)[0]).subject)
-
-
-def _common_name(subject: Any) -> str:
-    from cryptography.x509.oid import NameOID
-
-    return str(subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+    return pki.name_of(pki.certificate_of(_pair(engine)[0]).subject)
 
 
 def _recertify(kit: Path, authority: Path, days: int) -> None:
     """Gives a kit's key a certificate that is valid for `days`, whatever FLARE's provisioner chose, and keeps a
     copy of it: the key that is to sign the party's next request."""
     path, _ = _pair(kit)
-    old = _certificate(path)
+    old = pki.certificate_of(path)
     path.write_bytes(_issue(old, old.public_key(), authority, days))
     issued = authority / "issued"
     issued.mkdir(exist_ok=True)
-    shutil.copy(path, issued / f"{_common_name(old.subject)}.crt")
+    shutil.copy(path, issued / f"{pki.name_of(old.subject)}.crt")
 
 
 def _earlier(authority: Path) -> bytes:
-    """The certificate of the authority, valid `EARLIER` than FLARE has made it."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-
-    root = _certificate(authority / "rootCA.pem")
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(root.subject)
-        .issuer_name(root.issuer)
-        .public_key(root.public_key())
-        .serial_number(root.serial_number)
-        .not_valid_before(root.not_valid_before_utc - EARLIER)
-        .not_valid_after(root.not_valid_after_utc)
-    )
-    for extension in root.extensions:
-        made = made.add_extension(extension.value, critical=extension.critical)
-    signed = made.sign(_key(authority / "rootCA.key"), hashes.SHA256())
-    return signed.public_bytes(serialization.Encoding.PEM)
-
-
-def _issue(like: Any, key: Any, authority: Path, days: int) -> bytes:
-    """A certificate for `key` with the subject and the host names of the certificate `like`."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-
-    root = _certificate(authority / "rootCA.pem")
-    signer = _key(authority / "rootCA.key")
-    now = datetime.datetime.now(datetime.UTC)
-    end = min(now + datetime.timedelta(days=days), root.not_valid_after_utc)
-    names = like.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(like.subject)
-        .issuer_name(root.subject)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(min(now, end) - EARLIER)
-        .not_valid_after(end)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
+    """The certificate of the authority, valid `pki.EARLIER` than FLARE has made it."""
+    root, key = pki.certificate_of(authority / "rootCA.pem"), pki.key_of(authority / "rootCA.key")
+    extensions = [(extension.value, extension.critical) for extension in root.extensions]
+    begin, end = root.not_valid_before_utc, root.not_valid_after_utc
+    return pki.pem(
+        pki.issue(
+            root.subject,
+            root.public_key(),
+            root.issuer,
+            key,
+            end,
+            extensions,
+            "SHA256",
+            begin=begin,
+            number=root.serial_number,
         )
-        .add_extension(names, critical=False)
-        .sign(signer, hashes.SHA256())
     )
-    return made.public_bytes(serialization.Encoding.PEM)
+
+
+def _issue(like: Any, public: Any, authority: Path, days: int) -> bytes:
+    """A certificate for a public key with the subject and the host names of the certificate `like`."""
+    from cryptography.x509 import SubjectAlternativeName
+
+    root, signer = pki.certificate_of(authority / "rootCA.pem"), pki.key_of(authority / "rootCA.key")
+    names = like.extensions.get_extension_for_class(SubjectAlternativeName).value
+    extensions = [*pki.identifies(public, signer), (names, False)]
+    end = min(pki.in_days(days), root.not_valid_after_utc)
+    return pki.pem(pki.issue(like.subject, public, root.subject, signer, end, extensions, "SHA256"))
 
 
 def renew(kit: Path) -> Path:
@@ -317,40 +277,22 @@ def renew(kit: Path) -> Path:
     Raises FederationError where `kit` is no kit of this engine.
     """
     _need_flare()
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import padding, rsa
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import padding
 
     engine = kit / "engine"
     certificate, key = _pair(engine)
-    old = _key(key)
-    new = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    subject = _certificate(certificate).subject
-    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(new, hashes.SHA256())
-    pem = request.public_bytes(serialization.Encoding.PEM)
-    proof = old.sign(_claim(pem), padding.PKCS1v15(), hashes.SHA256())
-    secret = new.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.TraditionalOpenSSL,
-        serialization.NoEncryption(),
-    )
-    _write_private(key.with_name("next.key"), secret)
-    path = engine / f"{_common_name(subject)}.request"
+    new, subject = pki.rsa_key(), pki.certificate_of(certificate).subject
+    pem = pki.request(subject, new, "SHA256")
+    proof = pki.key_of(key).sign(_claim(pem), padding.PKCS1v15(), hashes.SHA256())
+    pki.write(key.with_name("next.key"), pki.private_pem(new, "TraditionalOpenSSL"), secret=True)
+    path = engine / f"{pki.name_of(subject)}.request"
     _write_json(path, {"request": pem.decode(), "proof": base64.b64encode(proof).decode()})
     return path
 
 
 def _claim(request: bytes) -> bytes:
     return b"fedatlas: my next key is that of " + request
-
-
-def _key(path: Path) -> Any:
-    from cryptography.hazmat.primitives import serialization
-
-    try:
-        return serialization.load_pem_private_key(path.read_bytes(), None)
-    except (OSError, ValueError, TypeError) as error:
-        raise FederationError(f"{path}: no private key can be read there ({type(error).__name__})") from None
 
 
 def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
@@ -374,7 +316,7 @@ def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
         plain = json.loads(request.read_bytes())
         pem, proof = str(plain["request"]).encode(), base64.b64decode(plain["proof"], validate=True)
         asked = x509.load_pem_x509_csr(pem)
-        name, whole = _common_name(asked.subject), asked.is_signature_valid
+        name, whole = pki.name_of(asked.subject), asked.is_signature_valid
     except OSError as error:
         raise FederationError(f"{request} cannot be read ({type(error).__name__})") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -385,7 +327,7 @@ def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
     known = {path.stem: path for path in [*issued.glob("*.lost"), *issued.glob("*.crt")]}
     if name not in known:
         raise FederationError(f"{request} is of {name!r}; this deployment has: {', '.join(sorted(known))}")
-    last = _certificate(known[name])
+    last = pki.certificate_of(known[name])
     if known[name].suffix == ".crt":
         try:
             last.public_key().verify(proof, _claim(pem), padding.PKCS1v15(), hashes.SHA256())
@@ -412,12 +354,12 @@ def install(kit: Path, answer: Path) -> None:
         raise FederationError(
             f"{kit} waits for no answer: `renew` was not called there, or was installed already"
         )
-    new, root = _certificate(answer), _certificate(engine / "startup" / "rootCA.pem")
+    new, root = pki.certificate_of(answer), pki.certificate_of(engine / "startup" / "rootCA.pem")
     try:
         new.verify_directly_issued_by(root)
         fits = (
-            new.public_key() == _key(following).public_key()
-            and new.subject == _certificate(certificate).subject
+            new.public_key() == pki.key_of(following).public_key()
+            and new.subject == pki.certificate_of(certificate).subject
         )
     except Exception:
         fits = False
@@ -430,7 +372,7 @@ def install(kit: Path, answer: Path) -> None:
     part.write_bytes(data)
     os.replace(following, key)
     os.replace(part, certificate)
-    (engine / f"{_common_name(new.subject)}.request").unlink(missing_ok=True)
+    (engine / f"{pki.name_of(new.subject)}.request").unlink(missing_ok=True)
 
 
 # --------------------------------------------------------------------------------------------------- processes
