@@ -16,7 +16,6 @@ from benchmarks.timing import show
 from fedatlas.core.contract import State, at_site
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import average
-from fedatlas.transport import wire
 from fedatlas.transport.clients import SiteClients
 from fedatlas.transport.egress import Declaration
 from fedatlas.transport.frames import Question
@@ -41,7 +40,7 @@ def one_round(sites: int) -> dict[str, float]:
         ready = {name: Path(folder) / f"{name}.ready" for name in names}
         for name, path in ready.items():
             answer = Answer({"model": model, "n": 3}, {}, {"seconds": 0.0, "peak_mb": 0.0})
-            path.write_bytes(wire.encode(answer.to_plain(CallId(name, "update", 0, 0), "", "")))
+            path.write_bytes(answer.encoded(CallId(name, "update", 0, 0), "", ""))
 
         def serve(question: Question) -> None:
             os.rename(ready[question.site], question.reply)

@@ -156,6 +156,15 @@ def test_a_site_that_lost_what_it_held_gets_it_whole(tmp_path) -> None:
     assert clients.calls[-1].cost["b"]["bytes_down"] > 2 * clients.calls[-1].cost["a"]["bytes_down"]
 
 
+def test_an_answer_is_checked_in_the_form_in_which_it_leaves(tmp_path, monkeypatch) -> None:
+    """What a stage has made of an answer is held against what the server expects, too."""
+    monkeypatch.setattr("fedatlas.transport.stages.compressed", lambda model, *_: model)
+    with pytest.raises(SiteLost, match="not a compressed difference; it was not sent"):
+        go(tmp_path, comm=Comm(up="int8"))
+    lines = read_log(tmp_path / "a" / "egress.jsonl")
+    assert [line["contents"] for line in lines] == [{"error/code": "EgressError"}]
+
+
 # ---------------------------------------------------------------------------------------------------------- privacy
 
 

@@ -15,8 +15,8 @@ def logs_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
     Raises RunFolderError if there is no log in it.
     """
-    found = [folder / LOG, *sorted(folder.glob(f"sites/*/{LOG}"))]
-    logs = {path.parent.name: read_log(path) for path in found if path.exists()}
+    paths = [folder / LOG, *sorted(folder.glob(f"sites/*/{LOG}"))]
+    logs = {path.parent.name: read_log(path) for path in paths if path.exists()}
     if not logs:
         raise RunFolderError(f"{folder}: no {LOG} in it; nothing left from here, or it is no site's folder")
     return logs

@@ -23,8 +23,10 @@ def catalogue(what: str) -> dict[str, str]:
         "metrics": {
             **metrics.METRICS,
             **{
-                name: f"{metrics.METRICS[name]} Of whole images: {told}" if name in metrics.METRICS else told
-                for name, told in classification.METRICS.items()
+                name: f"{metrics.METRICS[name]} Of whole images: {sentence}"
+                if name in metrics.METRICS
+                else sentence
+                for name, sentence in classification.METRICS.items()
             },
         },
     }[what]

@@ -55,45 +55,45 @@ def check_federation_file(path: Path, overrides: Sequence[str], runs: Path) -> d
 
 def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What is worth knowing before a run, and stops none. sites: name -> summary."""
-    federation, found = experiment.federation, []
+    federation, sentences = experiment.federation, []
     least, count = federation.faults.min_sites, len(federation.sites)
     if least > count:
-        found.append(
+        sentences.append(
             f"faults.min_sites is {least}, and the federation has {_counted(count, 'site')}; every site must then "
             f"answer, lower it to {count} or less"
         )
     if federation.local.precision == "bf16" and emulates_bf16(torch.device(federation.engine.device)):
-        found.append(
+        sentences.append(
             "local.precision is bf16, for which this processor has no instructions (avx512_bf16, amx_bf16): sites on it "
             "train slower than in float32, and to other bits than sites that have them; float32 is faster here"
         )
-    found += experiment.examine(experiment.shapes())
+    sentences += experiment.examine(experiment.shapes())
     loss, how = experiment.method.loss, getattr(federation.evaluation, "inference", None)
     foreground = getattr(loss, "options", {}).get("channels") == "foreground"
     if foreground and getattr(how, "background", None) == "channel":
-        found.append(
+        sentences.append(
             "the loss trains foreground channels alone, and predictions compare them with the background's, which nothing "
             "trains; set evaluation.inference.background to zero"
         )
     if experiment.pooled:
-        found.append(
+        sentences.append(
             f"method {federation.method['name']} trains on the union of all sites' data; it runs where all data lie "
             "on one machine, and not across sites"
         )
     training = {name: summary for name, summary in sites.items() if summary.get("role") != "test"}
     without = [name for name, summary in training.items() if not summary["cases"]["validation"]]
     if without and len(without) == len(training):
-        found.append(
+        sentences.append(
             "no site has a validation case; no best round can be chosen, and the last model is the result. Raise "
             "`evaluation.validation`, or list validation cases"
         )
     else:
-        found += [
+        sentences += [
             f"site {name}: no validation case; it has no say in which round is best. Raise `evaluation.validation`, "
             "or list validation cases"
             for name in without
         ]
-    return found
+    return sentences
 
 
 def tight(experiment: Experiment) -> list[str]:

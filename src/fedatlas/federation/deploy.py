@@ -231,8 +231,8 @@ class News:
 
     def _files(self) -> list[Path]:
         places = [self.state, *sorted(self.state.glob("runs/*"))]
-        found = [self.state / "egress.jsonl", *(place / "errors.log" for place in places)]
-        return [path for path in found if path.exists()]
+        files = [self.state / "egress.jsonl", *(place / "errors.log" for place in places)]
+        return [path for path in files if path.exists()]
 
     def look(self) -> None:
         for path in self._files():
@@ -242,9 +242,9 @@ class News:
             whole = new[: new.rfind(b"\n") + 1]
             self.read[path] = self.read.get(path, 0) + len(whole)
             for line in whole.decode(errors="replace").splitlines():
-                told = self._sent(line) if path.suffix == ".jsonl" else self._error(line, path)
-                if told:
-                    self.tell(f"{self.party}: {told}")
+                news = self._sent(line) if path.suffix == ".jsonl" else self._error(line, path)
+                if news:
+                    self.tell(f"{self.party}: {news}")
 
     @staticmethod
     def _sent(line: str) -> str:
@@ -532,10 +532,10 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
         def asked(site: str, function: str, payload: Mapping[str, Any]) -> Asked:
             if function == "hello":
                 several = site == POOLED
-                told = partial(problem_of_hello, site, mine["hash"], several=several)
+                problem_of = partial(problem_of_hello, site, mine["hash"], several=several)
             else:
-                told = partial(problem_of_join, LabelSpace.from_plain(payload["agreement"]["labels"]))
-            return Asked(payload, facts=told)
+                problem_of = partial(problem_of_join, LabelSpace.from_plain(payload["agreement"]["labels"]))
+            return Asked(payload, facts=problem_of)
 
         declaration = Declaration(SiteDesk.sends, asked=asked)
         scratch = folder.path / "scratch" / "join"
@@ -560,8 +560,8 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
         brings = {name: names for facts in hellos.values() for name, names in facts["brings"].items()}
         channels = {site: facts["channels"] for site, facts in hellos.items()}
         if len(set(channels.values())) > 1:
-            told = ", ".join(f"{site}: {n}" for site, n in sorted(channels.items()))
-            raise FederationError(f"the sites' images have different numbers of channels ({told})")
+            counts = ", ".join(f"{site}: {n}" for site, n in sorted(channels.items()))
+            raise FederationError(f"the sites' images have different numbers of channels ({counts})")
         if before:
             space = LabelSpace.from_plain(before["labels"])
         else:
@@ -573,9 +573,9 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
         dropping = federation.faults.on_lost == "drop" and not before
         clients.faults = replace(federation.faults, on_lost="stop") if dropping else federation.faults
         begins = not folder.complete()
-        told = {site: {"ahead": ahead} if ahead else {} for site, ahead in clocks.items()}
+        own = {site: {"ahead": ahead} if ahead else {} for site, ahead in clocks.items()}
         replies = clients.call(
-            SiteDesk.join, each=told, agreement=agreement, begins=begins, data_changed=data_changed
+            SiteDesk.join, each=own, agreement=agreement, begins=begins, data_changed=data_changed
         )
         joined = {site: reply["facts"] for site, reply in replies}
         tell(f"joined: {', '.join(joined)}")

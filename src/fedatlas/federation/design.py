@@ -200,8 +200,8 @@ class Design:
                 try:
                     nets.check_patch(self.shapes(name), size)
                 except FederationError as error:
-                    told = f"method {self.federation.method['name']}: its net {name!r}"
-                    raise FederationError(f"{told}: {error}") from None
+                    which = f"method {self.federation.method['name']}: its net {name!r}"
+                    raise FederationError(f"{which}: {error}") from None
         _ = self.evaluator  # refuses options that do not fit the classes
         self.method.check(self.space)
         self.examine(net)
@@ -245,8 +245,8 @@ class Experiment(Design):
 
     def check(self) -> list[Problem]:
         """Reads every image of every site; the problems found, worst first."""
-        found = self.task.thorough(self.federation, self.indexes, self.space)
-        return sorted(found, key=lambda problem: not problem.fatal)
+        problems = self.task.thorough(self.federation, self.indexes, self.space)
+        return sorted(problems, key=lambda problem: not problem.fatal)
 
     def prepare(self, tell: Callable[[str], None] = lambda text: None) -> None:
         """Fills the cache of every site."""
@@ -255,10 +255,10 @@ class Experiment(Design):
 
     def fingerprint(self) -> dict[str, str]:
         """case -> a digest of all that is read of it, see `SiteData.fingerprint`; of several sites "site/case"."""
-        found = {name: source.fingerprint() for name, source in self.sources.items()}
-        if len(found) == 1:
-            return next(iter(found.values()))
-        return {f"{name}/{case}": mark for name, marks in found.items() for case, mark in marks.items()}
+        digests = {name: source.fingerprint() for name, source in self.sources.items()}
+        if len(digests) == 1:
+            return next(iter(digests.values()))
+        return {f"{name}/{case}": digest for name, own in digests.items() for case, digest in own.items()}
 
     def check_net(self, *, initial: bool = True) -> nn.Module:
         usable_device(self.federation)

@@ -248,7 +248,7 @@ class Running:
         }
         first = next(iter(each.values()))
         common = all(map(_same_candidates, repeat(first), each.values()))
-        found = self._ask(
+        evaluated = self._ask(
             self.design.evaluator.evaluate_several,
             None if common else {site: question(candidates) for site, candidates in each.items()},
             question(first) if common else {},
@@ -257,8 +257,8 @@ class Running:
             metrics=list(metrics),
         )
         rank = {model.name: place for place, model in enumerate(models)}
-        found.rows.sort(key=lambda row: rank[row["model"].removeprefix(POST)])
-        return found
+        evaluated.rows.sort(key=lambda row: rank[row["model"].removeprefix(POST)])
+        return evaluated
 
     def own_scores(self, round: int, metrics: Sequence[str], selecting: str) -> dict[str, float]:
         """Site -> the mean of `selecting` over its classes, of its local model of this round on its own validation
@@ -267,8 +267,8 @@ class Running:
         what = {"split": "validation", "round": round, "grid": "federation", "metrics": list(metrics)}
 
         def ask(each: dict[str, dict[str, Any]]) -> None:
-            told = self.evaluators.call(self.design.evaluator.evaluate, each=each, **what, overlays=False)
-            for site, answer in told:
+            replies = self.evaluators.call(self.design.evaluator.evaluate, each=each, **what, overlays=False)
+            for site, answer in replies:
                 score = selection_score(answer["rows"], "classes", selecting)
                 if score is not None:
                     scores[site] = score
@@ -295,13 +295,13 @@ class Running:
         chosen = [site for site in self.evaluators.everyone if summaries[site]["cases"][what["split"]]]
         if chosen != self.evaluators.sites:
             each = {site: (each or {}).get(site, {}) for site in chosen}
-        found = Evaluated([], [])
+        evaluated = Evaluated([], [])
         for site, reply in self.evaluators.call(function, each=each, **shared, **what):
-            found.rows.extend(reply["rows"])
+            evaluated.rows.extend(reply["rows"])
             for name, histogram in reply.get("histograms", {}).items():
                 place = {"split": what["split"], "model": what["model"], "site": site}
-                found.histograms.append({**place, "class": name, "histogram": histogram})
-        return found
+                evaluated.histograms.append({**place, "class": name, "histogram": histogram})
+        return evaluated
 
 
 @dataclass(frozen=True)
@@ -443,8 +443,10 @@ def _run(
     if resume and _is_finished(folder, federation):
         tell(f"{path}: is finished already")
         return
-    if resume and (path / "run.json").exists() and (told := differing_versions(read_run(path))):
-        tell(f"{path}: was begun with other versions ({told}); numbers may differ from those of one run")
+    if resume and (path / "run.json").exists() and (differences := differing_versions(read_run(path))):
+        tell(
+            f"{path}: was begun with other versions ({differences}); numbers may differ from those of one run"
+        )
     if resume and not folder.complete():
         tell(f"{path}: nothing to resume, begins with the first round")
     parties = gather(federation, folder, tell)
@@ -578,8 +580,8 @@ class BestOfSites(Best):
         state = self.folder.state(self.folder.rounds / f"{number:04d}" / "state.fa", self.method)
         state = replace(self.method.assembled(state, models), round=self.round)
         write_atomic(self.folder.path / "models" / "best.fa", wire.encode(to_tree(state)))
-        told = {"round": self.round, "score": self.score, "sites": self.own.best}
-        write_atomic(self.folder.path / "best.json", to_json(told))
+        chosen = {"round": self.round, "score": self.score, "sites": self.own.best}
+        write_atomic(self.folder.path / "best.json", to_json(chosen))
 
     def _summarise(self) -> None:
         """`round` and `score` from those of the sites."""
@@ -613,13 +615,13 @@ class BestLocals:
         kept = read_json(self.file) if self.file.exists() else {}
         if kept == self.best:
             return
-        for site, found in self.best.items():
-            if kept.get(site) != found:
+        for site, best in self.best.items():
+            if kept.get(site) != best:
                 try:
-                    self.folder.keep_local(site, found["round"])
+                    self.folder.keep_local(site, best["round"])
                 except FileNotFoundError:
                     raise RunFolderError(
-                        f"{self.file}: the best local model of site {site}, of round {found['round']}, is gone; the "
+                        f"{self.file}: the best local model of site {site}, of round {best['round']}, is gone; the "
                         "folder was changed by hand"
                     ) from None
         write_atomic(self.file, to_json(self.best))
@@ -649,7 +651,7 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
         for name, state in loaded.items()
     ]
     models += [_local_model(site, *kept) for site, kept in local.items()]
-    found = Evaluated([], [])
+    evaluated = Evaluated([], [])
     fitted: dict[str, Any] = {}
     for split in there:
         what = {"split": split, "grid": "original", "metrics": metrics}
@@ -657,19 +659,19 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
             for group in in_groups(models, running.evaluators.everyone, TOGETHER):
                 named = ", ".join(model.name for model in group)
                 tell(f"final evaluation on the original grids, {split} cases: {named}")
-                found.rows.extend(running.evaluate_several(group, **what).rows)
+                evaluated.rows.extend(running.evaluate_several(group, **what).rows)
             continue
         for model in models:
             tell(f"final evaluation, {split} images: {model.name}")
             more = running.design.task.extra(fitted.get(model.name))
             got = running.evaluate(model, **what, **more)
-            found.rows.extend(got.rows)
-            found.histograms.extend(got.histograms)
+            evaluated.rows.extend(got.rows)
+            evaluated.histograms.extend(got.histograms)
             if split == "validation":
                 fitted[model.name] = running.design.task.fit(got.histograms, federation, running.design.space)
-    write_rows(folder.path / "rows.csv", found.rows)
-    if found.histograms:
-        write_atomic(folder.path / "histograms.json", to_json(found.histograms))
+    write_rows(folder.path / "rows.csv", evaluated.rows)
+    if evaluated.histograms:
+        write_atomic(folder.path / "histograms.json", to_json(evaluated.histograms))
     if any(fitted.values()):
         criterion = federation.evaluation.threshold
         kept = {"split": "validation", "criterion": criterion, "models": fitted}

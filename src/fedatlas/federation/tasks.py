@@ -143,10 +143,10 @@ class Segmentation:
     def thorough(
         self, federation: Federation, indexes: Sequence[site_data.SiteIndex], space: LabelSpace
     ) -> list[Problem]:
-        found, scans = list(self.quick(indexes, space)), []
+        problems, scans = list(self.quick(indexes, space)), []
         for index in indexes:
-            found += site_data.check_site(index, space, scans=scans)
-        return found + shared_scans(scans)
+            problems += site_data.check_site(index, space, scans=scans)
+        return problems + shared_scans(scans)
 
     def evaluator(self, federation: Federation, space: LabelSpace) -> Evaluator:
         assert federation.preprocessing is not None
@@ -208,14 +208,14 @@ class Classification:
     def thorough(
         self, federation: Federation, indexes: Sequence[image_index.ImageIndex], space: LabelSpace
     ) -> list[Problem]:
-        found, decoded, scans = list(self.quick(indexes, space)), [], []
+        problems, decoded, scans = list(self.quick(indexes, space)), [], []
         for index in indexes:
             decoded += image_data.check_images(index, federation.images, scans)
         decoded += shared_scans(scans)
-        # files that are equal byte by byte are told already
-        told = {(problem.site, problem.file) for problem in found if "byte by byte" in problem.what}
+        # files that are equal byte by byte are known already
+        known = {(problem.site, problem.file) for problem in problems if "byte by byte" in problem.what}
         roots = {index.name: index.root for index in indexes}
-        return found + [p for p in decoded if (p.site, str(roots[p.site] / p.file)) not in told]
+        return problems + [p for p in decoded if (p.site, str(roots[p.site] / p.file)) not in known]
 
     def evaluator(self, federation: Federation, space: LabelSpace) -> ImageEvaluator:
         return ImageEvaluator(federation.evaluation, space)
@@ -230,9 +230,9 @@ class Classification:
             sums[entry["class"]] = sums[entry["class"]] + one if entry["class"] in sums else one
         names = [name for name in space.names if name in sums]
         fitted = fit_thresholds([sums[name] for name in names], federation.evaluation.threshold)
-        found = {name: asdict(threshold) for name, threshold in zip(names, fitted, strict=True)}
+        thresholds = {name: asdict(threshold) for name, threshold in zip(names, fitted, strict=True)}
         none = asdict(Threshold(None, None, "no validation image of any site is annotated for it"))
-        return {name: found.get(name, none) for name in space.names}
+        return {name: thresholds.get(name, none) for name in space.names}
 
     def extra(self, fitted: Mapping[str, Any] | None) -> dict[str, Any]:
         return {"thresholds": [entry["value"] for entry in fitted.values()]} if fitted else {}

@@ -32,12 +32,12 @@ def differing_versions(info: Mapping[str, Any]) -> str:
     """The packages of which a run had other versions than are installed here; "" if none."""
     kept, here = info.get("versions"), versions()
     kept = kept if isinstance(kept, Mapping) else {}
-    told = [
+    differences = [
         f"{name} {kept[name]} then, {here[name]} now"
         for name in DECIDING
         if name in kept and str(kept[name]).partition("+")[0] != here[name].partition("+")[0]
     ]
-    return ", ".join(told)
+    return ", ".join(differences)
 
 
 def record_of(path: Path, warn: Warn = silent) -> tuple[dict[str, Any], LabelSpace, int]:
@@ -57,9 +57,9 @@ def record_of(path: Path, warn: Warn = silent) -> tuple[dict[str, Any], LabelSpa
     mark = info.get("federation")
     if mark is not None and mark != hashlib.sha256(written.read_bytes()).hexdigest():
         raise RunFolderError(f"{written}: was changed after the run wrote it; restore the file")
-    told = differing_versions(info)
-    if told:
-        warn(f"{path}: was made by other versions ({told}); numbers may differ")
+    differences = differing_versions(info)
+    if differences:
+        warn(f"{path}: was made by other versions ({differences}); numbers may differ")
     return info, space, channels
 
 

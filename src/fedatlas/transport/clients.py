@@ -187,7 +187,7 @@ class SiteClients:
     def _summed(self, function: str, chosen: Sequence[str], payload: Payload, record: Call) -> Spool:
         """The call with its answers summed under masks: one reply, of nobody."""
         attempt = f"{self.about.get('run', '')}/{self._round}/{self._call}"
-        value = self.pipeline.sum(
+        value = self.pipeline.summed(
             lambda name, sites, payload: self._ask(name, sites, payload, record),
             function,
             chosen,

@@ -308,8 +308,12 @@ def _number(value: Any, about: _About) -> str | None:
 def _cases(value: Any, about: _About) -> str | None:
     if not _is_count(value) or value < 1:
         return f"is {_described(value)}, not a number of cases"
-    told = about.asked.cases
-    return None if told in (None, value) else f"is {value}; the site joined with {told} training cases"
+    joined_with = about.asked.cases
+    return (
+        None
+        if joined_with in (None, value)
+        else f"is {value}; the site joined with {joined_with} training cases"
+    )
 
 
 def _classes(value: Any, about: _About) -> str | None:
@@ -371,8 +375,8 @@ def _rows(value: Any, about: _About) -> str | None:
             continue
         for key, allowed in scores.columns.items():
             if row[key] not in allowed:
-                told = ", ".join(map(repr, sorted(allowed)[:6]))
-                return f"a row's {key!r} is {row[key]!r}; asked was for {told}"
+                wanted = ", ".join(map(repr, sorted(allowed)[:6]))
+                return f"a row's {key!r} is {row[key]!r}; asked was for {wanted}"
         low, high = scores.ranges.get(row["metric"], (math.inf, -math.inf))
         if low > high:
             return f"a row's 'metric' is {row['metric']!r}, which was not asked for"
@@ -398,14 +402,17 @@ def _histograms(value: Any, about: _About) -> str | None:
     if len(value) > about.classes:
         return f"holds {len(value)} histograms for {about.classes} classes"
     scores = about.asked.scores
-    for name, found in value.items():
+    for name, histogram in value.items():
         if problem_of_text(name):
             return "names a class by something else than a short text"
         if scores is not None and name not in scores.names:
             return f"holds a histogram of {name!r}, which is no class"
-        if not isinstance(found, dict) or set(found) != set(HISTOGRAM):
+        if not isinstance(histogram, dict) or set(histogram) != set(HISTOGRAM):
             return "holds something else than histograms"
-        edges, counts = found["edges"], [found["positives"], found["negatives"], [found["not_finite"]]]
+        edges, counts = (
+            histogram["edges"],
+            [histogram["positives"], histogram["negatives"], [histogram["not_finite"]]],
+        )
         if not isinstance(edges, list) or not 2 <= len(edges) <= len(score_edges(MOST_BINS)):
             return f"a histogram's edges are {_described(edges)}, not the bounds of 1 to {MOST_BINS} bins"
         if any(type(edge) is not float for edge in edges) or tuple(edges) not in _edges_of(len(edges)):
@@ -606,21 +613,21 @@ def _leaves(tree: Any) -> Iterator[Any]:
 def contents(value: Any) -> dict[str, str]:
     """A line per thing that a reply holds: path -> dtype and shape of a tensor, type of a plain value, with equal
     neighbours of a long list told as one."""
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
 
     def walk(item: Any, path: str) -> None:
         if isinstance(item, Tensor):
-            found[path] = f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
+            lines[path] = f"{str(item.dtype).removeprefix('torch.')}{list(item.shape)}"
         elif isinstance(item, dict):
             for key, inner in item.items():
                 walk(inner, f"{path}/{key}" if path else key)
         elif isinstance(item, list):
-            found[path] = f"{len(item)} × {type(item[0]).__name__}" if item else "nothing"
+            lines[path] = f"{len(item)} × {type(item[0]).__name__}" if item else "nothing"
         else:
-            found[path] = type(item).__name__
+            lines[path] = type(item).__name__
 
     walk(value, "")
-    return found
+    return lines
 
 
 # --------------------------------------------------------------------------------------------------------- the log
@@ -653,9 +660,9 @@ class EgressLog:
             elif rest:
                 mark = self._line({TORN: _torn(rest)}, previous)
                 text, previous = b"\n" + mark, mark[:64].decode()
-            told = {**what, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            content = {**what, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             try:
-                file.write(text + self._line(told, previous))
+                file.write(text + self._line(content, previous))
                 file.flush()
                 os.fsync(file.fileno())
             except OSError:  # half a line would have to be explained

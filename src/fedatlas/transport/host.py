@@ -23,7 +23,7 @@ from fedatlas.core.errors import FedAtlasError
 from fedatlas.core.labels import SiteLabels
 from fedatlas.core.seeds import generator, isolated
 from fedatlas.core.tensors import Tensors, Tree, load, to_tree
-from fedatlas.transport import egress, wire
+from fedatlas.transport import wire
 from fedatlas.transport.allocator import keeping_freed_blocks
 from fedatlas.transport.egress import NetForms
 from fedatlas.transport.frames import Question
@@ -216,8 +216,8 @@ class Host:
             answer = self._answer(pipeline.receive(to, shared, own), version)
             del shared, own
             answer.cost = {"seconds": time.perf_counter() - began, "peak_mb": peak_mb()}
-            contents = egress.contents(vars(answer))
-            reply = wire.encode(answer.to_plain(to, self.instance, self.memory.after(round, call)))
+            contents = answer.contents()
+            reply = answer.encoded(to, self.instance, self.memory.after(round, call))
             del answer
             return pipeline.leave(to, mark, contents, reply)
         except Exception as error:

@@ -15,7 +15,7 @@
     protect       │                                              │   privacy
     compress      │ ServerPipeline.read                          │   or mask, for a secure sum
     check         │   the same, undone from below                │   as it is sent
-    encode        │                                              │ SitePipeline.encode
+    encode        │                                              │ Answer.encoded
     log           │                                              ▼ SitePipeline.leave
                 file ◄────────────── engine ─────────────────── file
 
@@ -261,7 +261,7 @@ class ServerPipeline:
             return stages.problem_of_releases(log)
         return "it counts releases, which are of privacy" if "releases" in log else None
 
-    def sum(
+    def summed(
         self,
         ask: Callable[[str, Sequence[str], Payload], Replies],
         function: str,

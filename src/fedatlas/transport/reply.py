@@ -14,7 +14,7 @@ from typing import Any
 from fedatlas.core.errors import FedAtlasError
 from fedatlas.core.tensors import Tree, is_finite, require_same
 from fedatlas.transport import wire
-from fedatlas.transport.egress import printable
+from fedatlas.transport.egress import contents, printable
 from fedatlas.transport.frames import Question
 from fedatlas.transport.store import read_whole
 
@@ -52,9 +52,14 @@ class Answer:
     log: dict[str, float]
     cost: dict[str, float] = field(default_factory=dict)
 
-    def to_plain(self, call: CallId, instance: str, memory: str) -> dict[str, Any]:
+    def encoded(self, call: CallId, instance: str, memory: str) -> bytearray:
         """The reply. instance: the installation of the site; memory: the version with which the call left it."""
-        return {"to": call.to_plain(), "from": instance, "memory": memory, **vars(self)}
+        head: dict[str, Tree] = {"to": call.to_plain(), "from": instance, "memory": memory}
+        return wire.encode(head | vars(self))
+
+    def contents(self) -> dict[str, str]:
+        """What the egress log says of it, see `egress.contents`."""
+        return contents(vars(self))
 
 
 def opened(tree: Any, question: Question, instance: str | None = None) -> dict[str, Any]:

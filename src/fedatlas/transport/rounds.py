@@ -242,8 +242,10 @@ class RunFolder:
         except FileNotFoundError:
             raise RunFolderError(f"{path}: missing; the run has no complete round yet") from None
         except (WireError, TypeError, KeyError, ValueError, AttributeError, OSError) as error:
-            told = str(error) if isinstance(error, WireError | TypeError | OSError) else type(error).__name__
-            raise RunFolderError(f"{path}: cannot be read ({told})") from error
+            reason = (
+                str(error) if isinstance(error, WireError | TypeError | OSError) else type(error).__name__
+            )
+            raise RunFolderError(f"{path}: cannot be read ({reason})") from error
 
     def log(self, number: int) -> dict[str, Any]:
         """The log of a complete round. Raises RunFolderError where it is not what was written."""
@@ -278,10 +280,10 @@ class RunFolder:
         numbers = self.complete()
         last = numbers[-1] if numbers else 0
         files = sorted((self.rounds / f"{last:04d}" / "local").glob("*.fa"))
-        found = {file.stem: (file, last) for file in files}
+        models = {file.stem: (file, last) for file in files}
         for site, kept in self.choices.items():
-            found[site] = (self.path / "models" / "local" / f"{site}.fa", kept["round"])
-        return dict(sorted(found.items()))
+            models[site] = (self.path / "models" / "local" / f"{site}.fa", kept["round"])
+        return dict(sorted(models.items()))
 
     def best_is_last(self, rounds: int) -> bool:
         """Is the best model of a finished run that of its last round? rounds: so many it has."""

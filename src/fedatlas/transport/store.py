@@ -161,9 +161,9 @@ def guard_data(
     if accept:
         write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode())
         return True
-    told = "; ".join(f"{how}: {_listed(cases)}" for how, cases in changes.items() if cases)
+    listed = "; ".join(f"{how}: {_listed(cases)}" for how, cases in changes.items() if cases)
     raise DataChanged(
-        f"site {site}: its data are not those with which this run began ({told}); put them back, begin another run with "
+        f"site {site}: its data are not those with which this run began ({listed}); put them back, begin another run with "
         "--id, or go on with the changed data with --data-changed"
     )
 

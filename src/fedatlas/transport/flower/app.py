@@ -121,7 +121,7 @@ class _Patient:
     def invoke(self, call: Callable[[], Any]) -> Any:
         import httpx
 
-        end, pause, told = time.monotonic() + self.seconds, 0.5, False
+        end, pause, warned = time.monotonic() + self.seconds, 0.5, False
         while True:
             try:
                 return call()
@@ -131,9 +131,9 @@ class _Patient:
             except httpx.TransportError as error:
                 if "CERTIFICATE_VERIFY_FAILED" in str(error) or time.monotonic() > end:
                     raise
-                if not told:
+                if not warned:
                     log.warning("the server cannot be reached (%s); asking on", error)
-                    told = True
+                    warned = True
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
 
@@ -167,8 +167,8 @@ class Signed:
     def see(self, date: str | None) -> None:
         """Takes the server's time from a response; what cannot be read is not taken."""
         with contextlib.suppress(TypeError, ValueError):
-            told = email.utils.parsedate_to_datetime(str(date))
-            ahead = (told - datetime.datetime.now(datetime.UTC)).total_seconds()
+            there = email.utils.parsedate_to_datetime(str(date))
+            ahead = (there - datetime.datetime.now(datetime.UTC)).total_seconds()
             if abs(ahead - self.ahead) > self.APART:
                 self.ahead = 0.0 if abs(ahead) <= self.APART else ahead
                 log.warning("%s", skewed("this machine's clock", -self.ahead))
@@ -221,7 +221,7 @@ class Node:
         import httpx
 
         request = compat.fleet.ActivateNodeRequest(public_key=self.public, heartbeat_interval=HEARTBEAT)
-        end, told = time.monotonic() + 90.0, False
+        end, warned = time.monotonic() + 90.0, False
         while True:
             try:
                 self.node = compat.nodes.Node(node_id=self.client.ActivateNode(request).node_id)
@@ -233,11 +233,11 @@ class Node:
                     raise _Refused(
                         f"{text}: it is not registered there, or another process uses it"
                     ) from None
-                if not told:
+                if not warned:
                     log.warning(
                         "%s: not registered, or still in use by a process that crashed; asking on", text
                     )
-                    told = True
+                    warned = True
             time.sleep(3.0)
         self.resting.clear()
         threading.Thread(target=self._beat, args=(self.node,), daemon=True).start()
@@ -358,16 +358,16 @@ def sites_of(nodes: Iterable[Any], keys: Path) -> tuple[dict[str, Any], list[str
         except FedAtlasError as error:
             refused.append(str(error))
     refused += [f"one key is registered for {names}: refused" for names in owners.values() if len(names) > 1]
-    found: dict[str, Any] = {}
+    node_of: dict[str, Any] = {}
     for node in nodes:
         names = owners.get(bytes(node.public_key), [])
-        if len(names) == 1 and names[0] not in found:
-            found[names[0]] = node
+        if len(names) == 1 and names[0] not in node_of:
+            node_of[names[0]] = node
         elif len(names) == 1:
             refused.append(f"a second node for site {names[0]}: refused")
         elif not names:
             refused.append(f"node {node.node_id} with a key that is no site's: refused")
-    return found, refused
+    return node_of, refused
 
 
 @dataclass
@@ -699,25 +699,25 @@ class Register:
     def __init__(self, state: Any, keys: Path) -> None:
         self.state, self.keys = state, keys
         self.known: dict[str, bytes] = {}
-        self.told: set[str] = set()
+        self.complaints: set[str] = set()
 
     def follow(self) -> None:
         """Reads the folder once. A damaged file takes its site out, and is logged."""
 
-        found: dict[str, bytes] = {}
+        registered: dict[str, bytes] = {}
         for path in sorted(self.keys.glob("*.pub")):
             try:
-                found[path.stem] = compat.public_key_to_bytes(pki.public_openssh_of(path))
+                registered[path.stem] = compat.public_key_to_bytes(pki.public_openssh_of(path))
             except FedAtlasError as error:
-                if str(error) not in self.told:
+                if str(error) not in self.complaints:
                     log.error("%s", error)
-                    self.told.add(str(error))
-        for site in [site for site, key in self.known.items() if found.get(site) != key]:
+                    self.complaints.add(str(error))
+        for site in [site for site, key in self.known.items() if registered.get(site) != key]:
             node = self.state.get_node_id_by_public_key(self.known.pop(site))
             if node is not None:
                 self.state.delete_node(compat.NOOP_FLWR_AID, node)
             log.info("the key of site %s is no longer registered", site)
-        for site, key in found.items():
+        for site, key in registered.items():
             if site not in self.known:
                 self.known[site] = key
                 try:

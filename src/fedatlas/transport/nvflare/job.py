@@ -251,7 +251,7 @@ class RelayController(Controller):
 
     def _watch(self, abort_signal: Signal) -> None:
         """Ends the loop when the job is aborted, and an ask's transfers at its deadline; tells who is there."""
-        told: list[str] | None = None
+        announced: list[str] | None = None
         while not self.over.wait(0.2):
             assert self.end is not None
             if abort_signal.triggered:
@@ -264,9 +264,9 @@ class RelayController(Controller):
             alive = time.monotonic() - GRACE
             there = {site for site, at in list(self.seen.items()) if at > alive or site in busy}
             present = sorted(there - self.gone)
-            if present != told:
+            if present != announced:
                 self.end.present(present)
-                told = present
+                announced = present
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         if event_type == EventType.BEFORE_PROCESS_TASK_REQUEST:
