@@ -1,6 +1,6 @@
 """What a site says of itself before a run, as the server takes it: everything else is refused.
 
-A site that is not what it should be may answer anything; so nothing of it is used before it was found to be of the
+A site that is not what it should be may answer anything; so nothing of it is used before it is known to be of the
 form that `site.SiteDesk` gives it.
 """
 

@@ -158,7 +158,7 @@ def open_hosts(run: str, cache: str) -> Callable[[Question], None]:
 
 
 class Running:
-    """The parties of a run with its folder; a context that closes the transport on leaving.
+    """The parties of a run and its folder; a context that closes the transport when it is left.
 
     With a pooled method the sites keep their own clients for evaluation.
     """
@@ -198,7 +198,7 @@ class Running:
             self.evaluators = reach(list(parties.summaries), "evaluate")
 
     def _asked(self, site: str, function: str, payload: Mapping[str, Any]) -> Asked:
-        """What a site's answer must agree with: the question, and what the site told when it joined."""
+        """What a site's answer must agree with: the question, and what the site said when it joined."""
         summary = self.parties.summaries.get(site)
         if function not in self.design.task.sends:
             return Asked(payload, summary["cases"]["train"] if summary else None)
@@ -214,7 +214,7 @@ class Running:
     def evaluate(
         self, model: "Finished", *, split: str, grid: str, metrics: Sequence[str], **more: Any
     ) -> "Evaluated":
-        """A model at every site that has cases of the split. more: what the task's evaluator takes beyond this."""
+        """Evaluates a model at every site that has cases of the split. more: further arguments of the task's evaluator."""
         members_at = model.open()
         members = {site: members_at(site) for site in self.evaluators.everyone}
         first = next(iter(members.values()))
@@ -236,8 +236,8 @@ class Running:
     def evaluate_several(
         self, models: Sequence["Finished"], *, split: str, grid: str, metrics: Sequence[str]
     ) -> "Evaluated":
-        """Several models at every site that has cases of the split, in one question: a site reads each case once, and
-        asks a net that several models share once. The rows are in the order of the models, of each by site."""
+        """Evaluates several models at every site that has cases of the split, in one question: a site reads each case
+        once, and asks a net that several models share once. Rows are in the order of the models, of each by site."""
         opened = [model.open() for model in models]
         each = {
             site: [
@@ -261,8 +261,10 @@ class Running:
         return evaluated
 
     def own_scores(self, round: int, metrics: Sequence[str], selecting: str) -> dict[str, float]:
-        """Site -> the mean of `selecting` over its classes, of its local model of this round on its own validation
-        cases; without sites that have none, and where no local model is known here."""
+        """Scores every site's local model of this round on the site's own validation cases.
+
+        Returns site -> the mean of the metric `selecting` over its classes. Sites without validation cases, and those
+        whose local model is not known here, are left out."""
         scores: dict[str, float] = {}
         what = {"split": "validation", "round": round, "grid": "federation", "metrics": list(metrics)}
 
@@ -306,7 +308,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What sites answered of a model. rows: see `evaluate.Row`; histograms: where labels are of whole images, of
+    """What sites answered about a model. rows: see `evaluate.Row`; histograms: where labels are of whole images, of
     every site and class, see `classification.Histogram`."""
 
     rows: list[dict[str, Any]]
@@ -343,8 +345,8 @@ TOGETHER = 1 << 28
 
 @dataclass(frozen=True)
 class Finished:
-    """A model to evaluate. open: reads it, and gives the members that are it at a site, by the site's name. overlays:
-    whether sites keep pictures of their cases."""
+    """A model to evaluate. open: reads it, and returns a function from a site's name to the members of which the model
+    consists there. overlays: whether sites keep pictures of their cases."""
 
     name: str
     round: int
@@ -376,8 +378,8 @@ def _size(models: Iterable[Tensors]) -> int:
 
 
 def in_groups(models: Sequence[Finished], sites: Sequence[str], most: int) -> Iterator[list[Finished]]:
-    """Models, in their order, in groups whose tensors take at most so many bytes, what is equal counted once; a group
-    holds one model at least."""
+    """Yields the models, in their order, in groups whose tensors take at most `most` bytes; equal tensors count once, and a
+    group holds at least one model."""
     group: list[Finished] = []
     held: list[Tensors] = []
     for model in models:
@@ -545,16 +547,16 @@ class Best:
 
 
 class BestOfSites(Best):
-    """The same of a method whose sites choose for themselves (`Method.chosen_by_site`): models/best.fa is the state with
-    every site's model of its own best round; best.json tells each of them, the last of these rounds and the mean of the
-    scores. own: has seen a round before this does."""
+    """The best models of a method whose sites choose for themselves (`Method.chosen_by_site`). models/best.fa holds the
+    state with every site's model of its own best round; best.json lists these rounds, the last of them, and the mean of
+    the scores. own: sees a round before this object does."""
 
     def __init__(self, folder: RunFolder, metric: str, method: Method, own: "BestLocals") -> None:
         super().__init__(folder, "classes", metric)
         self.method, self.own = method, own
 
     def see(self, number: int, rows: list[dict[str, Any]]) -> None:
-        """Puts the models together that are the best so far; a site without a score takes part as it is in this round."""
+        """Assembles the sites' best models so far; a site without a score takes part with its model of this round."""
         self.last_score = selection_score(rows, self.weights, self.metric) if rows else None
         if rows:
             self._assemble(number)
@@ -584,7 +586,7 @@ class BestOfSites(Best):
         write_atomic(self.folder.path / "best.json", to_json(chosen))
 
     def _summarise(self) -> None:
-        """`round` and `score` from those of the sites."""
+        """Sets `round` and `score` from those of the sites."""
         self.round = max(kept["round"] for kept in self.own.best.values())
         self.score = float(np.mean([kept["score"] for kept in self.own.best.values()]))
 

@@ -229,11 +229,11 @@ class SiteDesk:
         data_changed: bool = False,
         ahead: float = 0.0,
     ) -> dict[str, Any]:
-        """Prepares the data, and tells what the report shows of a site: counts, spacings, orientations, ranges.
+        """Prepares the data, and answers with what the report shows of a site: counts, spacings, orientations, ranges.
 
         begins: the run has no complete round yet. data_changed: the coordinator lets it go on with data that are not
-        those with which it began; whether they are is told, and not how. ahead: seconds by which the server has found
-        this site's clock to be ahead of its own. Raises DataChanged where the data changed and may not have."""
+        those with which it began; the answer says whether they are, and not in what they differ. ahead: seconds by which
+        the clock of this site is ahead of the server's. Raises DataChanged where the data changed and may not have."""
         if ahead:
             with contextlib.suppress(OSError), (self.state / "errors.log").open("a") as log:
                 log.write(f"ClockSkew: {skewed('the clock of this site', ahead)}\n")

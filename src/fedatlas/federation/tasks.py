@@ -88,7 +88,7 @@ class Task(Protocol):
         ...
 
     def extra(self, fitted: Any) -> dict[str, Any]:
-        """What the evaluator is told of it."""
+        """Further arguments of the evaluator, from what `fit` decided."""
         ...
 
     def size(self, federation: Federation) -> tuple[int, ...]:

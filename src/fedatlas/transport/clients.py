@@ -61,7 +61,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """One call for the log: sites that answered with their cost, lost sites with the reason."""
+    """A call as the run's log keeps it: numbers and cost of the sites that answered, the reason of each that is lost."""
 
     function: str
     logs: dict[str, dict[str, float]]
@@ -71,7 +71,7 @@ class Call:
     """With differential privacy: ε of all that left the site with most releases so far."""
 
     def in_order(self) -> "Call":
-        """The same with sites sorted: nothing may tell who was first."""
+        """This call with its sites sorted: the log does not show who answered first."""
         return Call(
             self.function,
             dict(sorted(self.logs.items())),
@@ -89,7 +89,7 @@ class SiteClients:
     about: what goes with every question, see `Question`.
     pipeline: what is done to questions and answers on the way; a site whose answer it refuses is lost for the call.
     instances: site -> the installation that may answer for it; one that is not named may be any.
-    watch: told of every usable answer: (site, function, log, cost). tell: is given sentences for a person.
+    watch: called with every usable answer: (site, function, log, cost). tell: called with sentences for a person.
     """
 
     sites: list[str]
@@ -354,4 +354,4 @@ class SiteClients:
 
 
 LONGEST_REASON = 4000
-"""Characters of what is told of a site that is lost."""
+"""Characters of the reason why a site is lost."""

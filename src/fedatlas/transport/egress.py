@@ -67,7 +67,7 @@ class Scores(Protocol):
 class Asked:
     """What is known of a question where its answer is checked; what is None is not known there.
 
-    payload: of the question. cases: training cases of the site, as it told when it joined. scores: where it is an
+    payload: of the question. cases: training cases of the site, as it said when it joined. scores: where it is an
     evaluation. facts: says what is wrong with a site's facts, None if nothing is.
     """
 
@@ -612,7 +612,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 def contents(value: Any) -> dict[str, str]:
     """A line per thing that a reply holds: path -> dtype and shape of a tensor, type of a plain value, with equal
-    neighbours of a long list told as one."""
+    neighbours of a long list as one."""
     lines: dict[str, str] = {}
 
     def walk(item: Any, path: str) -> None:

@@ -27,7 +27,7 @@ from fedatlas.transport.store import read_whole, sync_folder, write_atomic
 
 
 class RoundClients(Clients, Protocol):
-    """Clients that are told when a round begins, and keep a record of its calls."""
+    """Clients that learn when a round begins, and record its calls."""
 
     calls: list[Call]
     models: Spool | None
@@ -142,7 +142,7 @@ class RunFolder:
     @contextlib.contextmanager
     def held(self, tell: Callable[[str], None]) -> Iterator[None]:
         """Locks the folder for this process, and makes it if need be. The lock is the kernel's: it ends with the
-        context, and with the process however that ends. tell: is told where the file system has no locks.
+        context, and with the process however that ends. tell: called where the file system has no locks.
 
         Raises RunFolderError, naming the process and its machine, where another process holds the folder.
         """
@@ -300,7 +300,7 @@ SEAL = "seal"
 
 
 def sealed(plain: Mapping[str, Any], keys: Iterable[str] | None = None) -> dict[str, Any]:
-    """Plain values with a digest of those of `keys` (None: of all), by which a later change is found."""
+    """Plain values with a digest of those under `keys` (None: of all), which shows a later change."""
     chosen = {key: plain[key] for key in (sorted(plain) if keys is None else keys)}
     return {**plain, SEAL: {"of": sorted(chosen), "sha256": _digest(chosen)}}
 

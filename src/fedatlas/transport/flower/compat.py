@@ -86,7 +86,7 @@ def runtime_client(grid: Any) -> Any:
 def start_request(name: str, publisher: str, module: str, code: bytes, config: Mapping[str, str]) -> Any:
     """The request that starts a job.
 
-    name, publisher: of its app, whose one module defines `server` and `client`. config: what the job is told, by key.
+    name, publisher: of its app, whose one module defines `server` and `client`. config: settings of the job, by key.
     """
     from flwr.cli.build import build_fab_from_files
 
