@@ -176,7 +176,7 @@ class Ours:
     def _site_peak(self) -> float:
         """Of any site in the last call, 10**6 bytes: a host starts the measurement anew when it is asked, and what it
         tells itself is from before its answer was encoded."""
-        pids = [worker.pid for workers in self.workers for worker in workers.running]
+        pids = [worker.process.pid for workers in self.workers for worker in workers.running]
         return max(peak_of(pid) for pid in pids)
 
     def _begin_call(self) -> float:

@@ -87,6 +87,22 @@ def test_imports_run_one_way(module: str, path: Path) -> None:
         assert package_of(name) in allowed, f"{module} imports {name}, and may not: see MAY_IMPORT"
 
 
+FLOWER = {"flwr.app", "flwr.clientapp", "flwr.serverapp"}
+"""What Flower documents."""
+
+
+def test_one_module_knows_what_flower_does_not_document() -> None:
+    users = set()
+    for module, path in modules():
+        names = [
+            node.module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "flwr"
+        ]
+        users |= {module for name in names if name not in FLOWER}
+    assert users == {"transport.flower.compat"}
+
+
 STRATEGIES = "fedavg fedprox fedavgm feddyn scaffold fedbn fednorm fedsm"
 COMPOSED = {
     # not a method: it puts what these do on the means of Fed-MENU's parts, and calls their own functions for it
