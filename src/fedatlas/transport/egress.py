@@ -226,14 +226,6 @@ def _named_tensors(value: Any, about: _About, *, whole: bool) -> str | None:
     return f"lacks the tensors {_listed(lacking)}" if lacking else None
 
 
-def _model(value: Any, about: _About) -> str | None:
-    return _named_tensors(value, about, whole=True)
-
-
-def _some(value: Any, about: _About) -> str | None:
-    return _named_tensors(value, about, whole=False)
-
-
 def _bits(value: Any, about: _About) -> str | None:
     if not isinstance(value, dict):
         return f"is {_described(value)}"
@@ -541,8 +533,8 @@ class _Kind:
 
 
 _DECLARED: dict[str, _Kind] = {
-    "model": _Kind(_model, _of_tensors()),
-    "some": _Kind(_some, _of_tensors()),
+    "model": _Kind(functools.partial(_named_tensors, whole=True), _of_tensors()),
+    "some": _Kind(functools.partial(_named_tensors, whole=False), _of_tensors()),
     "bits": _Kind(_bits, _of_tensors()),
     "sparse": _Kind(_entries, _of_tensors(4)),
     "number": _Kind(_number, lambda about: (64, 0)),

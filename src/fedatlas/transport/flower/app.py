@@ -290,12 +290,6 @@ class Node:
             request.clientapp_runtime_list.append(spent)
             return client.PushMessages(request)
 
-        def push(name: str, content: bytes, session: str) -> bool:
-            request = compat.messages.PushObjectRequest(
-                node=node, run_id=run, object_id=name, object_content=content, session_id=session
-            )
-            return client.PushObject(request).stored
-
         try:
             with contextlib.ExitStack() as stack:
                 try:
@@ -311,7 +305,7 @@ class Node:
                     log.exception("a question could not be taken in")
                     confirm(tree.object_id)
                     reply = refusal(compat.message_from_proto(head), FAILED)
-                sent([reply], announce, push)
+                sent([reply], announce, compat.pusher(client, node, run))
         except httpx.HTTPStatusError as error:
             if error.response.status_code == httpx.codes.UNAUTHORIZED:
                 raise
@@ -409,13 +403,7 @@ class Post:
                 compat.runtime.PushAppMessagesRequest(messages_list=heads, message_object_trees=trees)
             )
 
-        def push(name: str, content: bytes, session: str) -> bool:
-            request = compat.messages.PushObjectRequest(
-                node=self.node, run_id=self.run, object_id=name, object_content=content, session_id=session
-            )
-            return self.client.PushObject(request).stored
-
-        return list(sent(messages, announce, push).message_ids)
+        return list(sent(messages, announce, compat.pusher(self.client, self.node, self.run)).message_ids)
 
     def take(
         self, names: Iterable[str], place: Callable[[str], Path]

@@ -83,6 +83,18 @@ def runtime_client(grid: Any) -> Any:
     return grid._runtime_client
 
 
+def pusher(client: Any, node: Any, run: int) -> Callable[[str, bytes, str], bool]:
+    """The `push` of `sent`, through a client of the Fleet or Runtime API, from a node and of a run."""
+
+    def push(name: str, content: bytes, session: str) -> bool:
+        request = messages.PushObjectRequest(
+            node=node, run_id=run, object_id=name, object_content=content, session_id=session
+        )
+        return client.PushObject(request).stored
+
+    return push
+
+
 def start_request(name: str, publisher: str, module: str, code: bytes, config: Mapping[str, str]) -> Any:
     """The request that starts a job.
 

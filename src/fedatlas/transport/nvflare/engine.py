@@ -167,39 +167,32 @@ def _dress(kit: Path, plan: Plan) -> None:
         resources["servers"] = [
             {"admin_storage": "transfer", "heart_beat_timeout": SILENCE, "admin_timeout": 10.0}
         ]
-        _component(resources, "job_scheduler", "app_common.job_schedulers.job_scheduler.DefaultJobScheduler")
-        resources["components"][-1]["args"] = {"max_jobs": 1, "min_schedule_interval": 1.0}
-        _component(resources, "job_manager", "apis.impl.job_def_manager.SimpleJobDefManager")
-        resources["components"][-1]["args"] = {"uri_root": "/", "job_store_id": "job_store"}
-        _component(resources, "job_store", "app_common.storages.filesystem_storage.FilesystemStorage")
-        _component(
-            resources,
-            "process_launcher",
-            "app_common.job_launcher.server_process_launcher.ServerProcessJobLauncher",
-        )
+        once = {"max_jobs": 1, "min_schedule_interval": 1.0}
+        stored = {"uri_root": "/", "job_store_id": "job_store"}
+        resources["components"] = [
+            _component("job_scheduler", "app_common.job_schedulers.job_scheduler.DefaultJobScheduler", once),
+            _component("job_manager", "apis.impl.job_def_manager.SimpleJobDefManager", stored),
+            _component("job_store", "app_common.storages.filesystem_storage.FilesystemStorage"),
+            _component("process_launcher", f"{_LAUNCHER}.server_process_launcher.ServerProcessJobLauncher"),
+        ]
     else:
         resources |= {"allow_log_streaming": False, "client": {"retry_timeout": 30}}
-        _component(
-            resources,
-            "resource_manager",
-            "app_common.resource_managers.gpu_resource_manager.GPUResourceManager",
-        )
-        resources["components"][-1]["args"] = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0}
-        _component(
-            resources,
-            "resource_consumer",
-            "app_common.resource_consumers.gpu_resource_consumer.GPUResourceConsumer",
-        )
-        _component(
-            resources,
-            "process_launcher",
-            "app_common.job_launcher.client_process_launcher.ClientProcessJobLauncher",
-        )
+        no_gpu = {"num_of_gpus": 0, "mem_per_gpu_in_GiB": 0}
+        manager = "app_common.resource_managers.gpu_resource_manager.GPUResourceManager"
+        consumer = "app_common.resource_consumers.gpu_resource_consumer.GPUResourceConsumer"
+        resources["components"] = [
+            _component("resource_manager", manager, no_gpu),
+            _component("resource_consumer", consumer),
+            _component("process_launcher", f"{_LAUNCHER}.client_process_launcher.ClientProcessJobLauncher"),
+        ]
     _write_json(local / "resources.json", resources)
 
 
-def _component(resources: dict[str, Any], name: str, path: str) -> None:
-    resources.setdefault("components", []).append({"id": name, "path": f"nvflare.{path}", "args": {}})
+_LAUNCHER = "app_common.job_launcher"
+
+
+def _component(name: str, path: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"id": name, "path": f"nvflare.{path}", "args": arguments or {}}
 
 
 @contextlib.contextmanager
