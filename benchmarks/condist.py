@@ -25,7 +25,7 @@ from fedatlas.core.tensors import tensors_of
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import parse_federation
 from fedatlas.learning.augment import OFF, STRONG
-from fedatlas.learning.loop import Local, Step, make_optimizer, train
+from fedatlas.learning.loop import Descent, Local, train
 from fedatlas.losses import LossChoice
 from fedatlas.phantoms.organs import phantom_sites, write_phantom
 from fedatlas.transport.host import HostedSite, peak_mb, reset_peak
@@ -92,7 +92,7 @@ def costs(root: Path, net: str) -> dict[str, float]:
     student, teacher = experiment.make_net(), experiment.make_net().eval().requires_grad_(False)
     supervised = losses.supervised(LossChoice(), hosted(experiment, root / "site"))  # type: ignore[call-arg]
     condist: Any = methods.get("condistfl")()
-    step = Step(make_optimizer(student.train(), local), local, torch.device("cpu"))
+    by = Descent(student.train(), local, torch.device("cpu"))
     took: dict[str, list[float]] = {"fedavg": [], "online": [], "cached": [], "window": []}
     asked: dict[str, Any] = {"overlap": 0.25, "windows": 4, "keep": None, "partly": True, "gigabytes": 1.0}
     for turn in range(3):
@@ -111,7 +111,7 @@ def costs(root: Path, net: str) -> dict[str, float]:
             for number in range(repeats if turn else 3):
                 for kind, (batches, loss) in kinds.items():
                     began = time.process_time()
-                    step(student, loss, batches._make(number))
+                    by.step(loss(student, batches._make(number)))
                     took[kind].append(time.process_time() - began)
     seconds = {
         kind: statistics.median(times[3:] if kind in METHODS else times) for kind, times in took.items()

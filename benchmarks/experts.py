@@ -32,8 +32,8 @@ from fedatlas import losses, methods, nets
 from fedatlas.core.batch import Batch
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
-from fedatlas.learning.loop import Local, Step, make_optimizer
-from fedatlas.methods.fedmenu import TwoSteps
+from fedatlas.learning.loop import Descent, Local, make_optimizer
+from fedatlas.methods.fedmenu import auxiliary_loss
 from fedatlas.nets.menunet import MENUNet, MENUNetModule
 from fedatlas.transport.host import peak_mb, reset_peak
 
@@ -108,8 +108,8 @@ def made(case: Case, organs: int, device: torch.device, *, unet: bool = False) -
             return cast(Tensor, net(data.image))
 
     if unet:
-        plain = Step(make_optimizer(net, local), local, device)
-        return Made(net, data, {"inference": infer, "S1": lambda: plain(net, loss, data)})
+        plain = Descent(net, local, device)
+        return Made(net, data, {"inference": infer, "S1": lambda: plain.step(loss(net, data))})
 
     def optimizer(*modules: nn.Module) -> torch.optim.Optimizer:
         net.requires_grad_(False)
@@ -121,13 +121,13 @@ def made(case: Case, organs: int, device: torch.device, *, unet: bool = False) -
     first, second = optimizer(own, net.decoder, net.head), optimizer(own, net.agd)
     for module in (own, net.decoder, net.head, net.agd):
         module.requires_grad_(True)
-    S1 = Step(first, local, device)
-    both = TwoSteps(S1, Step(second, local, device), organs=net.organs, own=[0])
-    work = {
-        "inference": infer,
-        "S1": lambda: S1(net, loss, data),
-        "S1 + S2": lambda: both(net, loss, data),
-    }
+    S1, S2 = (Descent(net, local, device, optimizer=each) for each in (first, second))
+
+    def both() -> None:
+        S1.step(loss(net, data))
+        S2.step(auxiliary_loss(net(data.image, experts=[0]), data.target, data.known, [net.organs[0]]))
+
+    work = {"inference": infer, "S1": lambda: S1.step(loss(net, data)), "S1 + S2": both}
     return Made(net, data, work)
 
 

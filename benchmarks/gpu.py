@@ -32,7 +32,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import load, tensors_of
-from fedatlas.learning.loop import Local, Step, make_optimizer
+from fedatlas.learning.loop import Descent, Local, Loss
 
 Shape = tuple[int, ...]
 NETS: dict[str, tuple[str, dict[str, Any], Shape]] = {
@@ -142,10 +142,16 @@ def _measured(
     choice = losses.LossChoice() if not whole else losses.LossChoice(name="masked_bce")  # type: ignore[call-arg]
     student = made()
     plain = losses.supervised(choice, here)  # type: ignore[arg-type]
-    take = Step(make_optimizer(student, local), local, device)
-    called = torch.compile(student) if compiled else student
+    by = Descent(student, local, device)
+    called: Any = torch.compile(student) if compiled else student
+
+    def step(loss: Loss) -> None:
+        with by.autocast():
+            value = loss(called, data)
+        by.step(value)
+
     _reset(device)
-    fedavg = seconds_of(lambda: take(called, plain, data), device, repeats)
+    fedavg = seconds_of(lambda: step(plain), device, repeats)
     found = f"{fedavg:.4f} s, {_peak(device)}"
     if whole or kind not in ("unet", "mednext", "deeplabv3plus"):
         return found
@@ -155,7 +161,7 @@ def _measured(
         torch.compile(teacher) if compiled else teacher, 1.0, space
     )
     _reset(device)
-    condist = seconds_of(lambda: take(called, objective, data), device, repeats)
+    condist = seconds_of(lambda: step(objective), device, repeats)
     return f"{found}; ConDistFL {condist:.4f} s, {_peak(device)}, {condist / fedavg:.3f} of FedAvg"
 
 

@@ -34,12 +34,12 @@ from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.options import from_dict
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, average, load, tensors_of
-from fedatlas.learning.loop import Local, Step, make_optimizer
+from fedatlas.learning.loop import Descent, Local
 from fedatlas.losses import LossChoice
 from fedatlas.methods.shared.cmidg import CMIDG, cmidg
 from fedatlas.methods.shared.sharpness import (
-    AscentStep,
     Masks,
+    Sharp,
     Sharpness,
     SparseMask,
     Sparsity,
@@ -200,13 +200,24 @@ def steps(
     batch = replace(site.ready[0], known=torch.ones_like(site.ready[0].known))
     loss = losses.supervised(from_dict(LossChoice, LOSS, what="loss"), site)
 
-    def strong(batch: Batch) -> tuple[Batch, Batch]:
-        return replace(batch, image=cmidg(batch.image, augmentation, site.rng)), batch
+    def strong() -> Batch:
+        return replace(batch, image=cmidg(batch.image, augmentation, site.rng))
 
-    def taking(make: Callable[[nn.Module, torch.optim.Optimizer], Step]) -> Callable[[], object]:
-        net = site.network()
-        step = make(net, make_optimizer(net, local))
-        return lambda: step(net, loss, batch)
+    def plain() -> Callable[[], object]:
+        by = Descent(site.network(), local, device)
+        return lambda: by.step(loss(by.net, batch))
+
+    def ascending(
+        view: Callable[[], Batch], make: Callable[[nn.Module], SparseMask] | None = None
+    ) -> Callable[[], object]:
+        by = Descent(site.network(), local, device)
+        sharp, mask = Sharp(by, how), make and make(by.net)
+
+        def step() -> None:
+            _, g, eps = sharp.ascend(loss, view())
+            sharp.step(loss, batch, eps, mask and mask(g))
+
+        return step
 
     def masks(net: nn.Module, update: bool) -> SparseMask:
         first = SparseMask(sparse, None, None, update=True, rng=site.rng)
@@ -216,16 +227,12 @@ def steps(
         return SparseMask(sparse, first.memory(), M_G, update=update, rng=site.rng)
 
     things = {
-        "plain": taking(lambda net, o: Step(o, local, device)),
-        "ASAM": taking(lambda net, o: AscentStep(o, local, device, how)),
-        "USAM": taking(lambda net, o: AscentStep(o, local, device, how, views=strong)),
-        "sUSAM, masks stay": taking(
-            lambda net, o: AscentStep(o, local, device, how, views=strong, mask=masks(net, False))
-        ),
-        "sUSAM, masks follow": taking(
-            lambda net, o: AscentStep(o, local, device, how, views=strong, mask=masks(net, True))
-        ),
-        "CMIDG alone": lambda: strong(batch),
+        "plain": plain(),
+        "ASAM": ascending(lambda: batch),
+        "USAM": ascending(strong),
+        "sUSAM, masks stay": ascending(strong, lambda net: masks(net, False)),
+        "sUSAM, masks follow": ascending(strong, lambda net: masks(net, True)),
+        "CMIDG alone": strong,
     }
     took = in_turn(things, repeats, clock)
     found = {"plain, ms": 1000 * statistics.median(took["plain"])}

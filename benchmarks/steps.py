@@ -22,7 +22,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.outputs import voxel_logits
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import load, tensors_of
-from fedatlas.learning.loop import Local, Step, autocast, make_optimizer
+from fedatlas.learning.loop import Descent, Local, autocast
 from fedatlas.transport.allocator import keeping_freed_blocks
 
 NAMES = (
@@ -102,8 +102,14 @@ def measure(
     def step(how: Local, objective, given: Batch = data) -> Callable[[], object]:  # type: ignore[no-untyped-def]
         student = net()
         load(student, tensors_of(teacher))
-        take = Step(make_optimizer(student, how), how, cpu)
-        return lambda: take(student, objective, given)
+        by = Descent(student, how, cpu)
+
+        def one() -> None:
+            with by.autocast():
+                value = objective(student, given)
+            by.step(value)
+
+        return one
 
     def forward() -> None:
         with torch.inference_mode(), autocast(local, cpu):

@@ -10,11 +10,12 @@ Also the rounds per minute and peak memory of a site with FedAvg and with FedPSL
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-from fedatlas.methods.shared.weighting import head_of
 
 from benchmarks.timing import alternate, show
 from fedatlas import losses, methods, nets
@@ -23,8 +24,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
 from fedatlas.federation.file import load_federation
 from fedatlas.federation.session import run_federation
-from fedatlas.learning.loop import Local, Step, make_optimizer
-from fedatlas.methods.fedpsl import DecoupledStep
+from fedatlas.learning.loop import Descent, Local
 
 ROOT = Path(__file__).parents[1]
 SPACE = LabelSpace(("a", "b", "c", "d", "e", "f"), exclusive=False, level="image")
@@ -40,20 +40,26 @@ def steps(kind: str, options: dict[str, str], batch: int, size: int, repeats: in
     known = torch.tensor([[c < 3 for c in range(len(SPACE))]]).repeat(batch, 1)
     target = torch.randint(0, 2, (batch, len(SPACE)), generator=rng).float()
     data = Batch(torch.rand(batch, 1, size, size, generator=rng), target, known, [""] * batch)
-    local = Local(optimizer="sgd", lr=1e-4, batch=batch)  # type: ignore[call-arg]
-    here = SimpleNamespace(labels=SiteLabels(SPACE, frozenset(range(3))))
-    loss = losses.supervised(losses.LossChoice(name="masked_bce"), here)  # type: ignore[call-arg,arg-type]
+    local = Local(optimizer="sgd", lr=1e-4, batch=batch, opt_state="reset")  # type: ignore[call-arg]
+    here: Any = SimpleNamespace(
+        labels=SiteLabels(SPACE, frozenset(range(3))),
+        device=torch.device("cpu"),
+        memory={},
+        batches=lambda **asked: [data],
+        log=lambda **numbers: None,
+    )
+    chosen = losses.LossChoice(name="masked_bce")  # type: ignore[call-arg]
+    loss = losses.supervised(chosen, here)
 
     def net() -> torch.nn.Module:
         return nets.build(kind, options, in_channels=1, classes=len(SPACE), spatial_dims=2, seed=0)
 
-    cpu, plain, made = torch.device("cpu"), net(), {}
-    step = Step(make_optimizer(plain, local), local, cpu)
+    plain, made = net(), {}
+    by = Descent(plain, local, torch.device("cpu"))
     for order in (1, 2):
-        own, method = net(), methods.get("fedpsl")(order=order)
-        own_step = DecoupledStep(make_optimizer(own, local), local, cpu, method=method, head=head_of(own))
-        made[f"order {order}"] = lambda own=own, own_step=own_step: own_step(own, loss, data)
-    found = alternate({"plain": lambda: step(plain, loss, data), **made}, repeats)
+        method: Any = methods.get("fedpsl")(order=order, local=local, loss=chosen)
+        made[f"order {order}"] = partial(method.client_update, here, net(), 0, 1)
+    found = alternate({"plain": lambda: by.step(loss(plain, data)), **made}, repeats)
     return {"plain step, seconds": found["plain"]} | {
         f"{name} over plain (floor {floor})": found[name] / found["plain"]
         for name, floor in (("order 1", 1), ("order 2", 2))

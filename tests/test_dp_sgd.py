@@ -17,19 +17,19 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.options import from_dict
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, Step, make_optimizer
+from fedatlas.learning.loop import Descent, Local
 from fedatlas.losses import LossChoice, supervised
 from fedatlas.losses.onehot import DiceBCE
 from fedatlas.methods.pseudo_labels import PseudoLabels
 from fedatlas.methods.shared import dp_sgd
 from fedatlas.methods.shared.dp_sgd import (
     DPSGD,
-    PrivateStep,
+    Private,
     Spent,
+    accounted,
     epsilon,
     epsilon_poisson,
     examine,
-    stepping,
 )
 from fedatlas.methods.shared.teachers import Teaching, train_teacher
 from fedatlas.methods.standalone import Standalone
@@ -57,15 +57,14 @@ def stepped(
     net: nn.Module, batch: Batch, loss: Any, how: DPSGD | None, seed: int = 0, **local: Any
 ) -> Tensors:
     """The net after two steps. how: None: plain ones."""
-    chosen = Local(**{"optimizer": "sgd", "lr": 0.1, **local})
-    optimizer = make_optimizer(net, chosen)
-    step = Step(optimizer, chosen, CPU)
-    if how is not None:
-        normal, spent = dp_sgd._seeded(generator("noise", seed)), Spent()
-        step = PrivateStep(optimizer, chosen, CPU, how=how, normal=normal, spent=spent)
+    by = Descent(net, Local(**{"optimizer": "sgd", "lr": 0.1, **local}), CPU)
+    private = None if how is None else Private(how, dp_sgd._seeded(generator("noise", seed)), Spent())
     for count in range(2):
-        step.at(count, of=2)
-        step(net, loss, batch)
+        by.at(count, of=2)
+        if private is None:
+            by.step(loss(net, batch))
+        else:
+            by.move(private.gradients(by, loss, batch))
     return tensors_of(net)
 
 
@@ -105,10 +104,8 @@ def gradient(batch: Batch, how: DPSGD) -> Tensor:
     """What one step moved the net by: the gradient, at a rate of 1."""
     net, local = unet(), Local(optimizer="sgd", lr=1, momentum=0, weight_decay=0)
     before = flat(tensors_of(net))
-    normal = dp_sgd._seeded(generator("noise"))
-    PrivateStep(make_optimizer(net, local), local, CPU, how=how, normal=normal, spent=Spent())(
-        net, sampled, batch
-    )
+    by, private = Descent(net, local, CPU), Private(how, dp_sgd._seeded(generator("noise")), Spent())
+    by.move(private.gradients(by, sampled, batch))
     return before - flat(tensors_of(net))
 
 
@@ -294,7 +291,7 @@ def test_precision_values_and_a_missing_extra_are_refused(monkeypatch) -> None:
     site = UNetSite("a", {1}, 2)
     with (
         pytest.raises(FederationError, match=r"fedatlas\[privacy\].*opacus"),
-        stepping(DPSGD(noise=1), site, unet(), LOCAL),  # type: ignore[arg-type]
+        accounted(DPSGD(noise=1), site, unet(), LOCAL),  # type: ignore[arg-type]
     ):
         raise AssertionError("nothing is trained")
 

@@ -109,6 +109,8 @@ COMPOSED = {
     "strategies": STRATEGIES,
     # whose option `strategy` it is
     "fedmenu": "strategies",
+    # the options of its modules, which would bury the algorithm
+    "ufps": "ufps_options",
 }
 """Module of methods -> all other modules of methods that it may import."""
 

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError, NameMismatch, WireError
 from fedatlas.core.seeds import isolated
 from fedatlas.core.tensors import load, n_bytes, tensors_of
-from fedatlas.learning.loop import Local, Step, make_optimizer, train
+from fedatlas.learning.loop import Descent, Local, Loss
 from fedatlas.methods.shared.sharpness import (
     FARTHEST,
     RATIOS,
-    AscentStep,
     Masks,
+    Sharp,
     Sharpness,
     SparseMask,
     Sparsity,
@@ -114,8 +113,7 @@ def test_a_step_is_the_published_one(row: str) -> None:
     descent = batch_of(every["x_descent"], every["y"])
     if row != "ufps_usam_nomask":
         descent = ascent
-    step = AscentStep(make_optimizer(net, SGD), SGD, CPU, PUBLISHED[row], views=lambda _: (ascent, descent))
-    step(net, entropy, descent)
+    one_step(Descent(net, SGD, CPU), entropy, (ascent, descent), PUBLISHED[row])
     close(values_of(net), under(v, "w_after/"))
 
 
@@ -160,15 +158,45 @@ LOCALS = {
 }
 
 
-def trained(local: Local, make: Callable[..., Step], *, scale: float | None = None, **given: Any) -> Model:
-    net = norm_net()
-    step = make(make_optimizer(net, local), local, CPU, **given)
+def one_step(
+    by: Descent,
+    loss: Loss,
+    views: tuple[Batch, Batch],
+    how: Sharpness,
+    mask: Callable[[Model], Masks] | None = None,
+    **given: Any,
+) -> Model:
+    """A step as methods take it; views: what the ascent and the descent see. What it tells, with the ascent's loss."""
+    sharp = Sharp(by, how, **given)
+    value, g, eps = sharp.ascend(loss, views[0])
+    return sharp.step(loss, views[1], eps, mask(g) if mask and g else None) | {"ascent": value}
+
+
+def both(batch: Batch) -> tuple[Batch, Batch]:
+    return batch, batch
+
+
+def trained(
+    local: Local,
+    how: Sharpness | None,
+    *,
+    views: Callable[[Batch], tuple[Batch, Batch]] = both,
+    scale: float | None = None,
+    **given: Any,
+) -> Model:
+    """how: None: by plain steps."""
+    by = Descent(norm_net(), local, CPU)
     if scale is not None:
-        step.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        by.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     for index, batch in enumerate(batches()):
-        step.at(index, of=4)
-        step(net, entropy, batch)
-    return tensors_of(net)
+        by.at(index, of=4)
+        if how is not None:
+            one_step(by, entropy, views(batch), how, **given)
+            continue
+        with by.autocast():
+            value = entropy(by.net, batch)
+        by.step(value)
+    return tensors_of(by.net)
 
 
 def constant(value: bool) -> Callable[[Model], Masks]:
@@ -179,22 +207,22 @@ def constant(value: bool) -> Callable[[Model], Masks]:
 
 @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
 def test_without_a_perturbation_it_is_the_base_optimizer(local: Local) -> None:
-    plain = trained(local, Step)
-    assert same(trained(local, AscentStep, how=Sharpness(rho=0)), plain)
-    assert same(trained(local, AscentStep, how=Sharpness(rho=0), views=noisy), plain)
-    assert same(trained(local, AscentStep, how=Sharpness(), mask=constant(False), views=noisy), plain)
-    assert not same(trained(local, AscentStep, how=Sharpness()), plain)
+    plain = trained(local, None)
+    assert same(trained(local, Sharpness(rho=0)), plain)
+    assert same(trained(local, Sharpness(rho=0), views=noisy), plain)
+    assert same(trained(local, Sharpness(), mask=constant(False), views=noisy), plain)
+    assert not same(trained(local, Sharpness()), plain)
 
 
 @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
 def test_the_whole_mask_is_asam(local: Local) -> None:
-    asam = trained(local, AscentStep, how=Sharpness())
-    assert same(trained(local, AscentStep, how=Sharpness(), mask=constant(True)), asam)
+    asam = trained(local, Sharpness())
+    assert same(trained(local, Sharpness(), mask=constant(True)), asam)
     every = Sparsity(top=1.0)
     sparse = SparseMask(every, None, None, update=True, rng=rng())
-    assert same(trained(local, AscentStep, how=Sharpness(), mask=sparse, views=lambda b: (b, b)), asam)
+    assert same(trained(local, Sharpness(), mask=sparse), asam)
     tight = SparseMask(Sparsity(), None, None, update=True, rng=rng())
-    assert not same(trained(local, AscentStep, how=Sharpness(), mask=tight), asam)
+    assert not same(trained(local, Sharpness(), mask=tight), asam)
 
 
 def literal(T: Callable[[str, Tensor], Tensor], rho: float, lr: float) -> Model:
@@ -224,13 +252,13 @@ def literal(T: Callable[[str, Tensor], Tensor], rho: float, lr: float) -> Model:
 
 def test_it_is_the_literal_sam_and_asam() -> None:
     sam = literal(lambda _, w: torch.ones_like(w), 0.7, 0.1)
-    close(trained(SGD, AscentStep, how=Sharpness(scaled="none")), sam)
+    close(trained(SGD, Sharpness(scaled="none")), sam)
     asam = literal(lambda name, w: w.abs() + 1e-3 if "weight" in name else torch.ones_like(w), 0.7, 0.1)
-    close(trained(SGD, AscentStep, how=Sharpness()), asam)
+    close(trained(SGD, Sharpness()), asam)
     layers = literal(
         lambda name, w: w.abs() + 0.01 if name in ("0.weight", "4.weight") else torch.ones_like(w), 0.2, 0.1
     )
-    close(trained(SGD, AscentStep, how=Sharpness(rho=0.2, eta=0.01, scaled="layers")), layers)
+    close(trained(SGD, Sharpness(rho=0.2, eta=0.01, scaled="layers")), layers)
 
 
 def test_asam_with_T_of_one_is_sam() -> None:
@@ -274,8 +302,8 @@ def test_the_scale_of_the_loss_changes_nothing() -> None:
         seen.append({name: g.clone() for name, g in gradient.items()})
         return top(gradient, 0.5)
 
-    plain = trained(local, AscentStep, how=Sharpness(), mask=mask)
-    close(trained(local, AscentStep, how=Sharpness(), mask=mask, scale=1024.0), plain)
+    plain = trained(local, Sharpness(), mask=mask)
+    close(trained(local, Sharpness(), mask=mask, scale=1024.0), plain)
     for before, after in zip(seen[:3], seen[3:], strict=True):
         close(after, before)
         assert math.sqrt(sum(float(g.square().sum()) for g in before.values())) <= 0.3 + 1e-6
@@ -284,14 +312,17 @@ def test_the_scale_of_the_loss_changes_nothing() -> None:
 def test_an_overflow_lowers_the_scale_and_moves_nothing() -> None:
     net, (batch, *_) = norm_net(), batches()
     before = values_of(net)
+    by = Descent(net, SGD, CPU)
+    by.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    sharp, masks = Sharp(by, Sharpness()), SparseMask(Sparsity(), None, None, update=True, rng=rng())
 
-    def refuse(gradient: Model) -> Masks:
-        raise AssertionError("an overflow was given to the mask")
+    def loss(net: nn.Module, batch: Batch) -> Tensor:
+        return entropy(net, batch) * 1e20
 
-    step = AscentStep(make_optimizer(net, SGD), SGD, CPU, Sharpness(), mask=refuse)
-    step.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
-    step(net, lambda net, batch: entropy(net, batch) * 1e20, batch)
-    assert step.scaler.get_scale() == 2.0**125
+    _, g, eps = sharp.ascend(loss, batch)
+    assert g == eps == {} and masks(g) == {} and masks.memory() == {}
+    sharp.step(loss, batch, eps, masks(g))
+    assert by.scaler.get_scale() == 2.0**125
     assert same(values_of(net), before)
 
 
@@ -307,7 +338,7 @@ def test_weights_and_buffers_come_back_when_the_loss_fails() -> None:
 
     before = tensors_of(net)
     with pytest.raises(RuntimeError, match="no"):
-        AscentStep(make_optimizer(net, SGD), SGD, CPU, Sharpness())(net, fails, batch)
+        one_step(Descent(net, SGD, CPU), fails, (batch, batch), Sharpness())
     assert same(tensors_of(net), before)
     assert not same(calls[0], calls[1])
 
@@ -321,7 +352,7 @@ def test_terms_are_of_the_descent_and_ascent_is_told() -> None:
 
     ascent, _ = noisy(batch)
     expected, clean = (3 * entropy(copy.deepcopy(net), seen).detach() for seen in (ascent, batch))
-    told = AscentStep(make_optimizer(net, SGD), SGD, CPU, Sharpness(), views=noisy)(net, terms, batch)
+    told = one_step(Descent(net, SGD, CPU), terms, noisy(batch), Sharpness())
     assert set(told) == {"loss", "a", "b", "ascent"}
     assert torch.equal(told["ascent"], expected)
     assert torch.equal(told["loss"], told["a"] + told["b"])
@@ -345,8 +376,8 @@ def test_ratios_are_equation_10() -> None:
 @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
 @pytest.mark.parametrize("how", [Sharpness(), Sharpness(share=0.8)], ids=["whole", "share"])
 def test_ratios_change_no_weight(local: Local, how: Sharpness) -> None:
-    plain = trained(local, AscentStep, how=how, views=noisy)
-    assert same(trained(local, AscentStep, how=how, views=noisy, gradients=True), plain)
+    plain = trained(local, how, views=noisy)
+    assert same(trained(local, how, views=noisy, measure=True), plain)
 
 
 def test_ratios_are_of_the_descents_batch_before_clipping() -> None:
@@ -354,9 +385,7 @@ def test_ratios_are_of_the_descents_batch_before_clipping() -> None:
     told = {}
     for clip in (None, 1e-3):
         local = dataclasses.replace(SGD, clip=clip)
-        net = norm_net()
-        step = AscentStep(make_optimizer(net, local), local, CPU, how, views=noisy, gradients=True)
-        told[clip] = step(net, entropy, batch)
+        told[clip] = one_step(Descent(norm_net(), local, CPU), entropy, noisy(batch), how, measure=True)
     net = norm_net()
     values = dict(net.named_parameters())
     g = dict(
@@ -376,35 +405,9 @@ def test_ratios_are_of_the_descents_batch_before_clipping() -> None:
         "not 1, as against a clipped one"
     )
     with pytest.raises(FederationError, match="fp16"):
-        half = dataclasses.replace(SGD, precision="fp16")
-        AscentStep(make_optimizer(net, SGD), half, torch.device("cuda"), how, gradients=True)
-
-
-class Toy:
-    """A site with three batches."""
-
-    device = CPU
-
-    def __init__(self) -> None:
-        self.memory: dict[str, Any] = {}
-        self.said: dict[str, float] = {}
-
-    def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> list[Batch]:
-        return batches()
-
-    def log(self, **numbers: float) -> None:
-        self.said |= numbers
-
-
-def test_it_is_a_step_of_local_training() -> None:
-    ends = []
-    for make in (None, partial(AscentStep, how=Sharpness(rho=0)), partial(AscentStep, how=Sharpness())):
-        site, net = Toy(), norm_net()
-        for r in range(2):
-            means = train(site, net, entropy, Local(lr=0.01), round=r, rounds=2, step=make)  # type: ignore[arg-type]
-        assert ("ascent" in means) == ("ascent" in site.said) == (make is not None)
-        ends.append(tensors_of(net))
-    assert same(ends[0], ends[1]) and not same(ends[0], ends[2])
+        by = Descent(net, SGD, CPU)
+        by.local = dataclasses.replace(SGD, precision="fp16")
+        Sharp(by, how, measure=True)
 
 
 def test_what_is_not_trained_is_not_perturbed() -> None:
@@ -424,7 +427,7 @@ def test_what_is_not_trained_is_not_perturbed() -> None:
         given.append(gradient)
         return constant(True)(gradient)
 
-    AscentStep(optimizer, SGD, CPU, Sharpness(), mask=mask)(net, loss, batch)
+    one_step(Descent(net, SGD, CPU, optimizer=optimizer), loss, (batch, batch), Sharpness(), mask)
     moved = {name for name in seen[0] if not torch.equal(seen[0][name], seen[1][name])}
     assert moved == {"4.weight", "4.bias"}
     assert set(given[0]) == {"4.weight", "4.bias", "idle_weight"}
@@ -440,10 +443,12 @@ def test_a_random_direction_is_as_long_as_the_perturbation() -> None:
     assert bool((drawn["b"] != 0).all())
     how = Sharpness(direction="random")
     with pytest.raises(FederationError, match="no generator"):
-        AscentStep(make_optimizer(norm_net(), SGD), SGD, CPU, how)
-    random = trained(SGD, AscentStep, how=how, rng=rng())
-    assert not same(random, trained(SGD, AscentStep, how=Sharpness()))
-    assert same(random, trained(SGD, AscentStep, how=how, rng=rng()))
+        Sharp(Descent(norm_net(), SGD, CPU), how)
+    random = trained(SGD, how, rng=(first := rng()))
+    assert not same(random, trained(SGD, Sharpness()))
+    assert same(random, trained(SGD, how, rng=rng())) and not torch.equal(
+        first.get_state(), rng().get_state()
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- masks

@@ -13,7 +13,7 @@ from fedatlas import losses
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import load, tensors_of
 from fedatlas.losses import LossChoice
-from fedatlas.methods.cps import CPS, Pair, taught_by
+from fedatlas.methods.cps import CPS, taught_by
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.shared.redrawn import redrawn
 
@@ -37,19 +37,19 @@ def test_cross_supervision_in_numpy() -> None:
 
 def test_the_local_objective_written_out() -> None:
     site = UNetSite("b", {2, 3}, 3)
-    batch, pair = site.batch(torch.tensor([0, 2])), Pair(unet(), unet())
-    load(pair.second, redrawn(pair.first, generator("second")))
-    terms = cast(dict[str, Tensor], CPS(w=1.5).L(cast(Any, site))(pair, batch))
-    L_seg = losses.supervised(LossChoice(), site)  # type: ignore[arg-type]
-    z_1, z_2 = pair.first(batch.image), pair.second(batch.image)
+    batch, first, second = site.batch(torch.tensor([0, 2])), unet(), unet()
+    load(second, redrawn(first, generator("second")))
+    z_1, z_2 = first(batch.image), second(batch.image)
+    terms = CPS(w=1.5).L(losses.for_site(LossChoice(), site), z_1, z_2, batch, exclusive=True)
+    L_seg = losses.supervised(LossChoice(), site)
     CE = torch.nn.CrossEntropyLoss()
-    torch.testing.assert_close(terms["first"], L_seg(pair.first, batch))
-    torch.testing.assert_close(terms["second"], L_seg(pair.second, batch))
+    torch.testing.assert_close(terms["first"], L_seg(first, batch))
+    torch.testing.assert_close(terms["second"], L_seg(second, batch))
     torch.testing.assert_close(terms["cross"], 1.5 * (CE(z_1, z_2.argmax(1)) + CE(z_2, z_1.argmax(1))))
     # each net is moved by its own two terms alone
-    whole = torch.autograd.grad(torch.stack(list(terms.values())).sum(), list(pair.second.parameters()))
-    own = L_seg(pair.second, batch) + 1.5 * CE(pair.second(batch.image), z_1.detach().argmax(1))
-    for a, b in zip(whole, torch.autograd.grad(own, list(pair.second.parameters())), strict=True):
+    whole = torch.autograd.grad(torch.stack(list(terms.values())).sum(), list(second.parameters()))
+    own = L_seg(second, batch) + 1.5 * CE(second(batch.image), z_1.detach().argmax(1))
+    for a, b in zip(whole, torch.autograd.grad(own, list(second.parameters())), strict=True):
         torch.testing.assert_close(a, b)
 
 

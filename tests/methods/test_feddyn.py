@@ -9,7 +9,7 @@ from image_sites import SETUP_1, ImageSite, Server, cnn
 from torch import Tensor, nn
 
 from fedatlas.core.tensors import Tensors, average, tensors_of
-from fedatlas.learning.loop import Local, train
+from fedatlas.learning.loop import Local, Loop
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.feddyn import MEMORY, Dynamic, FedDyn, server_rule
 
@@ -77,7 +77,9 @@ class Toy:
         how = Local(
             **{"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "schedule": "constant"} | local
         )
-        train(cast(Any, self), net, self.f, how, round=0, rounds=1, step=dynamic.step)
+        loop = Loop(cast(Any, self), net, how, round=0, rounds=1)
+        for batch in loop:
+            loop.move(dynamic.corrected(loop.gradients(self.f(net, batch))))
         self.g = dynamic.g_after()
         return net
 

@@ -1,7 +1,7 @@
 """Federated MS-KD: its terms in numpy, who teaches where, limiting cases."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.ms_kd import MSKD, L_features, L_logits, region
 from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
 from fedatlas.methods.shared.features import watched
-from fedatlas.methods.shared.teachers import CompletedSite, Maker, Teaching
+from fedatlas.methods.shared.teachers import Maker, Teaching
 
 SHORT = Teaching(rounds=1)
 METHOD = MSKD(teachers=SHORT, local=LOCAL)
@@ -83,9 +83,10 @@ def test_the_local_objective_written_out() -> None:
     assert sorted(site.memory["teachers"]) == ["a", "b"] and state.teachers == {}
     maker = Maker(site, SHORT, LOCAL)
     raw, net = site.batch(torch.tensor([0, 2])), site.network(state.model)
-    completed = CompletedSite(site, maker.labels, maker)
-    terms = cast(dict[str, Tensor], METHOD.L(cast(Any, completed), maker)(net, raw))
-    masks = maker.merged(raw.image).masks
+    lessons, masks = METHOD.lessons(maker, raw.image)
+    pairs = [(lesson, region(masks, lesson.speaks)) for lesson in lessons]
+    terms = METHOD.L(losses.make(METHOD.loss, SPACE), net, maker.complete(raw, masks), pairs)
+    assert torch.equal(masks, maker.merged(raw.image).masks)
     with watched(net) as seen:
         z = net(raw.image)
     logits, features = [], []
@@ -104,7 +105,7 @@ def test_the_local_objective_written_out() -> None:
         features.append(torch.stack(each).mean())
     torch.testing.assert_close(terms["logits"], torch.stack(logits).sum())
     torch.testing.assert_close(terms["features"], torch.stack(features).sum())
-    plain = losses.supervised(METHOD.loss, cast(Any, completed))(net, maker(raw))
+    plain = losses.supervised(METHOD.loss, site)(net, maker(raw))
     torch.testing.assert_close(terms["supervised"], plain)
 
 

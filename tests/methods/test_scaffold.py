@@ -15,7 +15,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.tensors import Tensors, load, tensors_of
-from fedatlas.learning.loop import Local, train
+from fedatlas.learning.loop import Descent, Local, Loop
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.scaffold import MEMORY, Control, Scaffold, gradient_at, moved
@@ -74,6 +74,19 @@ class Toy:
         return self.s / 2 * (net.w - self.a).square().sum()
 
 
+def descend(toy: Toy, net: Weight, control: Control, local: Local) -> None:
+    """The paper's Alg. 1, lines 9 to 12."""
+    loop = Loop(cast(Any, toy), net, local, round=0, rounds=1)
+    for _ in loop:
+        step(toy, net, control, loop)
+
+
+def step(toy: Toy, net: Weight, control: Control, by: Descent) -> None:
+    g_i = by.gradients(toy.f(net, None))
+    control.see(g_i, by.rate)
+    by.move(control.corrected(g_i))
+
+
 def scaffold_round(x: Tensors, c: Tensors, toys: list[Toy], local: Local) -> tuple[Tensors, Tensors]:
     """One round of the paper's Alg. 1 with eta_g = 1."""
     ends, changes = [], []
@@ -82,7 +95,7 @@ def scaffold_round(x: Tensors, c: Tensors, toys: list[Toy], local: Local) -> tup
         load(net, x)
         kept = toy.memory.get(MEMORY, {})
         control = Control(net, c, kept)
-        train(cast(Any, toy), net, toy.f, local, round=0, rounds=1, step=control.step)
+        descend(toy, net, control, local)
         new = control.mean_gradient()
         changes.append({name: value - kept.get(name, 0) for name, value in new.items()})
         toy.memory[MEMORY] = new
@@ -100,15 +113,7 @@ def test_two_rounds_by_hand() -> None:
     assert [float(toy.memory[MEMORY]["w"]) for toy in toys] == pytest.approx([-1, -3])
     net = Weight()
     load(net, x)
-    train(
-        cast(Any, toys[0]),
-        net,
-        toys[0].f,
-        local,
-        round=0,
-        rounds=1,
-        step=Control(net, c, toys[0].memory[MEMORY]).step,
-    )
+    descend(toys[0], net, Control(net, c, toys[0].memory[MEMORY]), local)
     assert net.w.item() == pytest.approx(0.2 + 0.1 * (0.8 + 2 - 1))  # y - eta (g + c - c_i)
 
 
@@ -142,7 +147,7 @@ def test_what_has_no_gradient_does_not_move(optimizer: Any) -> None:
     c = {"w": torch.zeros(1), "idle": torch.ones(1)}
     local = Local(optimizer=optimizer, steps=3, weight_decay=0.1)
     control = Control(net, c, {})
-    train(cast(Any, toy), net, toy.f, local, round=0, rounds=1, step=control.step)
+    descend(toy, net, control, local)
     assert net.idle.item() == 1 and net.w.item() != 0
     assert control.trained == ["w"]
 
@@ -157,14 +162,14 @@ def test_a_scaled_loss_changes_nothing(clip: float | None) -> None:
             net, {"w": torch.tensor([-2.0]), "idle": torch.zeros(1)}, {"w": torch.tensor([-1.0])}
         )
         local = dataclasses.replace(PLAIN, clip=clip)
-        step = control.step(torch.optim.SGD([net.w, net.idle], lr=0.1), local, torch.device("cpu"))
+        by = Descent(net, local, torch.device("cpu"))
         if scale:
-            step.scaler = torch.amp.GradScaler("cpu", init_scale=scale)  # type: ignore[assignment]
+            by.scaler = torch.amp.GradScaler("cpu", init_scale=scale)  # type: ignore[assignment]
         for _ in range(2):
-            step(net, toy.f, cast(Any, None))
+            step(toy, net, control, by)
         if scale:
             toy.s = 1e38
-            step(net, toy.f, cast(Any, None))
+            step(toy, net, control, by)
         found.append((net.w.item(), control.mean_gradient()["w"].item(), control.change()["w"].item()))
     assert found[1] == pytest.approx(found[0])
     assert found[0][0] == pytest.approx(0.1 if clip else 0.4 + 0.1 * 3.6)

@@ -1,7 +1,6 @@
 """UFPS: its equations against published vectors and literal versions, its phases, limiting cases (E14 to E16), and resume
 in each phase."""
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -36,11 +35,9 @@ from fedatlas.methods.ufps import (
     A_hat,
     AdaptiveRCE,
     GlobalMainTeacher,
-    Labels,
     Uncertainty,
     UncertaintyAggregation,
     UnifiedSharpness,
-    Weighed,
     WeightScheduler,
     agreement,
     moments,
@@ -434,24 +431,37 @@ def taught_site() -> Site:
     return clients.members["b"]
 
 
-def test_batches_are_completed_and_weighed_in_their_rounds() -> None:
-    site = taught_site()
-    model = tensors_of(Net(len(SPACE)))
-    (batch, _) = site.batches(batch=2, steps=2)
+def learnt_from(monkeypatch: pytest.MonkeyPatch, r: int) -> tuple[Batch, list[tuple[Batch, Tensor | None]]]:
+    """The first batch of a site's second round, as if it were round r, and from what it learns in all steps of that round:
+    batches with labels, and their samples' weights."""
+    site, seen, whole = taught_site(), [], UFPS.calculate_loss
+
+    def spied(self: Any, l_seg: Any, w_U: Any, r: int, rounds: int, net: nn.Module, batch: Batch) -> Any:
+        seen.append((batch, w_U))
+        return whole(self, l_seg, w_U, r, rounds, net, batch)
+
+    monkeypatch.setattr(UFPS, "calculate_loss", spied)
     assert len(site.memory[BANK]) == 4  # two batches of two
-    for r, weighed, by_global in ((1, False, False), (2, True, False), (3, True, True), (4, False, True)):
-        labels = Labels(FULL, site, model, r, 5)  # type: ignore[arg-type]
-        done = labels(batch)
-        assert isinstance(done, Weighed) and (done.weight is not None) == weighed, r
-        assert (labels.F_global is not None) == by_global
-        assert done.known.all() and len(labels.seen) == 1
-        own = torch.isin(batch.target, torch.tensor([3, 4]))
-        assert torch.equal(torch.isin(done.target, torch.tensor([3, 4])), own)  # I6
-        assert torch.equal(done.target[own], batch.target[own])
-    # what the global model says is not what the teachers say
-    assert not torch.equal(
-        Labels(FULL, site, model, 4, 5)(batch).target, Labels(FULL, site, model, 1, 5)(batch).target
-    )  # type: ignore[arg-type]
+    method = dataclasses.replace(FULL, sam=None)
+    method.local_update(cast(Any, site), tensors_of(Net(len(SPACE))), {}, round=r - 1, rounds=5)
+    assert len(seen) == 2 and len(site.memory[BANK]) == 8
+    assert ("refined" in site.logged) == (r >= 3)
+    return next(iter(site.batches(batch=2, steps=2))), seen
+
+
+@pytest.mark.parametrize(("r", "weighed"), [(1, False), (2, True), (3, True), (4, False)])
+def test_batches_are_completed_and_weighed_in_their_rounds(monkeypatch, r: int, weighed: bool) -> None:
+    batch, ((done, w_U), _) = learnt_from(monkeypatch, r)
+    assert torch.equal(done.image, batch.image) and done.known.all()
+    assert (w_U is not None) == weighed
+    own = torch.isin(batch.target, torch.tensor([3, 4]))
+    assert torch.equal(torch.isin(done.target, torch.tensor([3, 4])), own)  # I6
+    assert torch.equal(done.target[own], batch.target[own])
+
+
+def test_what_the_global_model_says_is_not_what_the_teachers_say(monkeypatch) -> None:
+    found = [learnt_from(monkeypatch, r)[1][0][0].target for r in (4, 1)]
+    assert not torch.equal(*found)
 
 
 def test_one_net_for_all_teachers_or_one_for_each() -> None:
@@ -644,12 +654,3 @@ def test_a_net_without_the_part_and_too_few_sites() -> None:
 def test_methods_that_cannot_be_within(inner: dict[str, Any], words: str) -> None:
     with pytest.raises(FederationError, match=words):
         PseudoLabels(inner=MethodChoice(**inner)).check(SPACE)
-
-
-def test_a_batch_keeps_its_weight_on_other_views() -> None:
-    batch = Weighed(
-        torch.zeros(2, 1, 2, 2), torch.zeros(2, 2, 2), torch.ones(2, 5), ["a", "b"], weight=torch.ones(2)
-    )
-    other = dataclasses.replace(batch, image=batch.image + 1)
-    assert isinstance(other, Batch) and other.weight is batch.weight
-    assert copy.copy(other).weight is batch.weight

@@ -1,9 +1,21 @@
-"""Local training: the optimizer, its schedule, precision, clipping, and the plain step."""
+"""Local training: the loop over a round's batches, and the optimizer with its schedule, precision and clipping.
+
+A method writes its own loop, so that the algorithm of its paper stands in its own file:
+
+    loop = Loop(site, net, self.local, round=round, rounds=rounds)
+    for batch in loop:
+        with loop.autocast():
+            loss = ...
+        loop.step(loss)
+
+`train` is this loop for a loss of a net and a batch. Where the paper changes the step, `gradients` and `move` stand in the
+place of `step`: loop.move(loop.gradients(loss)) is the same. A second optimizer comes by `Loop.also`.
+"""
 
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -13,10 +25,13 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Site
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import option, options
-from fedatlas.core.tensors import Tree
+from fedatlas.core.tensors import Tensors, Tree
 
-Loss = Callable[[nn.Module, Batch], "Tensor | dict[str, Tensor]"]
-"""The loss of a net on a batch; a dict is summed, and its terms are logged by name."""
+Value = Tensor | dict[str, Tensor]
+"""A loss, a scalar, or its terms, which are summed and logged by name."""
+
+Loss = Callable[[nn.Module, Batch], Value]
+"""The loss of a net on a batch."""
 
 
 @options
@@ -76,6 +91,183 @@ class Local:
                 raise FederationError(f"local: {name} is {value} and lr is {self.lr}; give at most lr")
 
 
+class Descent:
+    """One optimizer of a net: the gradients of a loss, and steps along them, with the schedule, the scaling of the loss
+    (fp16) and the clipping that `local` names.
+
+    local: as `in_steps` gives it. optimizer: of some parameters of `net`, in place of the one that `local` names. clipped:
+    modules whose gradients are clipped each by itself; None: those of all parameters are clipped together.
+
+    Raises FederationError for fp16 without a GPU.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        local: Local,
+        device: torch.device,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        clipped: Sequence[nn.Module] | None = None,
+    ) -> None:
+        if local.precision == "fp16" and device.type != "cuda":
+            raise FederationError(
+                f"local: precision fp16 needs a GPU, the device is {device}; use float32 or bf16"
+            )
+        self.net, self.local, self.device = net, local, device
+        self.optimizer = optimizer or make_optimizer(net, local)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=local.precision == "fp16")
+        together = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.clipped = [together] if clipped is None else [list(module.parameters()) for module in clipped]
+        own = {id(p) for p in together}
+        self.named: dict[str, nn.Parameter] = {n: p for n, p in net.named_parameters() if id(p) in own}
+        """The parameters that it moves, by their names in the net."""
+        self.factor = 1.0
+        """The learning rate of this step over `local.lr`."""
+        self._scaled = False
+
+    def at(self, step: int, *, of: int) -> None:
+        """Sets the learning rate of step `step`, counted from 0, out of `of`; a group of parameters with an
+        "initial_lr" has that in place of `local.lr`."""
+        self.factor = lr_factor(self.local, step, of)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.get("initial_lr", self.local.lr) * self.factor
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of this step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def autocast(self) -> torch.autocast:
+        """The arithmetic of the forward pass."""
+        return autocast(self.local, self.device)
+
+    def step(self, loss: Value) -> None:
+        """Moves the parameters by one step of the optimizer along the gradient of a loss."""
+        self._backward(loss)
+        self._move()
+
+    def gradients(self, loss: Value) -> Tensors:
+        """The gradient of a loss, by the names of the parameters, without those on which the loss does not depend; {}
+        where it overflows in fp16. It is not clipped, and moves nothing."""
+        self._backward(loss)
+        held = {name: p.grad for name, p in self.named.items() if p.grad is not None}
+        if self.scaler.is_enabled() and not all(bool(g.isfinite().all()) for g in held.values()):
+            return {}
+        return held
+
+    def move(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Moves the parameters by one step of the optimizer along these gradients, clipped; one that has none stays as
+        it is with any optimizer. After an overflow in fp16 nothing moves."""
+        for name, parameter in self.named.items():
+            parameter.grad = gradients.get(name)
+        self._move()
+
+    def clip(self) -> None:
+        """Clips the gradients that the parameters hold, in place, by `local.clip`."""
+        if self.local.clip is not None:
+            for parameters in self.clipped:
+                nn.utils.clip_grad_norm_(parameters, self.local.clip)
+
+    def _backward(self, loss: Value) -> None:
+        if self._scaled:  # gradients that moved nothing
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scaler.scale(total(loss)).backward()
+        self.scaler.unscale_(self.optimizer)
+        self._scaled = self.scaler.is_enabled()
+
+    def _move(self) -> None:
+        self.clip()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self._scaled = False
+
+
+class Loop(Descent):
+    """The batches of one round at a site, to be read once, and the optimizer of the net that learns from them.
+
+    When the last batch is done the optimizer's state goes to `site.memory`, and the means of what was noted are logged.
+
+    round, rounds: counted from 0; they place the round on the learning-rate schedule. memory: the key in `site.memory`
+    under which the optimizer's state is kept. prefix: begins the names in the log, where a site trains several nets.
+    optimizer, clipped: see `Descent`.
+
+    Reading the batches raises FloatingPointError where a mean is not finite.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        net: nn.Module,
+        local: Local,
+        *,
+        round: int,
+        rounds: int,
+        memory: str = "optimizer",
+        prefix: str = "",
+        optimizer: torch.optim.Optimizer | None = None,
+        clipped: Sequence[nn.Module] | None = None,
+    ) -> None:
+        self.batches = site.batches(batch=local.batch, steps=local.steps, epochs=local.epochs)
+        local = in_steps(local, len(self.batches))
+        super().__init__(net.train(), local, site.device, optimizer=optimizer, clipped=clipped)
+        self.site, self.prefix = site, prefix
+        self.first, self.all = round * len(self.batches), rounds * len(self.batches)
+        self.means: dict[str, float] = {}
+        """The means of what was noted, after the last batch."""
+        self._sums: dict[str, Tensor] = {}
+        self._kept: dict[str, Descent] = {}
+        self._keep(memory, self)
+
+    def also(self, net: nn.Module, *, memory: str, optimizer: torch.optim.Optimizer | None = None) -> Descent:
+        """A second optimizer, which follows the schedule of the loop and has a state of its own."""
+        second = Descent(net, self.local, self.device, optimizer=optimizer)
+        self._keep(memory, second)
+        return second
+
+    def step(self, loss: Value) -> None:
+        """As `Descent.step`, and notes the loss."""
+        self.note(loss)
+        super().step(loss)
+
+    def note(self, value: Value | None = None, /, **numbers: Tensor) -> None:
+        """Adds to the means of the round what is of this batch: a loss, as "loss", with its terms, and other numbers."""
+        if value is not None:
+            numbers = {"loss": total(value)} | (value if isinstance(value, dict) else {}) | numbers
+        for name, number in numbers.items():
+            added = number.detach().double()
+            self._sums[name] = self._sums[name] + added if name in self._sums else added
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        seconds = 0.0
+        for count, batch in enumerate(self.batches):
+            began = time.perf_counter()
+            for descent in self._kept.values():
+                descent.at(self.first + count, of=self.all)
+            yield batch
+            seconds += time.perf_counter() - began
+        if self.local.opt_state == "persist":
+            for key, descent in self._kept.items():
+                self.site.memory[key] = optimizer_tree(descent.optimizer, descent.net)
+        self.means = {name: float(value) / len(self) for name, value in self._sums.items()}
+        bad = sorted(name for name, value in self.means.items() if not math.isfinite(value))
+        if bad:
+            raise FloatingPointError(
+                f"{', '.join(bad)} not finite within {len(self)} steps; lower the learning rate or clip"
+            )
+        named = {f"{self.prefix}{name}": value for name, value in self.means.items()}
+        self.site.log(**named, steps=len(self), step_seconds=seconds)
+
+    def _keep(self, key: str, descent: Descent) -> None:
+        self._kept[key] = descent
+        if self.local.opt_state == "persist" and key in self.site.memory:
+            restore_optimizer(descent.optimizer, descent.net, self.site.memory[key])
+
+
 def train(
     site: Site,
     net: nn.Module,
@@ -85,83 +277,25 @@ def train(
     round: int,
     rounds: int,
     memory: str = "optimizer",
-    optimizer: torch.optim.Optimizer | None = None,
-    step: "Callable[[torch.optim.Optimizer, Local, torch.device], Step] | None" = None,
     prefix: str = "",
 ) -> dict[str, float]:
-    """Trains `net` in place for one round of `local`; logs and returns the means of the loss and its terms.
-
-    round, rounds: counted from 0; they place the round on the learning-rate schedule.
-    memory: the key in `site.memory` under which the optimizer's state is kept.
-    optimizer: in place of the one that `local` names. step: makes the step in place of `Step`. prefix: begins the names of
-    the losses in the log, where a site trains several nets.
-
-    Raises FloatingPointError where the mean loss is not finite.
-    """
-    net.train()
-    optimizer = optimizer or make_optimizer(net, local)
-    if local.opt_state == "persist" and memory in site.memory:
-        restore_optimizer(optimizer, net, site.memory[memory])
-    batches = site.batches(batch=local.batch, steps=local.steps, epochs=local.epochs)
-    take = (step or Step)(optimizer, in_steps(local, len(batches)), site.device)
-    sums: dict[str, Tensor] = {}
-    seconds = 0.0
-    for count, batch in enumerate(batches):
-        began = time.perf_counter()
-        take.at(round * len(batches) + count, of=rounds * len(batches))
-        for name, value in take(net, loss, batch).items():
-            sums[name] = sums[name] + value.double() if name in sums else value.double()
-        seconds += time.perf_counter() - began
-    if local.opt_state == "persist":
-        site.memory[memory] = optimizer_tree(optimizer, net)
-    means = {name: float(value) / len(batches) for name, value in sums.items()}
-    bad = sorted(name for name, value in means.items() if not math.isfinite(value))
-    if bad:
-        raise FloatingPointError(
-            f"{', '.join(bad)} not finite within {len(batches)} steps; lower the learning rate or clip"
-        )
-    named = {f"{prefix}{name}": value for name, value in means.items()}
-    site.log(**named, steps=len(batches), step_seconds=seconds)
-    return means
-
-
-class Step:
-    """One optimizer step after another: precision, loss scaling, clipping, the schedule."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> None:
-        if local.precision == "fp16" and device.type != "cuda":
-            raise FederationError(
-                f"local: precision fp16 needs a GPU, the device is {device}; use float32 or bf16"
-            )
-        self.optimizer, self.local, self.device = optimizer, local, device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=local.precision == "fp16")
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-
-    def at(self, step: int, *, of: int) -> None:
-        """Sets the learning rate of step `step`, counted from 0, out of `of`; a group of parameters with an
-        "initial_lr" has that in place of `local.lr`."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = group.get("initial_lr", self.local.lr) * lr_factor(self.local, step, of)
-
-    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
-        """Takes one step and returns the detached loss, and its terms if it has several."""
-        with autocast(self.local, self.device):
+    """Trains `net` in place for one round of `local` with plain steps; logs and returns the means of the loss and its terms.
+    The other arguments, and what is raised, are those of `Loop`."""
+    loop = Loop(site, net, local, round=round, rounds=rounds, memory=memory, prefix=prefix)
+    for batch in loop:
+        with loop.autocast():
             value = loss(net, batch)
-        terms = value if isinstance(value, dict) else {}
-        total = sum(terms.values()) if isinstance(value, dict) else value
-        assert isinstance(total, Tensor)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(total).backward()
-        self.apply()
-        return {"loss": total.detach()} | {name: term.detach() for name, term in terms.items()}
+        loop.step(value)
+    return loop.means
 
-    def apply(self) -> None:
-        """Moves the parameters by the gradients that they hold, clipped."""
-        if self.local.clip is not None:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.parameters, self.local.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+
+def total(loss: Value) -> Tensor:
+    """The sum of the terms of a loss, a scalar."""
+    if isinstance(loss, Tensor):
+        return loss
+    value = sum(loss.values())
+    assert isinstance(value, Tensor)
+    return value
 
 
 def autocast(local: Local, device: torch.device) -> torch.autocast:

@@ -26,7 +26,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
@@ -34,11 +33,11 @@ from fedatlas import losses
 from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Clients, Site, State, at_site
 from fedatlas.core.options import option, options
-from fedatlas.core.outputs import voxel_logits
+from fedatlas.core.outputs import Outputs, voxel_logits
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, average, tensors_of
-from fedatlas.learning.loop import Local, Loss, Step, train
-from fedatlas.losses import LossChoice
+from fedatlas.learning.loop import Loop
+from fedatlas.losses import LossChoice, LossFunction
 from fedatlas.losses.heads import full_precision
 from fedatlas.methods.shared.averaging import SENDS, Weighted, site_weights
 from fedatlas.methods.shared.redrawn import redrawn
@@ -81,57 +80,28 @@ class CPS(Weighted):
     def local_update(
         self, site: Site, model: Tensors, second: Tensors, round: int, rounds: int
     ) -> dict[str, Any]:
-        pair = Pair(site.network(model), site.network(second))
-        train(site, pair, self.L(site), self.local, round=round, rounds=rounds, step=pair.step)
-        return {"model": tensors_of(pair.first), "second": tensors_of(pair.second), "n": site.n_train}
-
-    def L(self, site: Site) -> Loss:
-        """The objective of a `Pair`, with its terms."""
         L_seg, exclusive = losses.for_site(self.loss, site), site.labels.space.exclusive
+        pair = nn.ModuleDict({"first": site.network(model), "second": site.network(second)})
+        f_1, f_2 = pair.values()
+        loop = Loop(site, pair, self.local, round=round, rounds=rounds, clipped=(f_1, f_2))
+        for batch in loop:
+            with loop.autocast():
+                terms = self.L(L_seg, f_1(batch.image), f_2(batch.image), batch, exclusive)
+            loop.step(terms)
+        return {"model": tensors_of(f_1), "second": tensors_of(f_2), "n": site.n_train}
 
-        def of(pair: nn.Module, batch: Batch) -> dict[str, Tensor]:
-            p_1, p_2 = pair(batch.image)
-            terms = {
-                name: losses.on_batch(L_seg, p, batch, self.loss.findings)
-                for name, p in (("first", p_1), ("second", p_2))
-            }
-            if self.w:
-                z_1, z_2 = voxel_logits(p_1), voxel_logits(p_2)
-                terms["cross"] = self.w * (taught_by(z_1, z_2, exclusive) + taught_by(z_2, z_1, exclusive))
-            return terms
-
-        return of
-
-
-class Pair(nn.Module):
-    """Two nets that are trained together. forward: what both make of the same images."""
-
-    def __init__(self, first: nn.Module, second: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second = first, second
-
-    def forward(self, x: Tensor) -> tuple[Any, Any]:
-        return self.first(x), self.second(x)
-
-    def step(self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
-        """A step that clips the gradient of each net by itself."""
-        return _PairStep(optimizer, local, device, self)
-
-
-class _PairStep(Step):
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device, pair: Pair
-    ) -> None:
-        super().__init__(optimizer, local, device)
-        self.pair = pair
-
-    def apply(self) -> None:
-        if self.local.clip is not None:
-            self.scaler.unscale_(self.optimizer)
-            for net in (self.pair.first, self.pair.second):
-                nn.utils.clip_grad_norm_(net.parameters(), self.local.clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+    def L(
+        self, L_seg: LossFunction, p_1: Outputs, p_2: Outputs, batch: Batch, exclusive: bool
+    ) -> dict[str, Tensor]:
+        """The objective of both nets, with its terms. p_1, p_2: what they make of the images of a batch."""
+        terms = {
+            name: losses.on_batch(L_seg, p, batch, self.loss.findings)
+            for name, p in (("first", p_1), ("second", p_2))
+        }
+        if self.w:
+            z_1, z_2 = voxel_logits(p_1), voxel_logits(p_2)
+            terms["cross"] = self.w * (taught_by(z_1, z_2, exclusive) + taught_by(z_2, z_1, exclusive))
+        return terms
 
 
 def taught_by(z: Tensor, other: Tensor, exclusive: bool) -> Tensor:

@@ -23,7 +23,6 @@ model with which it began (`sharpness.swa_count`).
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
@@ -32,9 +31,9 @@ from fedatlas import losses
 from fedatlas.core.contract import Clients, Member, Site, State, at_site
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, train
+from fedatlas.learning.loop import Local, Loop, train
 from fedatlas.methods.shared.averaging import MeanOfModels, answer, mean
-from fedatlas.methods.shared.sharpness import AscentStep, Sharpness, swa, swa_count
+from fedatlas.methods.shared.sharpness import Sharp, Sharpness, swa, swa_count
 
 
 @options
@@ -105,12 +104,17 @@ class FedASAM(MeanOfModels):
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         net = site.network(model)
-        loss = losses.supervised(self.loss, site)
+        F = losses.supervised(self.loss, site)
         local = slowed(self.local, self.lr_factor(round, rounds))
-        step = None
-        if round >= self.asam_start:
-            step = partial(AscentStep, how=self.sharpness, rng=site.rng)
-        train(site, net, loss, local, round=round, rounds=rounds, step=step)
+        if round < self.asam_start:
+            train(site, net, F, local, round=round, rounds=rounds)
+            return answer(site, net, per_class=False)
+        loop = Loop(site, net, local, round=round, rounds=rounds)
+        sharp = Sharp(loop, self.sharpness, rng=site.rng)
+        for batch in loop:
+            value, _, eps = sharp.ascend(F, batch)  # w' = w + eps
+            told = sharp.step(F, batch, eps)  # from w, with grad F(w')
+            loop.note(**told, ascent=value)
         return answer(site, net, per_class=False)
 
 

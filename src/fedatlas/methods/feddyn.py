@@ -33,9 +33,8 @@ from fedatlas import losses
 from fedatlas.core.contract import Clients, Site, State, at_site
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, average
-from fedatlas.learning.loop import Local, Step, train
+from fedatlas.learning.loop import Loop
 from fedatlas.methods.shared.averaging import SENDS, Supervised, answer
-from fedatlas.methods.shared.corrected import CorrectedStep
 from fedatlas.methods.shared.server_step import Rule, StepState, started, stepped
 
 MEMORY = "feddyn.g"
@@ -70,41 +69,43 @@ class FedDyn(Supervised):
         f_k = losses.supervised(self.loss, site)
         kept: Any = site.memory.get(MEMORY, {})
         dynamic = Dynamic(net, kept, self.alpha)
-        train(site, net, f_k, self.local, round=round, rounds=rounds, step=dynamic.step)
+        loop = Loop(site, net, self.local, round=round, rounds=rounds)
+        for batch in loop:
+            with loop.autocast():
+                value = f_k(net, batch)
+            loop.note(value)
+            loop.move(dynamic.corrected(loop.gradients(value)))  # Eq. (1)
         site.memory[MEMORY] = dict(dynamic.g_after())
         return answer(site, net, per_class=False)
 
 
 class Dynamic:
     """A site's half of FedDyn in one round. net: with w^t, the global model, in it. g_k: by the names of its
-    parameters; 0 where it has none. without: names of parameters that are not regularised. Several optimizers may have
-    steps of one regulariser."""
+    parameters; 0 where it has none. without: names of parameters that are not regularised. Several optimizers may go by
+    one regulariser."""
 
     def __init__(self, net: nn.Module, g_k: Tensors, alpha: float, without: Collection[str] = ()) -> None:
         self.alpha = alpha
-        self.names: dict[Tensor, str] = {p: name for name, p in net.named_parameters() if name not in without}
-        self.w_t = {name: p.detach().clone() for p, name in self.names.items()}
+        self.w = {name: p for name, p in net.named_parameters() if name not in without}
+        self.w_t = {name: p.detach().clone() for name, p in self.w.items()}
         self.g_k = {
-            name: g_k[name].to(p) if name in g_k else torch.zeros_like(p) for p, name in self.names.items()
+            name: g_k[name].to(p) if name in g_k else torch.zeros_like(p) for name, p in self.w.items()
         }
 
-    def step(self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
-        """What `learning.loop.train` takes as its `step`."""
-        return CorrectedStep(optimizer, local, device, self.gradient)
-
-    def gradient(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """Of the linear and the quadratic term, at a parameter of the net: alpha (w - w^t) - g_k."""
-        if parameter not in self.names:
-            return torch.zeros_like(parameter)
-        name = self.names[parameter]
-        return self.alpha * (parameter - self.w_t[name]) - self.g_k[name]
+    @torch.no_grad()
+    def corrected(self, gradients: Tensors) -> Tensors:
+        """The gradients of f_k with those of the linear and the quadratic term, alpha (w - w^t) - g_k. A parameter that
+        has no gradient of f_k gets none."""
+        return {
+            name: g + (self.alpha * (self.w[name] - self.w_t[name]) - self.g_k[name]) if name in self.w else g
+            for name, g in gradients.items()
+        }
 
     @torch.no_grad()
     def g_after(self) -> Tensors:
         """g_k - alpha (w_k - w^t), on the CPU."""
         return {
-            name: (self.g_k[name] - self.alpha * (p.detach() - self.w_t[name])).cpu()
-            for p, name in self.names.items()
+            name: (self.g_k[name] - self.alpha * (p - self.w_t[name])).cpu() for name, p in self.w.items()
         }
 
 

@@ -33,7 +33,6 @@ Shapes: B batch, C classes, I input channels, *S spatial, H helpers.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -50,7 +49,7 @@ from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, average, dense, load, sparse, tensors_of
 from fedatlas.learning import augment
 from fedatlas.learning.augment import Augmentation
-from fedatlas.learning.loop import Local, Loss, Step, make_optimizer, optimizer_tree, restore_optimizer, train
+from fedatlas.learning.loop import Local, Loop, Loss
 from fedatlas.losses.consistency import is_confident, mean_over, pseudo_bce
 from fedatlas.losses.heads import full_precision
 from fedatlas.methods.shared import simsiam
@@ -208,13 +207,17 @@ class FedMatch(Match):
         helpers = [site.network(theta(buffers, held["sigma"], psi_j)) for psi_j in kept]
         pairs = torch.zeros(2, dtype=torch.float64)
         L_s, L_u = self.L_s(psi, site), self.L_u(sigma, [h.eval() for h in helpers], site.rng, pairs)
-        other = make_optimizer(psi, self.local)
-        if self.local.opt_state == "persist" and "optimizer.psi" in site.memory:
-            restore_optimizer(other, psi, site.memory["optimizer.psi"])
-        step = partial(DisjointStep, psi=psi, psi_optimizer=other, L_u=L_u) if self.learns_psi else None
-        train(site, sigma, L_s, self.local, round=round, rounds=rounds, memory="optimizer.sigma", step=step)
-        if self.local.opt_state == "persist":
-            site.memory["optimizer.psi"] = optimizer_tree(other, psi)
+        loop = Loop(site, sigma, self.local, round=round, rounds=rounds, memory="optimizer.sigma")
+        second = loop.also(psi, memory="optimizer.psi")
+        for batch in loop:
+            with loop.autocast():
+                labelled = L_s(sigma, batch)  # Eq. (5)
+            loop.step(labelled)  # sigma, where psi is as it was
+            if self.learns_psi:
+                with loop.autocast():
+                    unlabelled = L_u(psi, batch)  # Eq. (6)
+                second.step(unlabelled)  # psi, where sigma has moved
+                loop.note(unlabelled)
         values = tensors_of(sigma)
         new_sigma, new_psi = parameters(values, held["sigma"]), parameters(tensors_of(psi), held["psi"])
         sent = self.changes(new_sigma, new_psi, held["sigma"], held["psi"])
@@ -269,32 +272,6 @@ class FedMatch(Match):
             return terms  # Eq. (6)
 
         return L
-
-
-class DisjointStep(Step):
-    """A step of sigma, then one of psi, on the same batch; the optimizer is that of sigma."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        local: Local,
-        device: torch.device,
-        *,
-        psi: nn.Module,
-        psi_optimizer: torch.optim.Optimizer,
-        L_u: Loss,
-    ) -> None:
-        super().__init__(optimizer, local, device)
-        self.psi, self.L_u = psi, L_u
-        self.second = Step(psi_optimizer, local, device)
-
-    def at(self, step: int, *, of: int) -> None:
-        super().at(step, of=of)
-        self.second.at(step, of=of)
-
-    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
-        supervised, unlabelled = super().__call__(net, loss, batch), self.second(self.psi, self.L_u, batch)
-        return {**supervised, **unlabelled, "loss": supervised["loss"] + unlabelled["loss"]}
 
 
 def theta(values: Mapping[str, Tensor], sigma: Tensors, psi: Tensors) -> Tensors:

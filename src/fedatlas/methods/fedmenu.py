@@ -32,9 +32,8 @@ Shapes: B batch, C classes, M organs, *S spatial.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 import torch
@@ -47,11 +46,11 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, Tree, parts, tensors_of
-from fedatlas.learning.loop import Local, Loss, Step, make_optimizer, optimizer_tree, restore_optimizer, train
+from fedatlas.learning.loop import Descent, Local, Loop, Loss, Value, make_optimizer, total
 from fedatlas.losses import LossChoice
 from fedatlas.losses.marginal import MarginalDiceCE
 from fedatlas.methods.shared.averaging import Weighted, Weighting, site_weights
-from fedatlas.methods.strategies import Averaging, MakeStep, Place, StrategyChoice, make_strategy
+from fedatlas.methods.strategies import Averaging, Correct, Place, StrategyChoice, make_strategy
 
 ENCODER, AGD = "encoder:", "agd"
 """The parts of a net: sub-encoder m is "encoder:m"."""
@@ -113,50 +112,6 @@ class FedMENU(Weighted):
     loss: LossChoice = option(LossChoice(name="marginal_dice_ce_exclusion"), "The loss of S1.")
     local: Local = option(Local(), "Training at a site between two exchanges; S1 and S2 alike.")
 
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        if make_strategy(self.strategy).personal and self.agd == "local":
-            raise FederationError(
-                f"method fedmenu: agd is local and strategy {self.strategy.name}, whose sites send models of their own, "
-                "auxiliary decoder and all; set agd to shared or none"
-            )
-        if self.pooled and (self.strategy.name != "fedavg" or self.agd == "local"):
-            got = f"strategy is {self.strategy.name}" if self.agd != "local" else "agd is local"
-            raise FederationError(
-                f"method fedmenu: pooled is true and {got}; centralized training is one site, with strategy fedavg and agd "
-                "shared or none"
-            )
-        if self.per_organ and self.strategy.name != "fedavg":
-            raise FederationError(
-                f"method fedmenu: per_organ is true and strategy is {self.strategy.name}, which counts one step for every "
-                "batch; set strategy to fedavg or per_organ to false"
-            )
-        losses.make(self.loss, space)
-        if not space.exclusive:
-            raise FederationError(
-                "method fedmenu: is for exclusive classes, and labels.exclusive is false; its auxiliary decoder tells "
-                "one organ from all the rest"
-            )
-
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """What `check` should tell of a net and of the training sites. Raises FederationError where they do not fit."""
-        menu = menu_of(net, agd=self.agd != "none")
-        told = [] if self.pooled else make_strategy(self.strategy).examine(net, sites)
-        if self.agd == "none" and AGD in menu.parts():
-            told.append(
-                "method fedmenu: agd is none, and the net has an auxiliary decoder, which is sent and never trained; set "
-                "net.agd to false"
-            )
-        return told
-
-    @property
-    def nets(self) -> Mapping[str, NetSpec]:
-        return make_strategy(self.strategy).nets
-
-    @property
-    def sends(self) -> dict[str, str]:
-        return make_strategy(self.strategy).sends | {"n": "cases", "annotated": "classes"}
-
     def start(self, net: nn.Module, clients: Clients) -> MENUState:
         menu = menu_of(net, agd=self.agd != "none")
         return MENUState(
@@ -216,21 +171,21 @@ class FedMENU(Weighted):
         idle = {f"{ENCODER}{m}" for m in range(len(menu.organs)) if m not in own}
         private = named[AGD] if self.agd == "local" else ()
 
-        def fit(net: nn.Module, *, step: MakeStep = Step, memory: str = "", prefix: str = "") -> None:
+        def fit(
+            net: nn.Module, *, correct: Correct | None = None, memory: str = "", prefix: str = ""
+        ) -> None:
             if own:
-                L_seg = losses.supervised(self.loss, site)
-                auxiliary = self.agd != "none"
                 train_experts(
                     site,
                     net,
                     own,
-                    L_seg,
+                    losses.supervised(self.loss, site),
                     self.local,
-                    auxiliary=auxiliary,
+                    auxiliary=self.agd != "none",
                     per_organ=self.per_organ,
                     round=round,
                     rounds=rounds,
-                    step=step,
+                    correct=correct,
                     memory=memory,
                     prefix=prefix,
                 )
@@ -245,6 +200,50 @@ class FedMENU(Weighted):
             reply["model"] |= {name: model[name] for name in private}
         return reply | {"n": site.n_train, "annotated": sorted(site.labels.annotated)}
 
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        if make_strategy(self.strategy).personal and self.agd == "local":
+            raise FederationError(
+                f"method fedmenu: agd is local and strategy {self.strategy.name}, whose sites send models of their own, "
+                "auxiliary decoder and all; set agd to shared or none"
+            )
+        if self.pooled and (self.strategy.name != "fedavg" or self.agd == "local"):
+            got = f"strategy is {self.strategy.name}" if self.agd != "local" else "agd is local"
+            raise FederationError(
+                f"method fedmenu: pooled is true and {got}; centralized training is one site, with strategy fedavg and agd "
+                "shared or none"
+            )
+        if self.per_organ and self.strategy.name != "fedavg":
+            raise FederationError(
+                f"method fedmenu: per_organ is true and strategy is {self.strategy.name}, which counts one step for every "
+                "batch; set strategy to fedavg or per_organ to false"
+            )
+        losses.make(self.loss, space)
+        if not space.exclusive:
+            raise FederationError(
+                "method fedmenu: is for exclusive classes, and labels.exclusive is false; its auxiliary decoder tells "
+                "one organ from all the rest"
+            )
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell of a net and of the training sites. Raises FederationError where they do not fit."""
+        menu = menu_of(net, agd=self.agd != "none")
+        told = [] if self.pooled else make_strategy(self.strategy).examine(net, sites)
+        if self.agd == "none" and AGD in menu.parts():
+            told.append(
+                "method fedmenu: agd is none, and the net has an auxiliary decoder, which is sent and never trained; set "
+                "net.agd to false"
+            )
+        return told
+
+    @property
+    def nets(self) -> Mapping[str, NetSpec]:
+        return make_strategy(self.strategy).nets
+
+    @property
+    def sends(self) -> dict[str, str]:
+        return make_strategy(self.strategy).sends | {"n": "cases", "annotated": "classes"}
+
 
 def train_experts(
     site: Site,
@@ -257,108 +256,69 @@ def train_experts(
     per_organ: bool = False,
     round: int,
     rounds: int,
-    step: MakeStep = Step,
+    correct: Correct | None = None,
     memory: str = "",
     prefix: str = "",
-) -> dict[str, float]:
-    """Trains a MENU-Net in place for one round, its sub-encoders `own` only; returns the mean losses.
+) -> None:
+    """Trains a MENU-Net in place for one round, its sub-encoders `own` only.
 
-    auxiliary: whether S2 is taken. per_organ: whether S1 is taken for every organ by itself. step: makes the steps of both optimizers. The moments of both stay at the site as
-    `local.opt_state` says, under keys that begin with `memory`; names of losses in the log begin with `prefix`.
+    auxiliary: whether S2 is taken. per_organ: whether S1 is taken for every organ by itself. correct: is given the
+    gradients of every step. The moments of both optimizers stay at the site as `local.opt_state` says, under keys that
+    begin with `memory`; names of losses in the log begin with `prefix`.
     """
     menu = menu_of(net, agd=auxiliary)
     modules = {name: _listed(value) for name, value in menu.parts().items()}
-    foreign = {name for name in modules if name.startswith(ENCODER)} - {f"{ENCODER}{m}" for m in own}
-    S1 = [name for name in modules if name not in foreign and name != AGD]
-    S2 = [*(f"{ENCODER}{m}" for m in own), AGD]
-    _only(net, (module for name in S1 for module in modules[name]))
-    first = make_optimizer(net, local)
-    fit = partial(train, site, net, L_seg, local, round=round, rounds=rounds, optimizer=first, prefix=prefix)
+    g = {m: modules[f"{ENCODER}{m}"] for m in own}
+    f = [
+        module for name in modules if name != AGD and not name.startswith(ENCODER) for module in modules[name]
+    ]
+    h = modules[AGD] if auxiliary else []
+    own_g = [module for m in own for module in g[m]]
+    first, second = _optimizer(net, [*own_g, *f], local), _optimizer(net, [*own_g, *h], local)
+    _only(net, [*own_g, *f, *h])
+    place: dict[str, Any] = {"round": round, "rounds": rounds, "prefix": prefix}
+    S1 = Loop(site, net, local, optimizer=first, memory=f"{memory}optimizer", **place)
+    S2 = S1.also(net, optimizer=second, memory=f"{memory}auxiliary optimizer") if auxiliary else None
 
-    def segmenting(optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
-        one = step(optimizer, local, device)
-        encoders = {m: modules[f"{ENCODER}{m}"] for m in own}
-        return PerOrgan(one, organs=menu.organs, encoders=encoders) if per_organ else one
+    def step(by: Descent, loss: Value) -> Tensor:
+        gradients = by.gradients(loss)
+        by.move(gradients if correct is None else correct(gradients, by.rate))
+        return total(loss).detach()
 
-    if not auxiliary:
-        return fit(step=segmenting, memory=f"{memory}optimizer")
-    _only(net, (module for name in S2 for module in modules[name]))
-    second, key = make_optimizer(net, local), f"{memory}auxiliary optimizer"
-    _only(net, (module for name in [*S1, *S2] for module in modules[name]))
-    if local.opt_state == "persist" and key in site.memory:
-        restore_optimizer(second, net, site.memory[key])
-
-    def both(optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
-        S1, S2 = segmenting(optimizer, local, device), step(second, local, device)
-        return TwoSteps(S1, S2, organs=menu.organs, own=own)
-
-    means = fit(step=both, memory=f"{memory}optimizer")
-    if local.opt_state == "persist":
-        site.memory[key] = optimizer_tree(second, net)
-    return means
-
-
-class TwoSteps(Step):
-    """S1, then S2, each with its own optimizer, on the same batch. own: the places of the site's own sub-encoders."""
-
-    def __init__(
-        self, first: Step, second: Step, *, organs: Sequence[Sequence[int]], own: Sequence[int]
-    ) -> None:
-        super().__init__(first.optimizer, first.local, first.device)
-        self.first, self.second, self.organs, self.own = first, second, organs, own
-
-    def at(self, step: int, *, of: int) -> None:
-        self.first.at(step, of=of)
-        self.second.at(step, of=of)
-
-    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
-        """Takes both steps; returns both losses and, as "loss", their sum."""
-        S1 = self.first(net, loss, batch)["loss"]
-        experts = [m for m in self.own if bool(samples_of(batch.known, self.organs[m]).any())]
-        if not experts:
-            return {"loss": S1, "segmentation": S1, "auxiliary": torch.zeros_like(S1)}
-
-        def L_aux(net: nn.Module, batch: Batch) -> Tensor:
-            told = net(batch.image, experts=experts)
-            return auxiliary_loss(
-                told, batch.target, batch.known, [self.organs[m] for m in experts]
-            )  # Eq. (5)
-
-        S2 = self.second(net, L_aux, batch)["loss"]
-        return {"loss": S1 + S2, "segmentation": S1, "auxiliary": S2}
+    for batch in S1:
+        organs = [m for m in own if bool(samples_of(batch.known, menu.organs[m]).any())]
+        if per_organ and organs:
+            values = []
+            for m in organs:
+                _only(net, [*g[m], *f, *h])
+                with S1.autocast():
+                    L = L_seg(net, alone(batch, menu.organs[m]))
+                values.append(step(S1, L))
+            _only(net, [*own_g, *f, *h])
+            l_seg = torch.stack(values).mean()
+        else:
+            with S1.autocast():
+                L = L_seg(net, batch)  # Eq. (3)
+            l_seg = step(S1, L)
+        if S2 is None:
+            S1.note(l_seg)
+            continue
+        l_aux = torch.zeros_like(l_seg)
+        if organs:
+            with S2.autocast():
+                said = net(batch.image, experts=organs)
+                L = auxiliary_loss(
+                    said, batch.target, batch.known, [menu.organs[m] for m in organs]
+                )  # Eq. (5)
+            l_aux = step(S2, L)
+        S1.note(l_seg + l_aux, segmentation=l_seg, auxiliary=l_aux)
 
 
-class PerOrgan(Step):
-    """S1 once for every organ that a batch annotates: no other of the site's own sub-encoders is trained, and no other
-    class is known. encoders: the place of an organ -> its sub-encoder."""
-
-    def __init__(
-        self, step: Step, *, organs: Sequence[Sequence[int]], encoders: Mapping[int, Sequence[nn.Module]]
-    ) -> None:
-        super().__init__(step.optimizer, step.local, step.device)
-        self.step, self.organs, self.encoders = step, organs, encoders
-
-    def at(self, step: int, *, of: int) -> None:
-        self.step.at(step, of=of)
-
-    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
-        """Takes the steps; returns the mean of their losses. One step of everything where no organ is annotated."""
-        values: list[Tensor] = []
-        for m in self.encoders:
-            if not bool(samples_of(batch.known, self.organs[m]).any()):
-                continue
-            self._train([m])
-            others = [c for c in range(1, batch.known.shape[1]) if c not in self.organs[m]]
-            known = batch.known.clone()
-            known[:, others] = False
-            values.append(self.step(net, loss, dataclasses.replace(batch, known=known))["loss"])
-        self._train(self.encoders)
-        return {"loss": torch.stack(values).mean()} if values else self.step(net, loss, batch)
-
-    def _train(self, places: Collection[int]) -> None:
-        for m, modules in self.encoders.items():
-            for module in modules:
-                module.requires_grad_(m in places)
+def alone(batch: Batch, organ: Sequence[int]) -> Batch:
+    """The batch in which the classes of one organ, and the background, are known at most."""
+    known = batch.known.clone()
+    known[:, [c for c in range(1, known.shape[1]) if c not in organ]] = False
+    return dataclasses.replace(batch, known=known)
 
 
 def auxiliary_loss(
@@ -418,3 +378,9 @@ def _only(net: nn.Module, modules: Iterable[nn.Module]) -> None:
     net.requires_grad_(False)
     for module in modules:
         module.requires_grad_(True)
+
+
+def _optimizer(net: nn.Module, modules: Iterable[nn.Module], local: Local) -> torch.optim.Optimizer:
+    """A fresh optimizer over the parameters of some modules of a net."""
+    _only(net, modules)
+    return make_optimizer(net, local)

@@ -45,7 +45,7 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors
-from fedatlas.learning.loop import Local, Loss, Step, autocast, lr_factor, train
+from fedatlas.learning.loop import Loop, train
 from fedatlas.losses import LossChoice
 from fedatlas.methods.shared.averaging import (
     SENDS,
@@ -86,6 +86,73 @@ class FedPSL(Supervised):
     )
     loss: LossChoice = option(LossChoice(), "L, the supervised loss.")
 
+    def start(self, net: nn.Module, clients: Clients) -> State:
+        if self.tadl:
+            head_of(net)
+        return started(net, per_class=self.tdma)
+
+    def round(self, state: State, clients: Clients) -> State:
+        replies = clients.call(
+            self.local_update, model=state.model, round=state.round, rounds=state.rounds
+        )  # Alg. 2, lines 2 to 5
+        model = mean(replies, state, "cases")  # line 6, Eq. (9)
+        return dataclasses.replace(state, model=model, round=state.round + 1)
+
+    @at_site
+    def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
+        net = site.network(model)  # Alg. 2, line 3
+        if self.tadl:
+            self.client_update(site, net, round, rounds)
+        else:
+            train(site, net, losses.supervised(self.loss, site), self.local, round=round, rounds=rounds)
+        return answer(site, net, per_class=self.tdma)
+
+    def client_update(self, site: Site, net: nn.Module, round: int, rounds: int) -> None:
+        """Alg. 1: one round of local training. "loss", in the log, is the mean of the losses of both halves."""
+        L_site, head = losses.supervised(self.loss, site), head_of(net)
+        optimizer = self.plain_steps(net, head) if self.outer == "plain" else None
+        loop = Loop(site, net, self.local, round=round, rounds=rounds, optimizer=optimizer)
+        theta: Tensors = {name: p for name, p in loop.named.items() if name not in head}
+        phi: Tensors = {name: p for name, p in loop.named.items() if name in head}
+
+        def L_train(batch: Batch, theta: Tensors, phi: Tensors, buffers: Tensors | None = None) -> Tensor:
+            def outputs(image: Tensor) -> Any:
+                return functional_call(net, theta | phi | (buffers or {}), (image,))
+
+            with loop.autocast():
+                return L_site(outputs, batch)  # type: ignore[arg-type]
+
+        def L_val(batch: Batch, theta: Tensors, phi: Tensors) -> Tensor:
+            return L_train(batch, theta, phi, {name: b.clone() for name, b in net.named_buffers()})
+
+        for batch in loop:  # lines 2, 3
+            B_train, B_val = halves(batch)  # line 4
+            made = tadl(
+                partial(L_train, B_train),
+                partial(L_val, B_val),
+                theta,
+                phi,
+                self.alpha * loop.factor,
+                phi_in_outer=self.phi_in_outer,
+                order=self.order,
+            )  # lines 6 to 9
+            loop.move(made.theta | made.phi)
+            loop.note((made.train + made.validation) / 2, train=made.train, validation=made.validation)
+
+    def plain_steps(self, net: nn.Module, head: Mapping[str, int]) -> torch.optim.Optimizer:
+        """phi by steps of alpha, theta by steps of beta."""
+        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in net.named_parameters():
+            if parameter.requires_grad:
+                groups[name in head].append(parameter)
+        lengths = {True: self.alpha, False: self.local.lr}
+        return torch.optim.SGD(
+            [
+                {"params": values, "lr": lengths[key], "initial_lr": lengths[key]}
+                for key, values in groups.items()
+            ]
+        )
+
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space or each other."""
         losses.make(self.loss, space)
@@ -100,11 +167,6 @@ class FedPSL(Supervised):
                 "float32 or bf16, or set tadl to false"
             )
 
-    def start(self, net: nn.Module, clients: Clients) -> State:
-        if self.tadl:
-            head_of(net)
-        return started(net, per_class=self.tdma)
-
     @property
     def state(self) -> type[State]:
         return RowState if self.tdma else State
@@ -116,99 +178,6 @@ class FedPSL(Supervised):
     @property
     def summed(self) -> Weighting | None:
         return None if self.tdma else "cases"
-
-    def round(self, state: State, clients: Clients) -> State:
-        replies = clients.call(
-            self.local_update, model=state.model, round=state.round, rounds=state.rounds
-        )  # Alg. 2, lines 2 to 5
-        model = mean(replies, state, "cases")  # line 6, Eq. (9)
-        return dataclasses.replace(state, model=model, round=state.round + 1)
-
-    @at_site
-    def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
-        net = site.network(model)  # Alg. 2, line 3
-        L = losses.supervised(self.loss, site)
-        if self.tadl:
-            phi = head_of(net)
-            optimizer = self._plain(net, phi) if self.outer == "plain" else None
-            step = partial(DecoupledStep, method=self, head=phi)
-            train(
-                site, net, L, self.local, round=round, rounds=rounds, optimizer=optimizer, step=step
-            )  # Alg. 1
-        else:
-            train(site, net, L, self.local, round=round, rounds=rounds)
-        return answer(site, net, per_class=self.tdma)
-
-    def _plain(self, net: nn.Module, head: Mapping[str, int]) -> torch.optim.Optimizer:
-        """phi by steps of alpha, theta by steps of beta."""
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in net.named_parameters():
-            if parameter.requires_grad:
-                groups[name in head].append(parameter)
-        lengths = {True: self.alpha, False: self.local.lr}
-        return torch.optim.SGD(
-            [
-                {"params": values, "lr": lengths[key], "initial_lr": lengths[key]}
-                for key, values in groups.items()
-            ]
-        )
-
-
-class DecoupledStep(Step):
-    """Steps of Algorithm 1 in place of plain ones. head: the names of phi; everything else is theta."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        local: Local,
-        device: torch.device,
-        *,
-        method: FedPSL,
-        head: Mapping[str, int],
-    ) -> None:
-        super().__init__(optimizer, local, device)
-        self.method, self.head, self.alpha = method, head, method.alpha
-
-    def at(self, step: int, *, of: int) -> None:
-        super().at(step, of=of)
-        self.alpha = self.method.alpha * lr_factor(self.local, step, of)
-
-    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
-        """Takes one step; returns the detached losses of both halves, and their mean as "loss"."""
-        B_train, B_val = halves(batch)
-        values = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        theta: Tensors = {name: p for name, p in values.items() if name not in self.head}
-        phi: Tensors = {name: p for name, p in values.items() if name in self.head}
-
-        def L(batch: Batch, theta: Tensors, phi: Tensors, buffers: Tensors) -> Tensor:
-            def outputs(image: Tensor) -> Any:
-                return functional_call(net, theta | phi | buffers, (image,))
-
-            with autocast(self.local, self.device):
-                value = loss(outputs, batch)  # type: ignore[arg-type]
-            assert isinstance(value, Tensor)
-            return value
-
-        def L_val(theta: Tensors, phi: Tensors) -> Tensor:
-            return L(B_val, theta, phi, {name: buffer.clone() for name, buffer in net.named_buffers()})
-
-        made = tadl(
-            lambda theta, phi: L(B_train, theta, phi, {}),
-            L_val,
-            theta,
-            phi,
-            self.alpha,
-            phi_in_outer=self.method.phi_in_outer,
-            order=self.method.order,
-        )
-        for name, gradient in (made.theta | made.phi).items():
-            values[name].grad = gradient
-        self.apply()
-        return {
-            "loss": (made.train + made.validation) / 2,
-            "train": made.train,
-            "validation": made.validation,
-        }
 
 
 class Decoupled(NamedTuple):

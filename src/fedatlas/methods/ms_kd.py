@@ -26,7 +26,7 @@ Shapes: B batch, C classes with the background, d channels, *S spatial, *s of a 
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,15 +39,14 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.outputs import voxel_logits
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Loss, train
-from fedatlas.losses import LossChoice
+from fedatlas.learning.loop import Loop
+from fedatlas.losses import LossChoice, LossFunction
 from fedatlas.losses.heads import full_precision, thinned
 from fedatlas.methods.shared import teachers as teaching
 from fedatlas.methods.shared.averaging import SENDS, Weighted, answer, mean
 from fedatlas.methods.shared.features import watched
 from fedatlas.methods.shared.pseudo import Merge
 from fedatlas.methods.shared.teachers import (
-    CompletedSite,
     Maker,
     TaughtState,
     Teaching,
@@ -118,37 +117,38 @@ class MSKD(Weighted):
         """teachers: the other sites', given once, then remembered."""
         remember(site, teachers)
         net, maker = site.network(model), Maker(site, self.teachers, self.local)
-        completed = cast(Site, CompletedSite(site, maker.labels, maker))
-        if maker.models and (self.lambda_logits or self.lambda_features):
-            train(site, net, self.L(completed, maker), self.local, round=round, rounds=rounds)
-        else:
-            L_seg = losses.supervised(self.loss, completed)
-            train(completed, net, L_seg, self.local, round=round, rounds=rounds)
+        L_seg, L_plain = losses.make(self.loss, site.labels.space), losses.supervised(self.loss, site)
+        distils = maker.models and (self.lambda_logits or self.lambda_features)
+        loop = Loop(site, net, self.local, round=round, rounds=rounds)
+        for batch in loop:
+            if distils:
+                lessons, masks = self.lessons(maker, batch.image)
+                pairs = [(lesson, region(masks, lesson.speaks)) for lesson in lessons]
+                with loop.autocast():
+                    value = self.L(L_seg, net, maker.complete(batch, masks), pairs)
+            else:
+                batch = maker(batch)
+                with loop.autocast():
+                    value = L_plain(net, batch)
+            loop.step(value)
         maker.log()
         return answer(site, net, per_class=False)
 
-    def L(self, site: Site, maker: Maker) -> Loss:
-        """The local objective with its terms, of batches that are not completed yet. site: as it is completed."""
-        L_seg = losses.for_site(self.loss, site)
-
-        def of(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
-            lessons, masks = self.lessons(maker, batch.image)
-            batch = maker.complete(batch, masks)
-            with watched(net) as seen:
-                outputs = net(batch.image)
-            terms = {"supervised": losses.on_batch(L_seg, outputs, batch, self.loss.findings)}
-            regions = [region(masks, lesson.speaks) for lesson in lessons]
-            pairs = list(zip(lessons, regions, strict=True))
-            if self.lambda_logits:
-                z = full_precision(voxel_logits(outputs))
-                each = [L_logits(z, lesson.logits, lesson.speaks, R, self.T) for lesson, R in pairs]
-                terms["logits"] = self.lambda_logits * torch.stack(each).sum()
-            if self.lambda_features:
-                each = [L_features(seen.levels, lesson.levels, R) for lesson, R in pairs]
-                terms["features"] = self.lambda_features * torch.stack(each).sum()
-            return terms
-
-        return of
+    def L(
+        self, L_seg: LossFunction, net: nn.Module, batch: Batch, pairs: Sequence[tuple[Lesson, Tensor]]
+    ) -> dict[str, Tensor]:
+        """The local objective with its terms. batch: completed. pairs: every teacher's lesson with its region R_t."""
+        with watched(net) as seen:
+            outputs = net(batch.image)
+        terms = {"supervised": losses.on_batch(L_seg, outputs, batch, self.loss.findings)}
+        if self.lambda_logits:
+            z = full_precision(voxel_logits(outputs))
+            each = [L_logits(z, lesson.logits, lesson.speaks, R, self.T) for lesson, R in pairs]
+            terms["logits"] = self.lambda_logits * torch.stack(each).sum()
+        if self.lambda_features:
+            each = [L_features(seen.levels, lesson.levels, R) for lesson, R in pairs]
+            terms["features"] = self.lambda_features * torch.stack(each).sum()
+        return terms
 
     @torch.no_grad()
     def lessons(self, maker: Maker, image: Tensor) -> tuple[list[Lesson], Tensor]:

@@ -18,23 +18,23 @@ Shapes: C classes.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 from torch import nn
 
 from fedatlas import losses, methods
-from fedatlas.core.contract import Clients, Member, Method, NetSpec, Site, State, at_site, sends_of
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Batches, Clients, Member, Method, NetSpec, Site, State, at_site, sends_of
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import LabelSpace
+from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.options import from_dict, option, options
 from fedatlas.core.tensors import Tensors, Tree, from_tree, to_tree
 from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
 from fedatlas.methods.shared.teachers import (
     SENDS,
-    CompletedSite,
     Maker,
     TaughtState,
     Teaching,
@@ -43,6 +43,40 @@ from fedatlas.methods.shared.teachers import (
     train_teacher,
     with_teachers,
 )
+
+
+class CompletedSite:
+    """A site as it looks to a method that is put on top of pseudo labels: every batch is completed, and labels say what is
+    annotated then."""
+
+    def __init__(self, site: Site, labels: SiteLabels, complete: Callable[[Batch], Batch]) -> None:
+        self._site, self._complete = site, complete
+        self.labels = labels
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._site, name)
+
+    def batches(self, **how: Any) -> Batches:
+        return CompletedBatches(self._site.batches(**how), self._complete)
+
+    def with_predictions(self, net: nn.Module, **how: Any) -> Any:
+        raise FederationError(
+            "pseudo labels: the method within asks for predictions ahead of training, which are of other labels than "
+            "those of the teachers; take it alone"
+        )
+
+
+class CompletedBatches:
+    """Batches with pseudo labels."""
+
+    def __init__(self, batches: Batches, complete: Callable[[Batch], Batch]) -> None:
+        self.batches, self.complete = batches, complete
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(self.complete, self.batches)
 
 
 @options

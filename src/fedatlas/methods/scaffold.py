@@ -23,11 +23,9 @@ equal weights.
 
 import dataclasses
 from collections.abc import Collection, Iterable
-from functools import partial
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedatlas import losses
 from fedatlas.core.contract import Clients, Site, State, at_site
@@ -35,9 +33,8 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, average, tensors_of
-from fedatlas.learning.loop import Local, Loss, Step, autocast, train
+from fedatlas.learning.loop import Local, Loop, Loss, autocast, total
 from fedatlas.methods.shared.averaging import Supervised
-from fedatlas.methods.shared.corrected import CorrectedStep
 from fedatlas.methods.shared.server_step import StepState, started, stepped
 
 MEMORY = "scaffold.control"
@@ -86,16 +83,23 @@ class Scaffold(Supervised):
     @at_site
     def local_update(self, site: Site, model: Tensors, c: Tensors, round: int, rounds: int) -> dict[str, Any]:
         net = site.network(model)
-        loss = losses.supervised(self.loss, site)
+        f_i = losses.supervised(self.loss, site)
         kept: Any = site.memory.get(MEMORY, {})
         control = Control(net, c, kept)
-        train(site, net, loss, self.local, round=round, rounds=rounds, step=control.step)
+        loop = Loop(site, net, self.local, round=round, rounds=rounds)
+        for batch in loop:
+            with loop.autocast():
+                value = f_i(net, batch)
+            loop.note(value)
+            g_i = loop.gradients(value)
+            control.see(g_i, loop.rate)
+            loop.move(control.corrected(g_i))  # Eq. (3)
         if self.control == "steps":
             new = control.mean_gradient()
         elif self.control == "weights":
             new = control.change()  # Eq. (4), option II
         else:
-            gradient = gradient_at(site, site.network(model), loss, self.local)  # Eq. (4), option I
+            gradient = gradient_at(site, site.network(model), f_i, self.local)  # Eq. (4), option I
             new = {name: gradient[name] for name in control.trained if name in gradient}
         return {"model": tensors_of(net), "control": renewed(site, new), "n": site.n_train}
 
@@ -125,14 +129,14 @@ class Control:
     """A site's half of SCAFFOLD in one round: the correction of every step, and what the steps tell of the gradient.
 
     net: with x, the global model, in it. c, c_i: by the names of its parameters; c_i without those that the site has
-    not trained, for which it is 0. without: names of parameters that have no control. Several optimizers may have
-    steps of one control."""
+    not trained, for which it is 0. without: names of parameters that have no control. Several optimizers may go by one
+    control."""
 
     def __init__(self, net: nn.Module, c: Tensors, c_i: Tensors, without: Collection[str] = ()) -> None:
-        self.names: dict[Tensor, str] = {p: name for name, p in net.named_parameters() if name not in without}
-        self.x = {name: p.detach().clone() for p, name in self.names.items()}
+        self.y = {name: p for name, p in net.named_parameters() if name not in without}
+        self.x = {name: p.detach().clone() for name, p in self.y.items()}
         self.shift = {
-            name: (c[name] - c_i[name] if name in c_i else c[name]).to(p) for p, name in self.names.items()
+            name: (c[name] - c_i[name] if name in c_i else c[name]).to(p) for name, p in self.y.items()
         }
         self.sum: Tensors = {}
         self.steps: dict[str, int] = {}
@@ -141,25 +145,23 @@ class Control:
     @property
     def trained(self) -> list[str]:
         """The parameters that had a gradient in at least one step, in the order of the net."""
-        return [name for name in self.names.values() if name in self.sum]
+        return [name for name in self.y if name in self.sum]
 
-    def step(self, optimizer: torch.optim.Optimizer, local: Local, device: torch.device) -> Step:
-        """What `learning.loop.train` takes as its `step`."""
-        rate = partial(_rate, optimizer)
-        return CorrectedStep(optimizer, local, device, lambda p, gradient: self._see(p, gradient, rate()))
+    def see(self, g_i: Tensors, rate: float) -> None:
+        """Counts the gradients of a step. rate: its learning rate."""
+        for name, gradient in g_i.items():
+            if name not in self.y:
+                continue
+            if name in self.sum:
+                self.sum[name].add_(gradient)
+            else:
+                self.sum[name] = gradient.clone()
+            self.steps[name] = self.steps.get(name, 0) + 1
+            self.rates[name] = self.rates.get(name, 0.0) + rate
 
-    def _see(self, parameter: Tensor, gradient: Tensor, rate: float) -> Tensor:
-        """Counts a gradient and returns c - c_i."""
-        if parameter not in self.names:
-            return torch.zeros_like(parameter)
-        name = self.names[parameter]
-        if name in self.sum:
-            self.sum[name].add_(gradient)
-        else:
-            self.sum[name] = gradient.clone()
-        self.steps[name] = self.steps.get(name, 0) + 1
-        self.rates[name] = self.rates.get(name, 0.0) + rate
-        return self.shift[name]
+    def corrected(self, g_i: Tensors) -> Tensors:
+        """g_i(y) + c - c_i; a parameter that has no gradient gets none."""
+        return {name: g + self.shift[name] if name in self.shift else g for name, g in g_i.items()}
 
     def mean_gradient(self) -> Tensors:
         """The mean of g_i(y) over the steps in which a parameter had a gradient, on the CPU."""
@@ -169,13 +171,9 @@ class Control:
         """c_i - c + (x - y) / (K eta_l), with the sum of the rates for K eta_l, on the CPU."""
         return {
             name: ((self.x[name] - p.detach()) / self.rates[name] - self.shift[name]).cpu()
-            for p, name in self.names.items()
+            for name, p in self.y.items()
             if name in self.sum
         }
-
-
-def _rate(optimizer: torch.optim.Optimizer) -> float:
-    return float(optimizer.param_groups[0]["lr"])
 
 
 def gradient_at(site: Site, net: nn.Module, loss: Loss, local: Local) -> Tensors:
@@ -186,8 +184,6 @@ def gradient_at(site: Site, net: nn.Module, loss: Loss, local: Local) -> Tensors
     for batch in batches:
         with autocast(local, site.device):
             value = loss(net, batch)
-        total = sum(value.values()) if isinstance(value, dict) else value
-        assert isinstance(total, Tensor)
-        total.backward()
+        total(value).backward()
     count = len(batches)
     return {name: (p.grad / count).cpu() for name, p in net.named_parameters() if p.grad is not None}

@@ -25,7 +25,7 @@ from fedatlas import losses
 from fedatlas.core.contract import Clients, Member, Site, State, at_site
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, train
+from fedatlas.learning.loop import Local
 from fedatlas.methods.shared import dp_sgd
 from fedatlas.methods.shared.averaging import Supervised
 from fedatlas.methods.shared.dp_sgd import DPSGD
@@ -88,6 +88,6 @@ class Standalone(Supervised):
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         net = site.network(model)
         loss = losses.supervised(self.loss, site)
-        with dp_sgd.stepping(self.dp_sgd, site, net, self.local) as step:
-            train(site, net, loss, self.local, round=round, rounds=rounds, step=step)
+        with dp_sgd.accounted(self.dp_sgd, site, net, self.local) as private:
+            dp_sgd.train(private, site, net, loss, self.local, round=round, rounds=rounds)
         return {"model": tensors_of(net), "n": site.n_train, "classes": sorted(site.labels.annotated)}

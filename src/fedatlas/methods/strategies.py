@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedatlas.core.contract import Clients, Member, NetSpec, Replies, Site
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import from_dict, not_known, option, options
 from fedatlas.core.tensors import Tensors, average, from_tree, load, tensors_of, to_tree
-from fedatlas.learning.loop import Local, Step
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedavgm import FedAvgM
 from fedatlas.methods.fedbn import MEMORY as OWN_MEMORY
@@ -49,14 +48,14 @@ from fedatlas.methods.fedsm import (
 )
 from fedatlas.methods.scaffold import MEMORY as CONTROL_MEMORY
 from fedatlas.methods.scaffold import Control, Scaffold, moved, renewed
-from fedatlas.methods.shared.corrected import CorrectedStep
 from fedatlas.methods.shared.kept import chosen, names_in, norm_layers
 from fedatlas.methods.shared.owners import speakers
 from fedatlas.methods.shared.server_step import Rule, StepState, started, stepped
 
 Name = Literal["fedavg", "fedprox", "fedavgm", "feddyn", "scaffold", "fedbn", "fednorm", "fedsm"]
 
-MakeStep = Callable[[torch.optim.Optimizer, Local, torch.device], Step]
+Correct = Callable[[Tensors, float], Tensors]
+"""Gradients by the names of parameters and the learning rate -> the gradients of the step."""
 
 
 @options
@@ -73,12 +72,12 @@ class StrategyChoice:
 
 
 class Fit(Protocol):
-    """Trains a net in place for one round, as the method that has the strategy does. step: makes the steps. memory,
-    prefix: where a site trains several nets, what begins the keys of its memory that hold the optimizers, and the names of
-    the losses in its log."""
+    """Trains a net in place for one round, as the method that has the strategy does. correct: is given the gradients of
+    every step. memory, prefix: where a site trains several nets, what begins the keys of its memory that hold the
+    optimizers, and the names of the losses in its log."""
 
     def __call__(
-        self, net: nn.Module, *, step: MakeStep = Step, memory: str = "", prefix: str = ""
+        self, net: nn.Module, *, correct: Correct | None = None, memory: str = "", prefix: str = ""
     ) -> None: ...
 
 
@@ -195,16 +194,15 @@ class Proximal(Strategy):
         self.mu = method.mu
 
     def update(self, at: Place) -> dict[str, Any]:
-        net = at.net
-        w_t: dict[Tensor, Tensor] = {
-            p: p.detach().clone() for name, p in net.named_parameters() if name not in at.private
-        }
+        w = {name: p for name, p in at.net.named_parameters() if name not in at.private}
+        w_t = {name: p.detach().clone() for name, p in w.items()}
 
-        def pull(w: Tensor, gradient: Tensor) -> Tensor:
-            return self.mu * (w - w_t[w]) if w in w_t else torch.zeros_like(w)
+        @torch.no_grad()
+        def pulled(gradients: Tensors, rate: float) -> Tensors:
+            return {n: g + self.mu * (w[n] - w_t[n]) if n in w else g for n, g in gradients.items()}
 
-        at.fit(net, step=lambda optimizer, local, device: CorrectedStep(optimizer, local, device, pull))
-        return {"model": tensors_of(net)}
+        at.fit(at.net, correct=pulled)
+        return {"model": tensors_of(at.net)}
 
 
 class Stepped(Strategy):
@@ -243,7 +241,7 @@ class DynamicRegularisation(Stepped):
         net = at.net
         kept: Any = at.site.memory.get(DYNAMIC_MEMORY, {})
         dynamic = Dynamic(net, kept, self.alpha, without=at.private)
-        at.fit(net, step=dynamic.step)
+        at.fit(net, correct=lambda gradients, rate: dynamic.corrected(gradients))
         at.site.memory[DYNAMIC_MEMORY] = dict(dynamic.g_after())
         return {"model": tensors_of(net)}
 
@@ -274,7 +272,12 @@ class ControlVariates(Stepped):
         net = at.net
         kept: Any = at.site.memory.get(CONTROL_MEMORY, {})
         control = Control(net, at.told["c"], kept, without=at.private)
-        at.fit(net, step=control.step)
+
+        def corrected(gradients: Tensors, rate: float) -> Tensors:
+            control.see(gradients, rate)
+            return control.corrected(gradients)
+
+        at.fit(net, correct=corrected)
         return {"model": tensors_of(net), "control": renewed(at.site, control.mean_gradient())}
 
     def after(

@@ -18,7 +18,9 @@ A module that is null is off; with all of them off it is FedAvg on pseudo labels
 adds to FedAvg's message is two numbers and one bit for each parameter, and it gets one bit for each.
 
 A round r is counted from 1. Where an option asks for one, a number below 1 is that share of all rounds: 0.6 is the 300th
-of 500, as published (`phases`).
+of 500, as published (`phases`). The options of the modules are in `ufps_options`; Algorithms 1 to 4 follow one another in the
+class below, and their equations come after it. Teachers and their pseudo labels are `shared.teachers`, which other methods
+have, too; what is masked and perturbed, Eq. (11) to (14), is `shared.sharpness`.
 
 Differences from the paper and from the official code, whose own choices are switches:
     The uncertainty's entropy is over classes (code: over the depth of the volume): `uncertainty.softmax`; its mean over
@@ -42,7 +44,8 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, cast
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,27 +58,16 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import not_known, option, options
 from fedatlas.core.outputs import heads, voxel_logits
 from fedatlas.core.tensors import Tensors, Tree, average, parts, tensors_of
-from fedatlas.learning.loop import Local, Loss, Step, train
-from fedatlas.losses import LossChoice
+from fedatlas.learning.loop import Loop
+from fedatlas.losses import LossChoice, LossFunction
 from fedatlas.losses.onehot import DiceBCE, arce_coefficient, rce
 from fedatlas.methods.shared.averaging import Weighted, Weighting, site_weights
-from fedatlas.methods.shared.cmidg import CMIDG, cmidg
-from fedatlas.methods.shared.phases import begins, check_begins, check_when, runs
+from fedatlas.methods.shared.cmidg import cmidg
+from fedatlas.methods.shared.phases import begins, check_begins, runs
 from fedatlas.methods.shared.pseudo import Merged
-from fedatlas.methods.shared.sharpness import (
-    AscentStep,
-    Masks,
-    Sharpness,
-    SparseMask,
-    Sparsity,
-    disagreement,
-    pack_bits,
-    top,
-    unpack_bits,
-)
+from fedatlas.methods.shared.sharpness import Sharp, SparseMask, disagreement, pack_bits, top, unpack_bits
 from fedatlas.methods.shared.teachers import (
     SENDS,
-    CompletedSite,
     Maker,
     TaughtState,
     Teaching,
@@ -83,6 +75,14 @@ from fedatlas.methods.shared.teachers import (
     require_exclusive,
     train_teacher,
     with_teachers,
+)
+from fedatlas.methods.ufps_options import (
+    AdaptiveRCE,
+    GlobalMainTeacher,
+    Uncertainty,
+    UncertaintyAggregation,
+    UnifiedSharpness,
+    WeightScheduler,
 )
 
 BANK = "ufps.uncertainty"
@@ -93,166 +93,11 @@ MASKS = "ufps.masks"
 """The key in a site's memory of the gradient's momentum and the last mask."""
 
 
-# ------------------------------------------------------------------------------------------------------------ options
-
-
-@options
-class Uncertainty:
-    """How sure teachers are of a sample, Eq. (6)."""
-
-    softmax: Literal["classes", "depth"] = option(
-        "classes", "Over what logits become probabilities; depth: the volume's last axis (published code)."
-    )
-    average: Literal["all", "present"] = option(
-        "all", "Whether the mean is over all classes, or those with an uncertainty above 0 (published code)."
-    )
-    source: Literal["teachers", "pseudo"] = option(
-        "teachers",
-        "Whose predictions are judged: the teachers' throughout, or those of whoever makes the pseudo labels (published "
-        "code: the global model once it teaches).",
-    )
-
-
-@options
-class WeightScheduler:
-    """Weights of samples by their uncertainty, Eq. (8)."""
-
-    schedule: Literal["tail_shift", "base_decrement", "round_trip"] = option(
-        "tail_shift", "TS, BD or RG (round-trip Gaussian)."
-    )
-    start: float = option(0.02, "The round from which samples are weighed; below 1: a share of all.", ge=0)
-    end: float = option(0.4, "The round from which they count equally again; below 1: a share of all.", ge=0)
-    period: Literal["end", "all"] = option(
-        "end", "R of the schedule: the rounds up to `end` (published code), or all rounds (the paper's text)."
-    )
-    threshold: float = option(0.7, "Quantile of the uncertainties so far that is U_T.", ge=0, le=1)
-    alpha: float = option(1.0, "BD: the base in the last round.", gt=0, le=math.e)
-    beta: float = option(0.7, "RG: share of the static weight.", ge=0, le=1)
-    width: float = option(0.28, "RG: s, the standard deviation of the Gaussian (rho in the paper).", ge=0.01)
-    centre: Literal["least", "mean"] = option(
-        "least",
-        "RG: where the Gaussian starts: at the least uncertainty (published code) or at the mean (paper).",
-    )
-    beyond: Literal["nearest", "extrapolate"] = option(
-        "nearest",
-        "An uncertainty outside of those so far counts as the nearest of them, or as what it is (published code), with which "
-        "a weight may be below 0.",
-    )
-    activation: Literal["sigmoid", "softmax"] | None = option(
-        None,
-        "The probabilities of the Dice while samples are weighed; null: as the loss says; published code: softmax.",
-    )
-
-    def __post_init__(self) -> None:
-        check_when("method ufps: ws", start=self.start, end=self.end)
-        if (self.start < 1) == (self.end < 1) and self.end <= self.start:
-            raise FederationError(
-                f"method ufps: ws: end is {self.end} and start is {self.start}, so that no sample is ever weighed; take a "
-                "later end, or set ws to null"
-            )
-
-
-@options
-class AdaptiveRCE:
-    """Reverse cross-entropy with a coefficient that grows, Eq. (9)."""
-
-    start: float = option(0.4, "The round from which it is added; below 1: a share of all.", ge=0)
-    coefficient: float = option(0.01, "Its coefficient in the last round.", ge=0)
-    growing: bool = option(
-        True, "Whether it grows as exp(-20 (1 - r / R)); false: it is the same throughout."
-    )
-    form: Literal["paper", "official"] = option(
-        "paper", "official: what the published code computes, linear in the logits and without a lower bound."
-    )
-    log_zero: float = option(-4.0, "What log 0 stands for.", lt=0)
-
-    def __post_init__(self) -> None:
-        check_when("method ufps: rce", start=self.start)
-
-
-@options
-class UncertaintyAggregation:
-    """Weights of sites by the uncertainty of their samples, Eq. (7)."""
-
-    start: float = option(0.6, "The round from which it is used; below 1: a share of all.", ge=0)
-    parts: list[str] = option(
-        ["decoder", "head"],
-        "The parts of the net that are averaged so; a part that the net lacks is left out if another is there.",
-        min_length=1,
-    )
-    tau_mean: float = option(0.05, "Temperature of the means.", gt=0)
-    tau_variance: float = option(0.001, "Temperature of the variances.", gt=0)
-    variance_sign: Literal[-1, 1] = option(
-        -1, "-1: a site of high variance counts less (paper); 1: more (published code)."
-    )
-    ddof: Literal[0, 1] = option(0, "0: variance of the population (paper); 1: of a sample (published code).")
-
-    def __post_init__(self) -> None:
-        check_when("method ufps: ua", start=self.start)
-
-
-@options
-class GlobalMainTeacher:
-    """The global model as teacher, Eq. (5)."""
-
-    start: float = option(0.6, "The round from which it teaches; below 1: a share of all.", ge=0)
-    rule: Literal["refined", "global", "intersection", "teachers"] = option(
-        "refined",
-        "refined, Eq. (5): the intersection with the teachers where it is at least v of the global foreground, else the "
-        "global model; or always the one or the other.",
-    )
-    v: float = option(0.8, "Share of the global model's foreground on which the teachers must agree.", ge=0)
-
-    def __post_init__(self) -> None:
-        check_when("method ufps: gmt", start=self.start)
-
-
-@options
-class UnifiedSharpness:
-    """Sharpness-aware minimisation with the ascent on a strong augmentation, and masked, Eq. (11) to (14)."""
-
-    start: float = option(0.6, "The round from which it is used; below 1: a share of all.", ge=0)
-    ascent: Literal["cmidg", "original", "none"] = option(
-        "cmidg",
-        "What the ascent sees; none: there is no ascent, and CMIDG, in the descent, is plain augmentation.",
-    )
-    descent: Literal["original", "cmidg"] = option("original", "What the descent sees.")
-    masks: Literal["sparse", "local", "none"] = option(
-        "sparse",
-        "sparse: sUSAM; local: the top of each batch's own gradient, nothing is exchanged; none: USAM (with ascent: "
-        "original, ASAM).",
-    )
-    every: int = option(5, "r_fre: masks and momentum follow in rounds r with r mod r_fre = 1.", ge=1)
-    gradients: bool = option(
-        False,
-        "Whether sites log how the gradients of their ascent steps differ from plain ones, Eq. (10), which takes one more "
-        "pass a step: steeper, the share with r > 0, and quantiles of r.",
-    )
-    sharpness: Sharpness = option(Sharpness(), "The perturbation.")
-    sparsity: Sparsity = option(Sparsity(), "The masks.")
-    cmidg: CMIDG = option(CMIDG(), "The augmentation; published code: channels 1, order 1.")
-
-    def __post_init__(self) -> None:
-        check_when("method ufps: sam", start=self.start)
-        if self.ascent == "none" and self.descent == "original":
-            raise FederationError(
-                "method ufps: sam: ascent is none and descent is original, so that it does nothing; set sam to null, or "
-                "descent to cmidg"
-            )
-        if self.gradients and self.ascent == "none":
-            raise FederationError(
-                "method ufps: sam: gradients is true and ascent is none, so that there is nothing to compare; take an ascent"
-            )
-
-
 @dataclass(frozen=True)
 class UFPSState(TaughtState):
     """disagree: M_G, packed, in which the sites' last masks differ; empty before any were sent."""
 
     disagree: dict[str, Tensor] = field(default_factory=dict)
-
-
-# ------------------------------------------------------------------------------------------------------------- method
 
 
 @options
@@ -280,6 +125,200 @@ class UFPS(Weighted):
     )
     weights: Weighting = option("cases", "A_i: a site counts by its training cases, or all count equally.")
     loss: LossChoice = option(LossChoice(name="dice_bce"), "The supervised loss; dice_bce with options.")
+
+    # ---------------------------------------------------------------------------------- Algorithm 1: pretraining
+
+    @at_site
+    def teacher_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
+        """Alg. 1, lines 2 to 4: a teacher of the site alone, from the common start."""
+        return train_teacher(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
+
+    # ---------------------------------------------------------------------------- Algorithm 2: federated training
+
+    def start(self, net: nn.Module, clients: Clients) -> UFPSState:
+        return UFPSState(tensors_of(net))
+
+    def round(self, state: UFPSState, clients: Clients) -> UFPSState:
+        """Alg. 2, lines 3 to 28, with Alg. 1 before the first round."""
+        r, w_0, M_G = state.round + 1, state.model, state.disagree
+        to = with_teachers(clients, state, self.teacher_update)  # line 1
+        replies = to.call(  # lines 3 to 17, and of the round before lines 24 and 27
+            self.local_update,
+            each=self.drawn(clients),
+            model=w_0,
+            disagree=M_G,
+            round=state.round,
+            rounds=state.rounds,
+        )
+        A, each = site_weights(replies, self.weights), {}
+        if self.ua is not None and runs(self.ua, r, state.rounds):  # line 18
+            mu, sigma = replies.plain("mean"), replies.plain("variance")
+            A_w = A_hat(mu, sigma, A, self.ua)  # line 21, Eq. (7)
+            each = dict.fromkeys(part_names(clients.network(), self.ua.parts), A_w)
+        w_0 = average(replies.each("model"), A, each=each)  # lines 19, 22
+        if self.exchanged and runs(self.sam, r, state.rounds):  # line 25
+            M_G = global_mask(replies, clients.network()) or M_G  # line 26, Eq. (12)
+        return UFPSState(w_0, r, state.rounds, disagree=M_G, **to.left())
+
+    def drawn(self, clients: Clients) -> dict[str, dict[str, Any]] | None:
+        """The sites that take part in a round; None: all."""
+        if self.participation is None or self.participation >= len(clients.sites):
+            return None
+        order = torch.randperm(len(clients.sites), generator=clients.rng)[: self.participation]
+        return {clients.sites[i]: {} for i in sorted(order.tolist())}
+
+    # ------------------------------------------------------------------------------- Algorithm 3: local training
+
+    @at_site
+    def local_update(
+        self,
+        site: Site,
+        model: Tensors,
+        disagree: dict[str, Tree],
+        round: int,
+        rounds: int,
+        teachers: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """Alg. 3: one round at a site. model: of the round, the global one. disagree: M_G, packed. teachers: the other
+        sites', given once, then remembered."""
+        remember(site, teachers)
+        net, r = site.network(model), round + 1
+        maker = Maker(site, self.teachers, self.local)
+        gmt = self.gmt if runs(self.gmt, r, rounds) else None
+        F_G = None
+        if gmt is not None and gmt.rule != "teachers":
+            F_G = site.network(model).eval().requires_grad_(False)
+        U_bank = cast(Tensor, site.memory.get(BANK, torch.zeros(0)))
+        seen: list[Tensor] = []
+        agreed: list[Tensor] = []
+        w_of = self.w(U_bank, r, rounds)  # Eq. (8)
+        l_seg = losses.make(self.loss, site.labels.space)
+        sam = self.sam if runs(self.sam, r, rounds) else None
+        loop = Loop(site, net, self.local, round=round, rounds=rounds)
+        sharp = masks = None
+        if sam is not None and sam.ascent != "none":
+            sharp = Sharp(loop, sam.sharpness, rng=site.rng, measure=sam.gradients)
+            if sam.masks == "sparse":
+                M_G = unpack_bits(disagree, own_parameters(net)) if disagree else None
+                kept, update = site.memory.get(MASKS), r % sam.every == 1 % sam.every
+                masks = SparseMask(sam.sparsity, kept, M_G, update=update, rng=site.rng)
+
+        for batch in loop:  # line 2
+            w_U = None
+            if maker.models and (F_G is not None or self.gathers):
+                q_T = q = maker.merged(batch.image)  # lines 3, 5
+                lent = q_T.masks
+                if F_G is not None and gmt is not None:  # line 6
+                    q = global_labels(F_G, batch.image, q_T.taught, maker)  # line 7
+                    lent, enough = refined(q.masks, q_T.masks, gmt)  # line 8, Eq. (5)
+                    agreed.append(enough)
+                batch = maker.complete(batch, lent)  # line 9
+                if self.gathers:
+                    judged = q_T if self.uncertainty.source == "teachers" else q
+                    U = uncertainty(judged, self.uncertainty)  # line 4, Eq. (6)
+                    seen.append(U.cpu())
+                    w_U = None if w_of is None else w_of(U)
+            else:
+                batch = maker(batch)  # lines 3, 5, 9, of those teachers that are needed
+
+            f = partial(self.calculate_loss, l_seg, w_U, r, rounds)
+            ascent = descent = batch
+            if sam is not None and "cmidg" in (sam.ascent, sam.descent):
+                x_aug = dataclasses.replace(batch, image=cmidg(batch.image, sam.cmidg, site.rng))  # line 16
+                ascent = x_aug if sam.ascent == "cmidg" else batch
+                descent = x_aug if sam.descent == "cmidg" else batch
+            if sam is None or sharp is None:  # line 11
+                with loop.autocast():
+                    value = f(net, descent)  # lines 12, 13
+                loop.step(value)  # line 14
+            else:  # line 15
+                value, nabla_f, eps = sharp.ascend(f, ascent)  # lines 17, 18
+                M = None
+                if masks is not None:
+                    M = masks(nabla_f)  # lines 19 to 27
+                elif sam.masks == "local" and nabla_f:
+                    M = top(nabla_f, sam.sparsity.top)
+                told = sharp.step(f, descent, eps, M)  # lines 28 to 31, Eq. (14)
+                loop.note(**told, ascent=value)
+
+        maker.log()
+        if seen:
+            U_bank = torch.cat([U_bank, *seen])
+            site.memory[BANK] = U_bank
+            site.log(uncertainty=float(torch.cat(seen).mean()))
+        if agreed:
+            site.log(refined=float(torch.cat(agreed).double().mean()))
+        answer: dict[str, Any] = {"model": tensors_of(net), "n": site.n_train}
+        if self.ua is not None:
+            answer |= {"mean": 0.0, "variance": 0.0}
+            if runs(self.ua, r, rounds):  # line 34
+                answer["mean"], answer["variance"] = moments(U_bank, self.ua.ddof)  # lines 35, 36
+        if self.exchanged:
+            answer["mask"] = {}
+            if masks is not None:  # line 38
+                answer["mask"] = masks.sent()  # line 39
+                site.memory[MASKS] = cast(Tree, masks.memory())
+        return answer  # lines 41 to 47
+
+    # -------------------------------------------------------------------------------- Algorithm 4: CalculateLoss
+
+    def calculate_loss(
+        self, l_seg: LossFunction, w_U: Tensor | None, r: int, rounds: int, net: nn.Module, batch: Batch
+    ) -> dict[str, Tensor]:
+        """Alg. 4: the objective of round r, with its terms. l_seg: the supervised loss. w_U [B]: w(U) of each sample; None:
+        all count equally."""
+
+        def l(outputs: Tensor | Sequence[Tensor], target: Tensor, known: Tensor) -> Tensor:  # noqa: E743
+            if w_U is None:  # line 1
+                return l_seg(outputs, target, known)  # line 2
+            assert isinstance(l_seg, DiceBCE) and self.ws is not None
+            weighed = l_seg
+            if self.ws.activation is not None:
+                weighed = dataclasses.replace(l_seg, activation=self.ws.activation)
+            return (w_U * weighed.per_sample(outputs, target, known)).mean()  # line 4
+
+        q = net(batch.image)
+        terms = {"supervised": losses.on_batch(l, q, batch, self.loss.findings)}
+        if self.rce is not None and runs(self.rce, r, rounds):  # line 5
+            value = rce(
+                heads(q),
+                batch.target,
+                batch.known,
+                head_weights=l_seg.head_weights if isinstance(l_seg, DiceBCE) else "encoder",
+                form=self.rce.form,
+                log_zero=self.rce.log_zero,
+            )
+            factor = arce_coefficient(r, rounds, self.rce.coefficient, self.rce.growing)
+            terms["reverse"] = factor * value  # line 6, Eq. (9)
+        return terms  # line 8
+
+    def w(self, U_bank: Tensor, r: int, rounds: int) -> Callable[[Tensor], Tensor] | None:
+        """w(U) of round r; None: all samples count equally."""
+        ws = self.ws
+        if ws is None or not begins(ws.start, rounds) <= r < begins(ws.end, rounds) or not len(U_bank):
+            return None
+        return weigher(U_bank, ws, r, begins(ws.end, rounds) if ws.period == "end" else rounds)
+
+    # ---------------------------------------------------------------------------------------- what it declares
+
+    @property
+    def gathers(self) -> bool:
+        """Whether anything asks for the uncertainty of samples."""
+        return self.ws is not None or self.ua is not None
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether masks travel."""
+        return self.sam is not None and self.sam.masks == "sparse" and self.sam.ascent != "none"
+
+    @property
+    def sends(self) -> dict[str, dict[str, str]]:
+        update = {"model": "model", "n": "cases"}
+        if self.ua is not None:
+            update |= {"mean": "number", "variance": "number"}
+        if self.exchanged:
+            update |= {"mask": "bits:main.parameters"}
+        return {"teacher_update": SENDS, "local_update": update}
 
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""
@@ -321,248 +360,19 @@ class UFPS(Weighted):
             lines.append(f"{name} in rounds {first} to {last}" if first <= last else f"{name} in no round")
         return ["ufps: " + ", ".join(lines)] if lines else []
 
-    @property
-    def exchanged(self) -> bool:
-        """Whether masks travel."""
-        return self.sam is not None and self.sam.masks == "sparse" and self.sam.ascent != "none"
 
-    @property
-    def sends(self) -> dict[str, dict[str, str]]:
-        update = {"model": "model", "n": "cases"}
-        if self.ua is not None:
-            update |= {"mean": "number", "variance": "number"}
-        if self.exchanged:
-            update |= {"mask": "bits:main.parameters"}
-        return {"teacher_update": SENDS, "local_update": update}
-
-    def start(self, net: nn.Module, clients: Clients) -> UFPSState:
-        return UFPSState(tensors_of(net))
-
-    def round(self, state: UFPSState, clients: Clients) -> UFPSState:
-        r, to = state.round + 1, with_teachers(clients, state, self.teacher_update)
-        replies = to.call(
-            self.local_update,
-            each=self.drawn(clients),
-            model=state.model,
-            disagree=state.disagree,
-            round=state.round,
-            rounds=state.rounds,
-        )
-        model = average(
-            replies.each("model"),
-            site_weights(replies, self.weights),
-            each=self.part_weights(replies, clients, state),
-        )
-        disagree = state.disagree
-        if self.exchanged and runs(self.sam, r, state.rounds):
-            disagree = self.M_G(replies, clients) or disagree
-        return UFPSState(model, r, state.rounds, disagree=disagree, **to.left())
-
-    def drawn(self, clients: Clients) -> dict[str, dict[str, Any]] | None:
-        """The sites that take part in a round; None: all."""
-        if self.participation is None or self.participation >= len(clients.sites):
-            return None
-        order = torch.randperm(len(clients.sites), generator=clients.rng)[: self.participation]
-        return {clients.sites[i]: {} for i in sorted(order.tolist())}
-
-    def part_weights(self, replies: Replies, clients: Clients, state: UFPSState) -> dict[str, list[float]]:
-        """Tensor name -> A^ [N], for the parts that UA averages; empty before its first round."""
-        if self.ua is None or not runs(self.ua, state.round + 1, state.rounds):
-            return {}
-        mu, sigma = replies.plain("mean"), replies.plain("variance")
-        weights = A_hat(mu, sigma, site_weights(replies, self.weights), self.ua)
-        return dict.fromkeys(part_names(clients.network(), self.ua.parts), weights)
-
-    def M_G(self, replies: Replies, clients: Clients) -> dict[str, Tensor]:
-        """The global mask, packed, Eq. (12); of the sites that sent a mask."""
-        like = own_parameters(clients.network())
-        masks = (unpack_bits(mask, like) for mask in replies.each("mask") if mask)
-        first = next(masks, None)
-        return {} if first is None else pack_bits(disagreement(itertools.chain([first], masks)))
-
-    @at_site
-    def teacher_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
-        """Alg. 1: a teacher of the site alone, from the common start."""
-        return train_teacher(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
-
-    @at_site
-    def local_update(
-        self,
-        site: Site,
-        model: Tensors,
-        disagree: dict[str, Tree],
-        round: int,
-        rounds: int,
-        teachers: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> dict[str, Any]:
-        """Alg. 3 and 4: one round at a site. teachers: the other sites', given once, then remembered."""
-        remember(site, teachers)
-        net, r = site.network(model), round + 1
-        labels = Labels(self, site, model, r, rounds)
-        step, masks = self.steps(site, net, disagree, r, rounds)
-        train(
-            cast(Site, CompletedSite(site, labels.maker.labels, labels)),
-            net,
-            self.F(site.labels.space, r, rounds),
-            self.local,
-            round=round,
-            rounds=rounds,
-            step=step,
-        )
-        labels.close()
-        answer: dict[str, Any] = {"model": tensors_of(net), "n": site.n_train}
-        if self.ua is not None:
-            answer["mean"], answer["variance"] = 0.0, 0.0
-            if runs(self.ua, r, rounds):
-                answer["mean"], answer["variance"] = moments(labels.bank, self.ua.ddof)
-        if self.exchanged:
-            answer["mask"] = {} if masks is None else masks.sent()
-            if masks is not None:
-                site.memory[MASKS] = cast(Tree, masks.memory())
-        return answer
-
-    def F(self, space: LabelSpace, r: int, rounds: int) -> Loss:
-        """The objective of round r, with its terms."""
-        l_seg = losses.make(self.loss, space)
-        head_weights = l_seg.head_weights if isinstance(l_seg, DiceBCE) else "encoder"
-        l_weighed = l_seg
-        if self.ws is not None and self.ws.activation is not None and isinstance(l_seg, DiceBCE):
-            l_weighed = dataclasses.replace(l_seg, activation=self.ws.activation)
-
-        def objective(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
-            outputs = net(batch.image)
-            weight = batch.weight if isinstance(batch, Weighed) else None
-
-            def seg(outputs: Tensor | Sequence[Tensor], target: Tensor, known: Tensor) -> Tensor:
-                if weight is None or not isinstance(l_weighed, DiceBCE):
-                    return l_seg(outputs, target, known)
-                return (weight * l_weighed.per_sample(outputs, target, known)).mean()
-
-            terms = {"supervised": losses.on_batch(seg, outputs, batch, self.loss.findings)}
-            if self.rce is not None and runs(self.rce, r, rounds):
-                value = rce(
-                    heads(outputs),
-                    batch.target,
-                    batch.known,
-                    head_weights=head_weights,
-                    form=self.rce.form,
-                    log_zero=self.rce.log_zero,
-                )
-                factor = arce_coefficient(r, rounds, self.rce.coefficient, self.rce.growing)
-                terms["reverse"] = factor * value
-            return terms
-
-        return objective
-
-    def steps(
-        self, site: Site, net: nn.Module, disagree: dict[str, Tree], r: int, rounds: int
-    ) -> tuple[Callable[[torch.optim.Optimizer, Local, torch.device], Step] | None, SparseMask | None]:
-        """What makes the steps of round r (None: plain ones), and the masks of sUSAM if they are used."""
-        if self.sam is None or not runs(self.sam, r, rounds):
-            return None, None
-        sam = self.sam
-        masks = None
-        if self.exchanged:
-            M_G = unpack_bits(disagree, own_parameters(net)) if disagree else None
-            kept, update = site.memory.get(MASKS), r % sam.every == 1 % sam.every
-            masks = SparseMask(sam.sparsity, kept, M_G, update=update, rng=site.rng)
-
-        def local(gradient: Tensors) -> Masks:
-            return top(gradient, sam.sparsity.top)
-
-        def views(batch: Batch) -> tuple[Batch, Batch]:
-            strong = batch
-            if "cmidg" in (sam.ascent, sam.descent):
-                strong = dataclasses.replace(batch, image=cmidg(batch.image, sam.cmidg, site.rng))
-            return (
-                strong if sam.ascent == "cmidg" else batch,
-                strong if sam.descent == "cmidg" else batch,
-            )
-
-        def make(optimizer: torch.optim.Optimizer, chosen: Local, device: torch.device) -> Step:
-            if sam.ascent == "none":
-                return AugmentedStep(optimizer, chosen, device, lambda batch: views(batch)[1])
-            mask = masks if masks is not None else local if sam.masks == "local" else None
-            how: dict[str, Any] = {"views": views, "mask": mask, "rng": site.rng, "gradients": sam.gradients}
-            return AscentStep(optimizer, chosen, device, sam.sharpness, **how)
-
-        return make, masks
+# ------------------------------------------------------------------------------------------- pseudo labels, Eq. (5)
 
 
-# ------------------------------------------------------------------------------------------------------------- labels
-
-
-@dataclass
-class Weighed(Batch):
-    """A batch with weight [B], w(U) of each sample; None: all count equally."""
-
-    weight: Tensor | None = None
-
-
-class Labels:
-    """Completes the batches of one round at a site, and gathers their uncertainty. model: the global one of the round."""
-
-    def __init__(self, method: UFPS, site: Site, model: Tensors, r: int, rounds: int) -> None:
-        self.method, self.site, self.r, self.rounds = method, site, r, rounds
-        self.maker = Maker(site, method.teachers, method.local)
-        self.bank = cast(Tensor, site.memory.get(BANK, torch.zeros(0)))
-        self.seen: list[Tensor] = []
-        self.agreed, self.samples = 0, 0
-        self.F_global: nn.Module | None = None
-        if method.gmt is not None and method.gmt.rule != "teachers" and runs(method.gmt, r, rounds):
-            self.F_global = site.network(model).eval().requires_grad_(False)
-        ws = method.ws
-        self.weigher: Callable[[Tensor], Tensor] | None = None
-        if ws is not None and begins(ws.start, rounds) <= r < begins(ws.end, rounds) and len(self.bank):
-            period = begins(ws.end, rounds) if ws.period == "end" else rounds
-            self.weigher = weigher(self.bank, ws, r, period)
-
-    @property
-    def gathers(self) -> bool:
-        """Whether anything asks for the uncertainty of samples."""
-        return self.method.ws is not None or self.method.ua is not None
-
-    @torch.no_grad()
-    def __call__(self, batch: Batch) -> Batch:
-        maker, how = self.maker, self.method.uncertainty
-        if not maker.models:
-            return batch
-        if self.F_global is None and not self.gathers:
-            return maker(batch)
-        merged = maker.merged(batch.image)
-        lent, masks = merged, merged.masks
-        if self.F_global is not None and self.method.gmt is not None:
-            lent = self.by_global(batch.image, merged.taught)
-            masks, agreed = refined(lent.masks, merged.masks, self.method.gmt)
-            self.agreed, self.samples = self.agreed + int(agreed.sum()), self.samples + len(agreed)
-        done = maker.complete(batch, masks)
-        if not self.gathers:
-            return done
-        U = uncertainty(merged if how.source == "teachers" else lent, how)
-        self.seen.append(U.cpu())
-        weight = None if self.weigher is None else self.weigher(U)
-        shallow = {f.name: getattr(done, f.name) for f in dataclasses.fields(Batch)}
-        return Weighed(**shallow, weight=weight)
-
-    def by_global(self, image: Tensor, taught: Tensor) -> Merged:
-        """What the global model of the round says, in the form of what teachers say."""
-        assert self.F_global is not None
-        with self.maker.within():
-            logits = voxel_logits(self.F_global(image))
-        axes = (1, -1, *[1] * (logits.dim() - 2))
-        z = torch.where(taught.reshape(axes), logits.float(), 0)
-        winner = logits.float().masked_fill(~taught.reshape(axes), -math.inf).argmax(1, keepdim=True)
-        return Merged(z, winner == torch.arange(len(taught), device=z.device).reshape(axes), taught)
-
-    def close(self) -> None:
-        """Keeps what was gathered."""
-        self.maker.log()
-        if self.seen:
-            self.bank = torch.cat([self.bank, *self.seen])
-            self.site.memory[BANK] = self.bank
-            self.site.log(uncertainty=float(torch.cat(self.seen).mean()))
-        if self.samples:
-            self.site.log(refined=self.agreed / self.samples)
+@torch.no_grad()
+def global_labels(F_G: nn.Module, image: Tensor, taught: Tensor, maker: Maker) -> Merged:
+    """What the global model of the round says of images [B, I, *S], in the form of what teachers say."""
+    with maker.within():
+        logits = voxel_logits(F_G(image))
+    axes = (1, -1, *[1] * (logits.dim() - 2))
+    z = torch.where(taught.reshape(axes), logits.float(), 0)
+    winner = logits.float().masked_fill(~taught.reshape(axes), -math.inf).argmax(1, keepdim=True)
+    return Merged(z, winner == torch.arange(len(taught), device=z.device).reshape(axes), taught)
 
 
 def agreement(by_global: Tensor, by_teachers: Tensor) -> Tensor:
@@ -588,6 +398,10 @@ def refined(by_global: Tensor, by_teachers: Tensor, how: GlobalMainTeacher) -> t
     return torch.where(enough.reshape(-1, *[1] * (both.dim() - 1)), both, by_global), enough
 
 
+# --------------------------------------------------------------------- uncertainty and its weights, Eq. (6) and (8)
+
+
+@torch.no_grad()
 def uncertainty(merged: Merged, how: Uncertainty) -> Tensor:
     """U [B], Eq. (6): for each taught class the mean entropy of the voxels that are given to it, and of these the mean."""
     taught = merged.taught
@@ -671,26 +485,14 @@ def part_names(net: nn.Module, wanted: Sequence[str]) -> list[str]:
     return [name for part in wanted for name in known.get(part, ())]
 
 
+def global_mask(replies: Replies, net: nn.Module) -> dict[str, Tensor]:
+    """M_G, packed, Eq. (12); of the sites that sent a mask."""
+    like = own_parameters(net)
+    masks = (unpack_bits(mask, like) for mask in replies.each("mask") if mask)
+    first = next(masks, None)
+    return {} if first is None else pack_bits(disagreement(itertools.chain([first], masks)))
+
+
 def own_parameters(net: nn.Module) -> dict[str, Tensor]:
     """The parameters that are trained, by name."""
     return {name: p for name, p in net.named_parameters() if p.requires_grad}
-
-
-# -------------------------------------------------------------------------------------------------------------- steps
-
-
-class AugmentedStep(Step):
-    """A plain step on another view of the batch."""
-
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        local: Local,
-        device: torch.device,
-        view: Callable[[Batch], Batch],
-    ) -> None:
-        super().__init__(optimizer, local, device)
-        self.view = view
-
-    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
-        return super().__call__(net, loss, self.view(batch))

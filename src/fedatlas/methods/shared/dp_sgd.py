@@ -37,7 +37,6 @@ sample at a time is not the one that a batch would normalise: such nets are refu
 """
 
 import contextlib
-import functools
 import math
 import warnings
 from collections import Counter
@@ -51,8 +50,9 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Site
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import option, options
-from fedatlas.core.tensors import Tree
-from fedatlas.learning.loop import Local, Loss, Step, autocast
+from fedatlas.core.tensors import Tensors, Tree
+from fedatlas.learning import loop
+from fedatlas.learning.loop import Descent, Local, Loss
 from fedatlas.transport.protection import privacy
 
 MEMORY = "dp_sgd"
@@ -89,36 +89,25 @@ Normal = Callable[[torch.Size], Tensor]
 """Standard normal numbers of a shape, on the CPU."""
 
 
-class PrivateStep(Step):
-    """A step along the noisy sum of clipped gradients. normal: where the noise is from. spent: counts the steps."""
+class Private:
+    """The noisy means of clipped gradients of single samples. normal: where the noise is from. spent: counts the steps."""
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        local: Local,
-        device: torch.device,
-        *,
-        how: DPSGD,
-        normal: Normal,
-        spent: "Spent",
-    ) -> None:
-        super().__init__(optimizer, local, device)
+    def __init__(self, how: DPSGD, normal: Normal, spent: "Spent") -> None:
         self.how, self.normal, self.spent = how, normal, spent
         self.watching = True
 
-    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
-        """Takes one step; returns nothing, because a loss is not private.
+    def gradients(self, by: Descent, loss: Loss, batch: Batch) -> Tensors:
+        """The gradients of a step on a batch, by the names of the parameters. The loss is not told: it is not private.
 
         Raises FederationError where the net's buffers moved, FloatingPointError where a gradient is not finite.
         """
         before = (
-            [(name, value, value.clone()) for name, value in net.named_buffers()] if self.watching else []
+            [(name, value, value.clone()) for name, value in by.net.named_buffers()] if self.watching else []
         )
-        sums: list[Tensor | None] = [
-            torch.zeros_like(p) if self.how.noise > 0 else None for p in self.parameters
-        ]
+        sums = {name: torch.zeros_like(p) for name, p in by.named.items()} if self.how.noise > 0 else {}
         for i in range(len(batch.image)):
-            self._add(sums, net, loss, batch.part(slice(i, i + 1)))
+            for name, g in self.clipped(by, loss, batch.part(slice(i, i + 1))).items():
+                sums[name] = sums[name].add_(g) if name in sums else g
         for name, value, held in before:
             if not torch.equal(value, held):
                 raise FederationError(
@@ -128,34 +117,37 @@ class PrivateStep(Step):
         self.watching = False
         self.spent.add(batch.case)
         sigma = self.how.noise * self.how.clip
-        for parameter, total in zip(self.parameters, sums, strict=True):
-            if total is not None and sigma > 0:
-                total.add_(self.normal(total.shape).to(total), alpha=sigma)
-            parameter.grad = None if total is None else total.div_(len(batch.image))
-        self.apply()
-        return {}
+        if sigma > 0:
+            for value in sums.values():
+                value.add_(self.normal(value.shape).to(value), alpha=sigma)
+        return {name: value.div_(len(batch.image)) for name, value in sums.items()}
 
-    def _add(self, sums: list[Tensor | None], net: nn.Module, loss: Loss, sample: Batch) -> None:
-        """Adds the clipped gradient of a sample. sums: of each parameter; None: no sample has had a gradient of it."""
-        with autocast(self.local, self.device):
-            value = loss(net, sample)
-        total = sum(value.values()) if isinstance(value, dict) else value
-        assert isinstance(total, Tensor)
-        self.optimizer.zero_grad(set_to_none=True)
-        total.backward()
-        held = [p.grad for p in self.parameters if p.grad is not None]
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in held]
+    def clipped(self, by: Descent, loss: Loss, sample: Batch) -> Tensors:
+        """g_i min(1, clip / ||g_i||), of one sample."""
+        with by.autocast():
+            value = loss(by.net, sample)
+        held = by.gradients(value)
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in held.values()]
         norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
         if not math.isfinite(norm):
             raise FloatingPointError(
                 "dp_sgd: the gradient of a sample is not finite; lower the learning rate"
             )
         scale = min(1.0, self.how.clip / norm) if norm > 0 else 1.0
-        for place, parameter in enumerate(self.parameters):
-            if parameter.grad is not None:
-                own = parameter.grad.mul_(scale)
-                kept = sums[place]
-                sums[place] = own if kept is None else kept.add_(own)
+        return {name: g.mul_(scale) for name, g in held.items()}
+
+
+def train(
+    private: Private | None, site: Site, net: nn.Module, loss: Loss, local: Local, **place: Any
+) -> None:
+    """One round of training in place, as `learning.loop.train`, whose other arguments `place` holds; private: what
+    `accounted` gave, whose steps tell nothing of the loss."""
+    if private is None:
+        loop.train(site, net, loss, local, **place)
+        return
+    steps = loop.Loop(site, net, local, **place)
+    for batch in steps:
+        steps.move(private.gradients(steps, loss, batch))
 
 
 class Spent:
@@ -184,10 +176,10 @@ class Spent:
 
 
 @contextlib.contextmanager
-def stepping(
+def accounted(
     how: DPSGD | None, site: Site, net: nn.Module, local: Local, *, memory: str = MEMORY, prefix: str = ""
-) -> Iterator[Callable[..., Step] | None]:
-    """What `learning.loop.train` takes as its `step`, for all trainings of a net within one call of a site; None: plain steps.
+) -> Iterator[Private | None]:
+    """What `train` takes, for all trainings of a net within one call of a site; None: plain steps.
 
     At the end the site keeps what was spent, by all calls so far, under `memory`, and logs it as `epsilon` and
     `epsilon_poisson`; without noise it logs nothing. prefix: begins their names.
@@ -200,7 +192,7 @@ def stepping(
     examine(how, net, local)
     normal = _system() if how.randomness == "system" else _seeded(site.rng)
     spent = Spent(site.memory.get(memory))
-    yield functools.partial(PrivateStep, how=how, normal=normal, spent=spent)
+    yield Private(how, normal, spent)
     site.memory[memory] = spent.tree()
     if how.noise > 0:
         rate = min(1.0, local.batch / site.n_train)

@@ -16,8 +16,8 @@ def begins(when: float, rounds: int) -> int:
 
 
 def runs(module: Any, r: int, rounds: int) -> bool:
-    """Whether a module, by its option `start`, is used in round r, counted from 1."""
-    return r >= begins(module.start, rounds)
+    """Whether a module, by its option `start`, is used in round r, counted from 1; None is never."""
+    return module is not None and r >= begins(module.start, rounds)
 
 
 def check_when(what: str, **options: float) -> None:

@@ -21,7 +21,8 @@ Masks are boolean, by the names of parameters.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -33,13 +34,10 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError, NameMismatch, WireError
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, Tree, require_same
-from fedatlas.learning.loop import Local, Loss, Step, autocast
+from fedatlas.learning.loop import Descent, Loss, total
 
 Masks = dict[str, Tensor]
 """Boolean tensors of the shapes of the parameters, by their names."""
-
-Views = Callable[[Batch], tuple[Batch, Batch]]
-"""What the ascent and the descent see of a batch."""
 
 
 @options
@@ -187,39 +185,25 @@ def ratios(plain: Mapping[str, Tensor], perturbed: Mapping[str, Tensor]) -> dict
     return found | {name: ordered[round(q * (len(r) - 1))] for name, q in RATIOS.items()}
 
 
-class AscentStep(Step):
-    """A step whose gradient is taken at w + eps: SAM, ASAM, and with `mask` sUSAM.
+class Sharp:
+    """Steps whose gradient is taken at w + eps: SAM, ASAM, and with masks sUSAM.
 
-    views: what the ascent and the descent see of a batch; None: both see the batch. mask: M, of the gradient of the
-    ascent (every parameter of the optimizer, zeros where it has none); None: 1 everywhere. rng: a CPU generator, for
-    `how.direction` random.
+        f, g, eps = sharp.ascend(loss, ascent)      g~ and eps at w, of what the ascent sees
+        sharp.step(loss, descent, eps, M)           a step from w by the gradient at w + M eps of what the descent sees
 
-    Only parameters of the optimizer that are in the net are perturbed, and they are put back exactly before the
-    optimizer moves them. Buffers, as running statistics, are those of the descent alone. The gradient of the ascent is
-    clipped as that of the descent is: it changes what `mask` is given, eps hardly. With fp16 an ascent whose gradient
-    overflows lowers the loss scale and perturbs nothing; `mask` does not see it. A net with dropout draws for both
-    passes. "ascent", in what a step returns, is the loss of the ascent; all else is of the descent.
+    by: the optimizer, whose parameters alone are perturbed. rng: a CPU generator, for `how.direction` random. measure:
+    whether a step also tells the `ratios` of its gradient, before clipping, to that of the descent's batch at the weights
+    themselves; one more pass, which changes no weight.
 
-    gradients: whether a step also returns `ratios` of its gradient at the perturbed weights, before clipping, and that of
-    the descent's batch at the weights themselves; one more pass, which changes no weight.
+    Buffers, as running statistics, are those of the descent alone. A net with dropout draws for both passes.
 
-    Raises FederationError if a random direction is asked for without `rng`, and for `gradients` with fp16.
+    Raises FederationError if a random direction is asked for without `rng`, and for `measure` with fp16.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        local: Local,
-        device: torch.device,
-        how: Sharpness,
-        *,
-        views: Views | None = None,
-        mask: Callable[[Tensors], Masks] | None = None,
-        rng: torch.Generator | None = None,
-        gradients: bool = False,
+        self, by: Descent, how: Sharpness, *, rng: torch.Generator | None = None, measure: bool = False
     ) -> None:
-        super().__init__(optimizer, local, device)
-        if gradients and local.precision == "fp16":
+        if measure and by.local.precision == "fp16":
             raise FederationError(
                 "sharpness: ratios of gradients are asked for, and precision is fp16, which loses small ones; take bf16 or "
                 "float32"
@@ -228,99 +212,80 @@ class AscentStep(Step):
             raise FederationError(
                 "sharpness: direction is random, but the step was given no generator; give it one, or use gradient"
             )
-        self.how, self.views, self.mask, self.rng, self.gradients = how, views, mask, rng, gradients
-        self.kept: list[tuple[Tensor, Tensor]] = []
-        self.plain: list[tuple[Tensor, Tensor]] = []
-        self.own: dict[str, Tensor] = {}
-        self.unclipped: Tensors = {}
-        self.measured: dict[str, Tensor] = {}
+        self.by, self.how, self.rng, self.measure = by, how, rng, measure
+        self.scaled = scaled_names(by.net, how.scaled)
 
-    def __call__(self, net: nn.Module, loss: Loss, batch: Batch) -> dict[str, Tensor]:
-        """Takes one step; returns the detached loss of the descent, its terms if it has several, and "ascent"."""
-        ascent, descent = self.views(batch) if self.views else (batch, batch)
-        first, gradient = self._ascend(net, loss, ascent)
-        if self.how.share < 1 or self.gradients:
-            plain, own = self._ascend(net, loss, descent, keep=self.gradients)[1] or {}, self._own(net)
-            if self.how.share < 1:
-                self.plain = [(own[name], value) for name, value in plain.items()]
-            if self.gradients:
-                self.own = own
-        if gradient is not None:
-            self._perturb(net, gradient)
-        del gradient
-        try:
-            return super().__call__(net, loss, descent) | {"ascent": first} | self.measured
-        finally:
-            self._restore()
-
-    def apply(self) -> None:
-        self._restore()
-        if self.gradients:
-            self.measured = ratios(self.unclipped, _gradients(self.own))
-            self.own, self.unclipped = {}, {}
-        share, scale = self.how.share, self.scaler.get_scale()
-        for parameter, plain in self.plain:
-            if parameter.grad is not None:
-                parameter.grad.mul_(share).add_(plain, alpha=(1 - share) * scale)
-        self.plain = []
-        super().apply()
-
-    def _ascend(
-        self, net: nn.Module, loss: Loss, batch: Batch, *, keep: bool = False
-    ) -> tuple[Tensor, Tensors | None]:
-        """The loss at w and the clipped gradient, None if the gradient overflowed. keep: also keep the
-        gradient without clipping."""
-        buffers = [(buffer, buffer.clone()) for buffer in net.buffers()]
-        with autocast(self.local, self.device):
-            value = loss(net, batch)
-        total = sum(value.values()) if isinstance(value, dict) else value
-        assert isinstance(total, Tensor)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scaler.scale(total).backward()
-        self.scaler.unscale_(self.optimizer)
-        if self.scaler.is_enabled():
-            self.scaler.update()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        held = [p.grad for p in self.parameters if p.grad is not None]
-        if self.scaler.is_enabled() and not all(bool(torch.isfinite(gradient).all()) for gradient in held):
-            return total.detach(), None
-        if keep:
-            self.unclipped = {name: g.clone() for name, g in _gradients(self._own(net)).items()}
-        if self.local.clip is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.local.clip)
-        return total.detach(), _gradients(self._own(net))
-
-    @torch.no_grad()
-    def _perturb(self, net: nn.Module, gradient: Tensors) -> None:
-        own = self._own(net)
-        eps = perturbation(own, gradient, self.how, scaled_names(net, self.how.scaled))
+    def ascend(self, loss: Loss, batch: Batch) -> tuple[Tensor, Tensors, Tensors]:
+        """The loss at w, detached; its gradient g~, clipped as that of a step is, which changes the masks that are made of it,
+        eps hardly; and eps. Both are of all parameters, g~ 0 where there is no gradient; {} where it overflows in fp16."""
+        value, gradient = self._at_weights(loss, batch)
+        if not gradient:
+            return value, {}, {}
+        self.by.clip()
+        eps = perturbation(self.by.named, gradient, self.how, self.scaled)
         if self.how.direction == "random":
             assert self.rng is not None
             eps = random_direction(eps, self.rng)
-        if self.mask is not None:
-            eps = masked(eps, self.mask(gradient))
-        self.kept = [(p, p.detach().clone()) for p in own.values()]
-        for name, p in own.items():
-            p.add_(eps[name])
+        return value, gradient, eps
 
-    @torch.no_grad()
-    def _restore(self) -> None:
-        for parameter, before in self.kept:
-            parameter.copy_(before)
-        self.kept = []
+    def step(
+        self, loss: Loss, batch: Batch, eps: Tensors, mask: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """One step of the optimizer from w, by the gradient at w + M eps. eps: as `ascend` gives it; {}: there is none.
+        mask: M; None: 1 everywhere. Returns the loss at w + M eps, "loss", its terms, and the ratios, detached. Raises as
+        `masked`."""
+        plain: Tensors = {}
+        unclipped: Tensors = {}
+        if self.how.share < 1 or self.measure:
+            _, plain = self._at_weights(loss, batch)
+            if self.measure:
+                unclipped = {name: g.clone() for name, g in plain.items()}
+            self.by.clip()
+        with self.perturbed(eps if mask is None else masked(eps, mask)):
+            with self.by.autocast():
+                value = loss(self.by.net, batch)
+            g = self.by.gradients(value)
+        told = {"loss": total(value)} | (value if isinstance(value, dict) else {})
+        told = {name: number.detach() for name, number in told.items()}
+        if self.measure:
+            told |= ratios(unclipped, self._filled(g))
+        if plain and self.how.share < 1:
+            for name, own in g.items():
+                own.mul_(self.how.share).add_(plain[name], alpha=1 - self.how.share)
+        self.by.move(g)
+        return told
 
-    def _own(self, net: nn.Module) -> dict[str, Tensor]:
-        ids = {id(p) for p in self.parameters}
-        return {name: p for name, p in net.named_parameters() if id(p) in ids}
+    @contextmanager
+    def perturbed(self, eps: Tensors) -> Iterator[None]:
+        """Within it the weights are w + eps; at its end they are w again, exactly."""
+        w = {name: self.by.named[name] for name in eps}
+        kept = {name: p.detach().clone() for name, p in w.items()}
+        with torch.no_grad():
+            for name, p in w.items():
+                p.add_(eps[name])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, p in w.items():
+                    p.copy_(kept[name])
 
+    def _at_weights(self, loss: Loss, batch: Batch) -> tuple[Tensor, Tensors]:
+        """The loss at w and its gradient, not clipped; the buffers of the net stay as they are."""
+        buffers = [(buffer, buffer.clone()) for buffer in self.by.net.buffers()]
+        with self.by.autocast():
+            value = loss(self.by.net, batch)
+        gradient = self.by.gradients(value)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        return total(value).detach(), self._filled(gradient) if gradient else {}
 
-def _gradients(parameters: Mapping[str, Tensor]) -> Tensors:
-    """The gradients that parameters hold, zeros where there is none."""
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.detach() for name, p in parameters.items()
-    }
+    def _filled(self, gradient: Tensors) -> Tensors:
+        return {
+            name: gradient[name].detach() if name in gradient else torch.zeros_like(p)
+            for name, p in self.by.named.items()
+        }
 
 
 # ------------------------------------------------------------------------------------------------------------- masks
@@ -430,7 +395,7 @@ def _split(flat: Tensor, shapes: Mapping[str, torch.Size]) -> Masks:
 
 
 class SparseMask:
-    """A site's masks in one round of sUSAM: the `mask` of an `AscentStep` (Alg. 3, lines 18 to 27 and 39).
+    """A site's masks in one round of sUSAM (Alg. 3, lines 19 to 27, and 39).
 
     kept: what `memory` gave after the site's last round of sUSAM; None or {}: this is its first, in which every batch
     gives M = M_L and G_mo = g~. update: whether masks and momentum follow each batch of this round (r mod r_fre = 1);
@@ -458,20 +423,23 @@ class SparseMask:
             self.M = self._top_momentum()
 
     def __call__(self, gradient: Tensors) -> Masks:
-        """M for a batch whose ascent has this gradient."""
+        """M for a batch whose ascent has this gradient; of {}, as of an overflow, {}."""
         how = self.how
-        if self.first:
-            self.G_mo = dict(gradient)
-            self.M = top(gradient, how.top)
-        elif self.update:
+        if not gradient:
+            return {}
+        if self.first:  # line 19
+            self.M = top(gradient, how.top)  # line 20
+            self.G_mo = dict(gradient)  # line 21
+        elif self.update:  # line 22
             by_momentum = how.score == "momentum"
             seen = {name: g.abs() for name, g in gradient.items()} if by_momentum else gradient
-            self.G_mo = momentum(self.G_mo, seen, how.alpha)
-            local = self._top_momentum() if by_momentum else top(gradient, how.top)
-            self.M = local
+            self.G_mo = momentum(self.G_mo, seen, how.alpha)  # line 24
+            M_L = self._top_momentum() if by_momentum else top(gradient, how.top)  # line 23
+            self.M = M_L
             if self.disagree is not None:
-                self.M = either(local, extra_mask(local, self.disagree, how.extra, self.rng, draw=how.draw))
-        return self.M
+                M_E = extra_mask(M_L, self.disagree, how.extra, self.rng, draw=how.draw)
+                self.M = either(M_L, M_E)
+        return self.M  # line 26: else the last one
 
     def memory(self) -> dict[str, Tree]:
         """{"momentum": G_mo, "mask": the last M, packed}, on the CPU, to be kept for the next round; {} where no
@@ -482,7 +450,7 @@ class SparseMask:
         return {"momentum": kept, "mask": dict(pack_bits(self.M))}
 
     def sent(self) -> dict[str, Tensor]:
-        """M_i, the top T_L of |G_mo|, packed: one bit for each parameter; {} where no gradient was seen."""
+        """M_i, the top T_L of |G_mo|, packed: one bit for each parameter (line 39); {} where no gradient was seen."""
         return pack_bits(self._top_momentum()) if self.G_mo else {}
 
     def _top_momentum(self) -> Masks:

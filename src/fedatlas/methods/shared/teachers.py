@@ -16,7 +16,7 @@ Shapes: B batch, C classes with the background, *S spatial.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from fedatlas import losses
 from fedatlas.core.batch import Batch
-from fedatlas.core.contract import Batches, Clients, Replies, Site, State
+from fedatlas.core.contract import Clients, Replies, Site, State
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace, SiteLabels, known_row
 from fedatlas.core.options import from_dict, option, options
 from fedatlas.core.outputs import voxel_logits
 from fedatlas.core.tensors import Tensors, Tree, load, n_bytes, shapes_of, tensors_of
-from fedatlas.learning.loop import Local, autocast, train
+from fedatlas.learning.loop import Local, autocast
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.onehot import DiceBCE
@@ -232,19 +232,10 @@ def train_teacher(
     length = how.rounds or rounds
     own_local, spent = how.training(local), "teacher dp_sgd"
     best = Chosen()
-    with dp_sgd.stepping(how.dp_sgd, site, net, own_local, memory=spent, prefix="teacher_") as step:
-        for round in range(length):
-            train(
-                site,
-                net,
-                supervised,
-                own_local,
-                round=round,
-                rounds=length,
-                memory=memory,
-                step=step,
-                prefix="teacher_",
-            )
+    with dp_sgd.accounted(how.dp_sgd, site, net, own_local, memory=spent, prefix="teacher_") as private:
+        for round in range(length):  # Alg. 1, line 2
+            place: dict[str, Any] = {"round": round, "rounds": length, "memory": memory, "prefix": "teacher_"}
+            dp_sgd.train(private, site, net, supervised, own_local, **place)  # line 3
             last = round + 1 == length
             # one alone is the best, whatever its score
             if how.choose == "best" and length > how.every and (last or (round + 1) % how.every == 0):
@@ -336,37 +327,3 @@ class Maker:
         """Tells how long the teachers were asked."""
         if self.models:
             self.site.log(teacher_seconds=self.seconds)
-
-
-class CompletedSite:
-    """A site as it looks to a method that is put on top of pseudo labels: every batch is completed, and labels say what is
-    annotated then."""
-
-    def __init__(self, site: Site, labels: SiteLabels, complete: Callable[[Batch], Batch]) -> None:
-        self._site, self._complete = site, complete
-        self.labels = labels
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._site, name)
-
-    def batches(self, **how: Any) -> Batches:
-        return CompletedBatches(self._site.batches(**how), self._complete)
-
-    def with_predictions(self, net: nn.Module, **how: Any) -> Any:
-        raise FederationError(
-            "pseudo labels: the method within asks for predictions ahead of training, which are of other labels than "
-            "those of the teachers; take it alone"
-        )
-
-
-class CompletedBatches:
-    """Batches with pseudo labels."""
-
-    def __init__(self, batches: Batches, complete: Callable[[Batch], Batch]) -> None:
-        self.batches, self.complete = batches, complete
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return map(self.complete, self.batches)
