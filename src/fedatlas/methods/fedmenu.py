@@ -260,7 +260,7 @@ def train_experts(
     memory: str = "",
     prefix: str = "",
 ) -> None:
-    """Trains a MENU-Net in place for one round, its sub-encoders `own` only.
+    """Trains a MENU-Net in place for one round, its sub-encoders `own` only: in S1 f and g_m, in S2 h and g_m.
 
     auxiliary: whether S2 is taken. per_organ: whether S1 is taken for every organ by itself. correct: is given the
     gradients of every step. The moments of both optimizers stay at the site as `local.opt_state` says, under keys that
@@ -287,19 +287,15 @@ def train_experts(
 
     for batch in S1:
         organs = [m for m in own if bool(samples_of(batch.known, menu.organs[m]).any())]
-        if per_organ and organs:
-            values = []
-            for m in organs:
-                _only(net, [*g[m], *f, *h])
-                with S1.autocast():
-                    L = L_seg(net, alone(batch, menu.organs[m]))
-                values.append(step(S1, L))
-            _only(net, [*own_g, *f, *h])
-            l_seg = torch.stack(values).mean()
-        else:
+        each = [(g[m], alone(batch, menu.organs[m])) for m in organs] if per_organ else []
+        values = []
+        for encoders, seen in each or [(own_g, batch)]:
+            _only(net, [*encoders, *f, *h])
             with S1.autocast():
-                L = L_seg(net, batch)  # Eq. (3)
-            l_seg = step(S1, L)
+                L = L_seg(net, seen)  # Eq. (3)
+            values.append(step(S1, L))
+        _only(net, [*own_g, *f, *h])
+        l_seg = torch.stack(values).mean()
         if S2 is None:
             S1.note(l_seg)
             continue
