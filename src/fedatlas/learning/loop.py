@@ -187,7 +187,8 @@ class Descent:
 class Loop(Descent):
     """The batches of one round at a site, to be read once, and the optimizer of the net that learns from them.
 
-    When the last batch is done the optimizer's state goes to `site.memory`, and the means of what was noted are logged.
+    When the last batch is done the optimizer's state goes to `site.memory`, and the means of what was noted are logged. A
+    loop that is left before keeps and logs nothing.
 
     round, rounds: counted from 0; they place the round on the learning-rate schedule. memory: the key in `site.memory`
     under which the optimizer's state is kept. prefix: begins the names in the log, where a site trains several nets.

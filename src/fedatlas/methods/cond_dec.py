@@ -61,20 +61,6 @@ class CondDec(Weighted):
 
     scale: float = option(2.0, "Conditions lie between -scale and scale, as normalised maps do.", ge=0)
 
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, space)
-        if not space.exclusive:
-            raise FederationError(
-                "method cond_dec: is for exclusive classes, and labels.exclusive is false; it merges the backgrounds that "
-                "are told for several sites"
-            )
-
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """Raises FederationError for a net without a condition."""
-        condition_of(net)
-        return []
-
     def start(self, net: nn.Module, clients: Clients) -> CondState:
         values = {site: self.h(k) for k, site in enumerate(clients.sites, 1)}
         return CondState(tensors_of(net), condition=condition_of(net), values=values)
@@ -110,6 +96,20 @@ class CondDec(Weighted):
         loss = losses.supervised(self.loss, site)
         train(site, net, loss, self.local, round=round, rounds=rounds)
         return answer(site, net, per_class=True)
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        losses.make(self.loss, space)
+        if not space.exclusive:
+            raise FederationError(
+                "method cond_dec: is for exclusive classes, and labels.exclusive is false; it merges the backgrounds that "
+                "are told for several sites"
+            )
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """Raises FederationError for a net without a condition."""
+        condition_of(net)
+        return []
 
 
 def asked(labelled: Mapping[str, Sequence[int]], values: Mapping[str, float]) -> Tensor:

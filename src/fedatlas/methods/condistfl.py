@@ -97,15 +97,6 @@ class ConDistFL(MeanOfModels):
     weights: Weighting = option("equal", "All sites count equally, or by their training cases.")
     loss: LossChoice = option(LossChoice(), "L_sup, the supervised loss.")
 
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        if self.cond == "eps" and not space.exclusive:
-            raise FederationError(
-                "method condistfl: cond is eps, which is added to the sum of a softmax, but the label space is not "
-                "exclusive; overlapping classes allow: exact"
-            )
-        losses.make(self.loss, space)
-
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         space = site.labels.space
@@ -232,6 +223,15 @@ class ConDistFL(MeanOfModels):
         by_teacher = channels(z_g, F_k).amax(1) > channels(z_g, B_k).amax(1)
         known = torch.tensor([list(row)], device=z_g.device).expand(len(z_g), -1)
         return ~(by_teacher | labelled(target, known)).unsqueeze(1)  # Eq. (6)
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        if self.cond == "eps" and not space.exclusive:
+            raise FederationError(
+                "method condistfl: cond is eps, which is added to the sum of a softmax, but the label space is not "
+                "exclusive; overlapping classes allow: exact"
+            )
+        losses.make(self.loss, space)
 
 
 def logits_of(p: Tensor, exclusive: bool) -> Tensor:

@@ -92,15 +92,6 @@ class FedDoDNet(Weighted):
         "The loss of the heads; one for classes that are not exclusive.",
     )
 
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        if not space.exclusive:
-            raise FederationError(
-                "method fed_dodnet: is for exclusive classes, and labels.exclusive is false; its heads are of organs "
-                "with the lesions in them, which are read out as exclusive classes"
-            )
-        losses.make(self.loss, head_space(space))
-
     @property
     def sends(self) -> dict[str, str]:
         return SENDS_OWNED if self.own else SENDS
@@ -108,11 +99,6 @@ class FedDoDNet(Weighted):
     @property
     def summed(self) -> Weighting | None:
         return None if self.own else self.weights
-
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """Raises FederationError where the net has no dynamic head, or lacks a part of `own`."""
-        self.kept(net)
-        return []
 
     def start(self, net: nn.Module, clients: Clients) -> DoDState:
         return DoDState(tensors_of(net), kept=self.kept(net))
@@ -171,6 +157,20 @@ class FedDoDNet(Weighted):
             return L_heads(z, head_target(batch.target, batch.known, space), known)
 
         return of
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        if not space.exclusive:
+            raise FederationError(
+                "method fed_dodnet: is for exclusive classes, and labels.exclusive is false; its heads are of organs "
+                "with the lesions in them, which are read out as exclusive classes"
+            )
+        losses.make(self.loss, head_space(space))
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """Raises FederationError where the net has no dynamic head, or lacks a part of `own`."""
+        self.kept(net)
+        return []
 
 
 def all_heads(found: Sequence[Tensor], organs: Groups, H: int) -> Tensor:

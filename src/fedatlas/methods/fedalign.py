@@ -60,11 +60,6 @@ class FedAlign(MeanOfModels):
     iterations: int = option(10, "Steps of power iteration.", ge=1)
     loss: LossChoice = option(LossChoice(), "L_sup, the supervised loss.")
 
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """Raises FederationError for a net that names no encoder."""
-        with watched(net):
-            return []
-
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         net = site.network(model)
@@ -86,6 +81,11 @@ class FedAlign(MeanOfModels):
             return {"supervised": supervised, "lipschitz": self.mu * ratio * lipschitz}
 
         return of
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """Raises FederationError for a net that names no encoder."""
+        with watched(net):
+            return []
 
 
 def L_lip(block: Call, width: float, iterations: int) -> Tensor:

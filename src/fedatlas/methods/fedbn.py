@@ -82,10 +82,6 @@ class FedBN(Weighted):
         named = {*names_in(net, layers), *names_of_parts(net, self.keep, "fedbn: keep")}
         return tuple(name for name in forms_of(net) if name in named)
 
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """What `check` should tell of a net. Raises as `kept`."""
-        return [] if self.kept(net) else [nothing_kept("fedbn", net)]
-
     def round(self, state: OwnState, clients: Clients) -> OwnState:
         replies = clients.call(
             self.local_update,
@@ -116,3 +112,7 @@ class FedBN(Weighted):
         reply = answer(site, net, per_class=False)
         site.memory[MEMORY] = dict(chosen(reply["model"], kept))
         return reply | {"classes": sorted(site.labels.annotated)}
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell of a net. Raises as `kept`."""
+        return [] if self.kept(net) else [nothing_kept("fedbn", net)]

@@ -97,11 +97,6 @@ class FedCRLD(Weighted):
         "cases", "n_k/n: a site counts by its training cases, or all count equally, as in the official code."
     )
 
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """Raises FederationError for a net without a private encoder."""
-        private_of(net)
-        return []
-
     def start(self, net: nn.Module, clients: Clients) -> CRLDState:
         return CRLDState(tensors_of(net), private=private_of(net))
 
@@ -160,6 +155,11 @@ class FedCRLD(Weighted):
             return terms
 
         return of
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """Raises FederationError for a net without a private encoder."""
+        private_of(net)
+        return []
 
 
 def symmetric_kl(a: Tensor, b: Tensor) -> Tensor:

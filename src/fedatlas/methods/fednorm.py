@@ -53,12 +53,6 @@ class FedNorm(Weighted):
         {}, "Group -> the names of its sites; sites that no group names are a group together."
     )
 
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space, or a site is in two
-        groups."""
-        losses.make(self.loss, space)
-        self.check_groups()
-
     def check_groups(self) -> None:
         """Raises FederationError where a site is in two groups, or a group has no name."""
         named = [site for sites in self.groups.values() for site in sites]
@@ -80,12 +74,6 @@ class FedNorm(Weighted):
             for site in sites:
                 if site not in training:
                     raise not_known(f"fednorm: groups: {group}: the training site", site, training)
-
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """What `check` should tell of a net and of the training sites. Raises as `check_sites`."""
-        self.check_sites(sites)
-        told = [] if names_in(net, norm_layers(net)) else [nothing_kept("fednorm", net)]
-        return told if self.groups else [*told, "fednorm: groups: names no site, so that it is FedAvg"]
 
     def start(self, net: nn.Module, clients: Clients) -> GroupState:
         self.check_sites(clients.sites)
@@ -121,3 +109,15 @@ class FedNorm(Weighted):
         loss = losses.supervised(self.loss, site)
         train(site, net, loss, self.local, round=round, rounds=rounds)
         return answer(site, net, per_class=False)
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space, or a site is in two
+        groups."""
+        losses.make(self.loss, space)
+        self.check_groups()
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell of a net and of the training sites. Raises as `check_sites`."""
+        self.check_sites(sites)
+        told = [] if names_in(net, norm_layers(net)) else [nothing_kept("fednorm", net)]
+        return told if self.groups else [*told, "fednorm: groups: names no site, so that it is FedAvg"]

@@ -107,10 +107,6 @@ class Kim(Weighted):
         "The supervised loss of the heads; one for classes that are not exclusive.",
     )
 
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        losses.make(self.loss, head_space(space))
-
     @property
     def sends(self) -> dict[str, dict[str, str]]:
         teacher = {"teacher": "model:main", "classes": "classes"}
@@ -224,6 +220,10 @@ class Kim(Weighted):
             return useful
         chosen = torch.randperm(len(useful), generator=rng)[: self.local_teachers]
         return [useful[i] for i in sorted(chosen.tolist())]
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        losses.make(self.loss, head_space(space))
 
 
 def L_KD(z: Tensor, z_t: Tensor, taught: Tensor, T: float = 1.0) -> Tensor:

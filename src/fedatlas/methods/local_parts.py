@@ -62,10 +62,6 @@ class LocalParts(Weighted):
         "other parts.",
     )
 
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """What `check` should tell of a net. Raises FederationError where it lacks a part of `keep`."""
-        return [] if self.kept(net) else ["method local_parts: keep names no part, so that it is FedAvg"]
-
     def kept(self, net: nn.Module) -> tuple[str, ...]:
         """The names of the tensors that a site keeps, in the order of the net. Raises as `examine`."""
         return names_of_parts(net, self.keep, "method local_parts: keep")
@@ -104,3 +100,7 @@ class LocalParts(Weighted):
         if kept:
             site.memory[MEMORY] = dict(chosen(reply["model"], kept))
         return reply | {"classes": sorted(site.labels.annotated)}
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell of a net. Raises FederationError where it lacks a part of `keep`."""
+        return [] if self.kept(net) else ["method local_parts: keep names no part, so that it is FedAvg"]

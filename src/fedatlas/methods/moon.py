@@ -55,11 +55,6 @@ class MOON(MeanOfModels):
         "those of a net whose weights are drawn anew.",
     )
 
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """Raises FederationError for a net that names no encoder."""
-        with watched(net):
-            return []
-
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         net = site.network(model)
@@ -89,6 +84,11 @@ class MOON(MeanOfModels):
             return {"supervised": supervised, "contrast": self.mu * contrast}
 
         return of
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """Raises FederationError for a net that names no encoder."""
+        with watched(net):
+            return []
 
 
 def l_con(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> Tensor:

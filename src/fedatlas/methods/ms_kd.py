@@ -81,16 +81,6 @@ class MSKD(Weighted):
     teachers: Teaching = option(Teaching(), "How teachers are trained and asked.")
     loss: LossChoice = option(LossChoice(), "L_seg, the supervised loss.")
 
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space."""
-        require_exclusive("ms_kd", space)
-        self.teachers.check(space, self.loss)
-
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """What `check` should tell. Raises FederationError for a net that names no encoder."""
-        with watched(net):
-            return self.teachers.notes(len(sites), net, self.local)
-
     def start(self, net: nn.Module, clients: Clients) -> TaughtState:
         return TaughtState(tensors_of(net))
 
@@ -162,6 +152,16 @@ class MSKD(Weighted):
             lessons.append(Lesson(logits, seen.levels if self.lambda_features else [], speaks))
         maker.seconds += time.perf_counter() - began
         return lessons, merge.result().masks
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space."""
+        require_exclusive("ms_kd", space)
+        self.teachers.check(space, self.loss)
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell. Raises FederationError for a net that names no encoder."""
+        with watched(net):
+            return self.teachers.notes(len(sites), net, self.local)
 
 
 def region(masks: Tensor, speaks: Tensor) -> Tensor:

@@ -157,25 +157,6 @@ class PseudoLabels(Method):
         inner = {name: self._on_completed(function) for name, function in self.method.functions().items()}
         return {"teacher_update": self.teacher_update, **inner}
 
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the method within, or pseudo labels, do not fit the label space."""
-        require_exclusive("pseudo_labels", space)
-        self.method.check(space)
-        self.teachers.check(space, self.loss)
-
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """What `check` should tell. Raises as the method within does."""
-        notes = self.method.examine(net, sites)
-        if self.inner.name == "condistfl":
-            notes.append(
-                "condistfl distils what is not annotated, and here every class has a label: it is fedavg"
-            )
-        return [*notes, *self.teachers.notes(len(sites), net, self.local)]
-
-    def plan(self, rounds: int) -> list[str]:
-        """What `check` should tell. Raises as the method within does."""
-        return self.method.plan(rounds)
-
     def start(self, net: nn.Module, clients: Clients) -> InnerState:
         return self._outer(self.method.start(net, clients), {})
 
@@ -213,3 +194,22 @@ class PseudoLabels(Method):
         assert isinstance(tree, dict)
         rest = {name: value for name, value in tree.items() if name not in ("model", "round", "rounds")}
         return InnerState(inner.model, inner.round, inner.rounds, inner=rest, **kept)
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the method within, or pseudo labels, do not fit the label space."""
+        require_exclusive("pseudo_labels", space)
+        self.method.check(space)
+        self.teachers.check(space, self.loss)
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell. Raises as the method within does."""
+        notes = self.method.examine(net, sites)
+        if self.inner.name == "condistfl":
+            notes.append(
+                "condistfl distils what is not annotated, and here every class has a label: it is fedavg"
+            )
+        return [*notes, *self.teachers.notes(len(sites), net, self.local)]
+
+    def plan(self, rounds: int) -> list[str]:
+        """What `check` should tell. Raises as the method within does."""
+        return self.method.plan(rounds)

@@ -56,16 +56,6 @@ class Scaffold(Supervised):
         "start, option I, the gradient at the global model over as many further batches.",
     )
 
-    def check(self, space: LabelSpace) -> None:
-        """Raises FederationError where the hyper-parameters do not fit the label space or each other."""
-        losses.make(self.loss, space)
-        if self.control == "weights" and (self.local.optimizer != "sgd" or self.local.momentum):
-            raise FederationError(
-                f"scaffold: control is weights, local.optimizer {self.local.optimizer} with momentum "
-                f"{self.local.momentum}; a change of weights is a gradient for sgd with momentum 0 only, use that "
-                "or control: steps"
-            )
-
     def start(self, net: nn.Module, clients: Clients) -> StepState:
         return started(net, initial=(0.0,), per_class=False)  # c = 0
 
@@ -102,6 +92,16 @@ class Scaffold(Supervised):
             gradient = gradient_at(site, site.network(model), f_i, self.local)  # Eq. (4), option I
             new = {name: gradient[name] for name in control.trained if name in gradient}
         return {"model": tensors_of(net), "control": renewed(site, new), "n": site.n_train}
+
+    def check(self, space: LabelSpace) -> None:
+        """Raises FederationError where the hyper-parameters do not fit the label space or each other."""
+        losses.make(self.loss, space)
+        if self.control == "weights" and (self.local.optimizer != "sgd" or self.local.momentum):
+            raise FederationError(
+                f"scaffold: control is weights, local.optimizer {self.local.optimizer} with momentum "
+                f"{self.local.momentum}; a change of weights is a gradient for sgd with momentum 0 only, use that "
+                "or control: steps"
+            )
 
 
 def renewed(site: Site, new: Tensors) -> Tensors:

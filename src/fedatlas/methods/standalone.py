@@ -61,10 +61,6 @@ class Standalone(Supervised):
     def chosen_by_site(self) -> bool:
         return self.choose == "site"
 
-    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """What `check` should tell. Raises FederationError where DP-SGD cannot be: see `dp_sgd.examine`."""
-        return dp_sgd.examine(self.dp_sgd, net, self.local)
-
     def start(self, net: nn.Module, clients: Clients) -> StandaloneState:
         return StandaloneState(model=tensors_of(net))
 
@@ -91,3 +87,7 @@ class Standalone(Supervised):
         with dp_sgd.accounted(self.dp_sgd, site, net, self.local) as private:
             dp_sgd.train(private, site, net, loss, self.local, round=round, rounds=rounds)
         return {"model": tensors_of(net), "n": site.n_train, "classes": sorted(site.labels.annotated)}
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """What `check` should tell. Raises FederationError where DP-SGD cannot be: see `dp_sgd.examine`."""
+        return dp_sgd.examine(self.dp_sgd, net, self.local)
