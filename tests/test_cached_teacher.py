@@ -17,7 +17,7 @@ from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import tensors_of
-from fedatlas.data.site_data import CaseMaps
+from fedatlas.data.predictions import CaseMaps
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation

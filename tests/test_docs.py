@@ -143,8 +143,7 @@ def test_the_example_of_findings_works_in_the_package(tmp_path, monkeypatch) -> 
     """As it is written into the folder of data sets."""
     from fedatlas.data import datasets
     from fedatlas.data.datasets.shared.listing import Splitting
-    from fedatlas.data.image_index import read_image_site
-    from fedatlas.data.index import SiteConfig
+    from fedatlas.data.index import SiteConfig, read_image_site
 
     (_, city), _ = _examples()
     (tmp_path / "package").mkdir()
@@ -158,7 +157,7 @@ def test_the_example_of_findings_works_in_the_package(tmp_path, monkeypatch) -> 
     finally:
         datasets.registry.cache_clear()
         sys.modules.pop("fedatlas.data.datasets.city", None)
-    first, second = found.listing.cases
+    first, second = found.cases
     assert (first.present, second.present) == ({"Cardiomegaly"}, set())
     assert second.absent == {"Cardiomegaly", "Pleural effusion"}
 

@@ -13,12 +13,11 @@ from set_cases import FAKES, STATES, Fake, Rule, Said, State, changes_of
 from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data import datasets
-from fedatlas.data.checks import check_site
+from fedatlas.data.checks import check_federation, check_site
 from fedatlas.data.datasets import DataSet
 from fedatlas.data.datasets.shared.listing import Splitting
-from fedatlas.data.image_data import check_images
-from fedatlas.data.image_index import Images, image_problems, read_image_site
-from fedatlas.data.index import SiteConfig, label_space_of, naming_of, read_site
+from fedatlas.data.images import Images, check_images
+from fedatlas.data.index import SiteConfig, label_space_of, naming_of, read_image_site, read_site
 from fedatlas.data.reading import read_case
 
 NAMES = tuple(datasets.registry())
@@ -58,11 +57,11 @@ def look(name: str, root: Path) -> Seen:
 
 def _findings(name: str, root: Path) -> Seen:
     found = read_image_site(config_of(name, root), root, channels=1, splitting=NONE)
-    space = LabelSpace(found.listing.classes, exclusive=False, level="image")
-    problems = [*image_problems([found], space), *check_images(found, Images(), [])]  # type: ignore[call-arg]
+    space = LabelSpace(found.findings, exclusive=False, level="image")
+    problems = [*check_federation([found], space), *check_images(found, Images(), [])]  # type: ignore[call-arg]
     seen = Seen(said=list(map(str, problems)))
-    for case in found.listing.cases:
-        own: dict[str, State] = dict.fromkeys(found.listing.classes, "open")
+    for case in found.cases:
+        own: dict[str, State] = dict.fromkeys(found.findings, "open")
         own |= dict.fromkeys(case.present, "present") | dict.fromkeys(case.absent, "absent")
         seen.states[case.name] = own
     return seen
@@ -211,9 +210,9 @@ def test_an_entry_point_that_is_wrong_is_named(value, words, monkeypatch) -> Non
         datasets.find("harbour")
 
 
-def test_a_reader_that_returns_the_other_kind_is_named(tmp_path) -> None:
-    from fedatlas.data.datasets.shared.listing import ImageListing, Layout, Listing
+def test_a_reader_that_returns_something_else_is_named(tmp_path) -> None:
+    from fedatlas.data.datasets.shared.listing import Layout
 
-    data = DataSet("odd", "volumes", "Odd.", lambda layout: ImageListing((), (), ""))
-    with pytest.raises(TypeError, match="odd, of kind volumes, must return a Listing"):
-        datasets.read(data, Layout("s", tmp_path), {}, Listing)
+    data = DataSet("odd", "volumes", "Odd.", lambda layout: [])  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match="odd must return a Listing, and returned a list"):
+        datasets.read(data, Layout("s", tmp_path), {})

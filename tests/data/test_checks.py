@@ -12,18 +12,11 @@ import pytest
 
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data.checks import Scan, shared_scans
-from fedatlas.data.site_data import (
-    Problem,
-    SiteConfig,
-    SiteData,
-    SiteIndex,
-    check_federation,
-    check_site,
-    label_space_of,
-    read_site,
-)
+from fedatlas.data.checks import Scan, check_federation, check_site, shared_scans
+from fedatlas.data.datasets.shared.listing import Problem
+from fedatlas.data.index import SiteConfig, SiteIndex, label_space_of, read_site
 from fedatlas.data.transforms import Preprocessing
+from fedatlas.data.voxels import VoxelData
 from fedatlas.phantoms.organs import phantom_sites, write_phantom
 
 SPACE = LabelSpace(("background", "liver", "spleen", "kidney", "tumour"))
@@ -151,7 +144,7 @@ def test_what_is_broken_is_named_and_stops_training(what: str, root: Path, tmp_p
     text = str(fatal[0])
     assert len(fatal) == 1 and text.startswith("site north") and file in text and told in text
     assert fatal[0].remedy and fatal[0].remedy in text
-    data = SiteData(index_of(root), SPACE, Preprocessing(), cache=tmp_path / "cache")
+    data = VoxelData(index_of(root), SPACE, Preprocessing(), cache=tmp_path / "cache")
     with pytest.raises(DataError) as error:
         data.prepare()
     assert str(error.value) == text, "training says what check says"
@@ -163,7 +156,7 @@ def test_several_problems_are_counted(root: Path, tmp_path: Path) -> None:
     for name in ("p000", "p001"):
         (root / "labelsTr" / f"{name}.nii.gz").unlink()
     with pytest.raises(DataError, match=r"p000.*\(1 more"):
-        SiteData(index_of(root), SPACE, Preprocessing(), cache=tmp_path).prepare()
+        VoxelData(index_of(root), SPACE, Preprocessing(), cache=tmp_path).prepare()
 
 
 def test_names_outside_the_space(root: Path) -> None:

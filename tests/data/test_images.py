@@ -26,12 +26,13 @@ from fedatlas.data.datasets.shared.findings import (
 )
 from fedatlas.data.datasets.shared.listing import (
     LISTED,
-    ImageCase,
-    ImageListing,
+    Case,
     Layout,
+    Listing,
     Problem,
     Split,
     Splitting,
+    image_case,
 )
 from fedatlas.data.formats.picture import read_picture
 
@@ -57,16 +58,20 @@ def texts(problems: Iterable[Problem], *, fatal: bool | None = None) -> str:
     return "\n".join(str(problem) for problem in problems if fatal is None or problem.fatal == fatal)
 
 
-def listed(module: Any, site: str, root: Path, form: Any, splitting: Splitting) -> ImageListing:
+def listed(module: Any, site: str, root: Path, form: Any, splitting: Splitting) -> Listing:
     """What the reader of a data set's module finds."""
     return module.read(Layout(site, root, options=form, splitting=splitting))
 
 
-def by_name(listing: ImageListing) -> dict[str, ImageCase]:
+def listing_of(findings: Sequence[str], cases: Iterable[Case], source: str) -> Listing:
+    return Listing({}, tuple(cases), None, (), tuple(findings), source)
+
+
+def by_name(listing: Listing) -> dict[str, Case]:
     return {case.name: case for case in listing.cases}
 
 
-def patients(listing: ImageListing) -> dict[Split, set[str]]:
+def patients(listing: Listing) -> dict[Split, set[str]]:
     found: dict[Split, set[str]] = {"train": set(), "validation": set(), "test": set()}
     for case in listing.cases:
         found[case.split].add(case.patient)
@@ -96,7 +101,7 @@ FORM = CsvForm(patient="patient", ignored=("age",))
 
 def test_csv_has_three_states_per_class(site: Path) -> None:
     listing = listed(csv_table, "north", site, FORM, NONE)
-    assert listing.classes == ("Effusion", "Nodule")
+    assert listing.findings == ("Effusion", "Nodule")
     [note] = listing.problems
     assert not note.fatal and "2 cells hold -1" in note.what
     cases = by_name(listing)
@@ -104,10 +109,10 @@ def test_csv_has_three_states_per_class(site: Path) -> None:
     assert (cases["a/0"].present, cases["a/0"].absent) == ({"Effusion"}, {"Nodule"})
     assert (cases["a/1"].present, cases["a/1"].absent) == (frozenset(), frozenset())
     assert (cases["a/2"].present, cases["a/2"].absent) == ({"Nodule"}, {"Effusion"})
-    assert cases["a/1"].patient == "p0" and cases["b"].image == site / "b.jpg"
+    assert cases["a/1"].patient == "p0" and cases["b"].images[0] == site / "b.jpg"
     assert listing.counts() == {"Effusion": (1, 1), "Nodule": (1, 1)}
     for case in listing.cases:
-        assert read_picture(case.image, site="north").pixels.shape == (1, 8, 8)
+        assert read_picture(case.images[0], site="north").pixels.shape == (1, 8, 8)
 
 
 @pytest.mark.parametrize(("policy", "counts"), [("ignore", (1, 1)), ("ones", (2, 1)), ("zeros", (1, 2))])
@@ -278,15 +283,15 @@ def test_csv_patient_expression(site: Path) -> None:
 
 def test_present_and_absent_at_once_is_refused() -> None:
     with pytest.raises(DataError, match="'x' is present and absent"):
-        ImageCase("a", Path("a"), "p", "train", frozenset("x"), frozenset("x"))
+        image_case("a", Path("a"), "p", "train", frozenset("x"), frozenset("x"))
 
 
 # ------------------------------------------------------------------------------------------------ splits
 
 
-def cases(count: int, *, per_patient: int = 3, positives: int = 0) -> tuple[ImageCase, ...]:
+def cases(count: int, *, per_patient: int = 3, positives: int = 0) -> tuple[Case, ...]:
     return tuple(
-        ImageCase(
+        image_case(
             f"i{n}",
             Path(f"{n}.png"),
             f"p{n // per_patient}",
@@ -298,7 +303,7 @@ def cases(count: int, *, per_patient: int = 3, positives: int = 0) -> tuple[Imag
     )
 
 
-def splits(found: Iterable[ImageCase]) -> dict[str, Split]:
+def splits(found: Iterable[Case]) -> dict[str, Split]:
     return {case.name: case.split for case in found}
 
 
@@ -326,7 +331,7 @@ def test_splits_depend_on_seed_and_site_not_on_order() -> None:
 
 
 def test_a_given_split_stays() -> None:
-    given = [ImageCase(f"t{n}", Path(f"t{n}"), f"t{n}", "test", frozenset(), frozenset()) for n in range(3)]
+    given = [image_case(f"t{n}", Path(f"t{n}"), f"t{n}", "test", frozenset(), frozenset()) for n in range(3)]
     found = split_patients([*cases(30), *given], "north", Splitting(test=0.5, validation=0.2))
     assert [case.name for case in found if case.split == "test"] == ["t0", "t1", "t2"]
     assert len({case.patient for case in found if case.split == "validation"}) == 2
@@ -345,7 +350,7 @@ def test_stratified_splits_hold_the_share_in_each_stratum() -> None:
         Splitting(test=0.2, validation=0.25),
         stratified=True,
     )
-    counts = ImageListing(("x",), found, "s").counts
+    counts = listing_of(("x",), found, "s").counts
     assert (counts("train")["x"], counts("validation")["x"], counts("test")["x"]) == (
         (12, 48),
         (4, 16),
@@ -355,7 +360,7 @@ def test_stratified_splits_hold_the_share_in_each_stratum() -> None:
 
 def test_balanced_counts_each_class_on_its_own() -> None:
     pool = tuple(
-        ImageCase(
+        image_case(
             f"i{n}",
             Path(f"{n}"),
             f"{n}",
@@ -366,7 +371,7 @@ def test_balanced_counts_each_class_on_its_own() -> None:
         for n in range(60)
     )
     found = balanced(pool, ("x", "y"), positives=5, negatives=7, seed=0)
-    assert ImageListing(("x", "y"), found, "s").counts("test") == {"x": (5, 7), "y": (5, 7)}
+    assert listing_of(("x", "y"), found, "s").counts("test") == {"x": (5, 7), "y": (5, 7)}
     truth = {case.name: case for case in pool}
     assert all(c.present <= truth[c.name].present and c.absent <= truth[c.name].absent for c in found)
     assert found == balanced(pool, ("x", "y"), positives=5, negatives=7, seed=0)
@@ -379,10 +384,8 @@ def test_balanced_counts_each_class_on_its_own() -> None:
 
 
 def test_leaks_between_sites(tmp_path: Path) -> None:
-    def at(
-        site: str, name: str, patient: str, split: Split, present: str = "x", absent: str = ""
-    ) -> ImageCase:
-        return ImageCase(
+    def at(site: str, name: str, patient: str, split: Split, present: str = "x", absent: str = "") -> Case:
+        return image_case(
             name, picture(tmp_path / site / name), patient, split, frozenset(present), frozenset(absent)
         )
 
@@ -398,8 +401,8 @@ def test_leaks_between_sites(tmp_path: Path) -> None:
     def problems(first: str, second: str) -> list[Problem]:
         return federation_problems(
             {
-                "north": ImageListing(("x",), tuple(north), first),
-                "south": ImageListing(("x",), tuple(south), second),
+                "north": listing_of(("x",), tuple(north), first),
+                "south": listing_of(("x",), tuple(south), second),
             }
         )
 
@@ -414,18 +417,18 @@ def test_leaks_between_sites(tmp_path: Path) -> None:
     assert not found[2].fatal and "train case 'e.png'" in str(found[2])
     assert "patient" not in texts(problems("NIH", "CheXpert"))
     shared = {
-        "north": ImageListing(("x",), tuple(north), "a"),
-        "south": ImageListing(("x",), (north[0],), "b"),
+        "north": listing_of(("x",), tuple(north), "a"),
+        "south": listing_of(("x",), (north[0],), "b"),
     }
     assert "case 'a.png' is the same file as case 'a.png' at site north" in texts(federation_problems(shared))
 
 
 def test_a_class_without_a_positive_anywhere() -> None:
     given = tuple(
-        ImageCase(f"{n}", Path(f"{n}"), f"{n}", "train", frozenset("y"), frozenset("x")) for n in range(2)
+        image_case(f"{n}", Path(f"{n}"), f"{n}", "train", frozenset("y"), frozenset("x")) for n in range(2)
     )
     found = federation_problems(
-        {"north": ImageListing(("x", "y"), given, "s"), "south": ImageListing(("x",), (), "t")}
+        {"north": listing_of(("x", "y"), given, "s"), "south": listing_of(("x",), (), "t")}
     )
     assert [problem.fatal for problem in found] == [True, False]
     assert "site north, south: class 'x' is present in no training case of any site" in str(found[0])
@@ -499,7 +502,7 @@ def test_chestxray14_labels_and_official_splits(tmp_path: Path, folders: bool) -
     listing = listed(
         chestxray14, "north", chest(tmp_path, folders=folders), ChestXray14(), Splitting(validation=0)
     )
-    assert listing.classes == CLASSES and len(CLASSES) == 14 and listing.problems == ()
+    assert listing.findings == CLASSES and len(CLASSES) == 14 and listing.problems == ()
     found = by_name(listing)
     assert len(found) == len(FINDINGS)
     both = found["00000001_001"]
@@ -507,7 +510,7 @@ def test_chestxray14_labels_and_official_splits(tmp_path: Path, folders: bool) -
     assert found["00000002_000"].present == frozenset() and found["00000002_000"].absent == set(CLASSES)
     assert {case.name + ".png" for case in listing.cases if case.split == "test"} == set(TESTED)
     assert found["00003923_013"].patient == found["00003923_014"].patient == "3923"
-    assert read_picture(both.image, site="north").pixels.shape == (1, 8, 8)
+    assert read_picture(both.images[0], site="north").pixels.shape == (1, 8, 8)
 
 
 def test_chestxray14_validation_leaves_the_official_test_alone(tmp_path: Path) -> None:
@@ -697,7 +700,7 @@ def test_tuberculosis_database(tmp_path: Path, inside: bool) -> None:
     listing = listed(
         tbx, "e", root / tbx.FOLDER if inside else root, None, Splitting(test=0.2, validation=0.25)
     )
-    assert listing.classes == ("Tuberculosis",) and listing.problems == ()
+    assert listing.findings == ("Tuberculosis",) and listing.problems == ()
     assert listing.counts("train") == {"Tuberculosis": (6, 30)}
     assert listing.counts("validation") == listing.counts("test") == {"Tuberculosis": (2, 10)}
     assert len({case.patient for case in listing.cases}) == 60
@@ -725,7 +728,7 @@ def test_covid_database(tmp_path: Path, nested: bool) -> None:
     root = radiography(tmp_path, nested=nested)
     listing = listed(covid, "f", root, Covid(), NONE)
     assert listing.counts() == {"COVID-19": (5, 16)} and listing.problems == ()
-    assert not [case for case in listing.cases if "masks" in case.image.parts]
+    assert not [case for case in listing.cases if "masks" in case.images[0].parts]
     paper = listed(
         covid, "f", root / "COVID-19_Radiography_Dataset", Covid(negatives=("Normal",)), Splitting(test=0.2)
     )

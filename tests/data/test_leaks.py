@@ -10,10 +10,11 @@ from PIL import Image
 from scipy import ndimage
 
 from fedatlas.core.labels import LabelSpace
+from fedatlas.data.checks import check_site
 from fedatlas.data.index import SiteConfig, read_site
 from fedatlas.data.leaks import Leak, ground_of, leak_of, slice_of
-from fedatlas.data.site_data import SiteData, check_site
 from fedatlas.data.transforms import Preprocessing
+from fedatlas.data.voxels import VoxelData
 from fedatlas.phantoms.organs import phantom_sites, write_phantom
 from fedatlas.report.leaks import section, there
 from fedatlas.report.tables import read
@@ -124,7 +125,7 @@ def test_the_slice_is_seen_from_below_with_the_front_up() -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> SiteData:
+def site(tmp_path_factory: pytest.TempPathFactory) -> VoxelData:
     """Two of the four cases of a phantom's site lose, on black slices, all but what is drawn."""
     world = write_phantom(tmp_path_factory.mktemp("world"), sites=1, cases=3, test_cases=1)
     for place, name in (("Tr", "p000"), ("Ts", "p003")):
@@ -137,17 +138,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> SiteData:
     config = SiteConfig(**phantom_sites(world)[0])
     preprocessing = Preprocessing(spacing=(4, 4, 4), window=(-100, 200), patch=(16, 16))
     cache = tmp_path_factory.mktemp("cache")
-    return SiteData(read_site(config, world), LabelSpace(NAMES), preprocessing, cache=cache, validation=0)
+    return VoxelData(read_site(config, world), LabelSpace(NAMES), preprocessing, cache=cache, validation=0)
 
 
-def test_check_names_the_cases(site: SiteData) -> None:
+def test_check_names_the_cases(site: VoxelData) -> None:
     told = [p for p in check_site(site.indexes[0], site.space) if "give labels away" in p.what]
     assert len(told) == 1 and not told[0].fatal
     assert "in 2 of 4 cases" in told[0].what and "p000: " in told[0].what and "p003: " in told[0].what
     assert "p001" not in str(told[0]) and "look at slice " in told[0].remedy
 
 
-def test_a_run_counts_them_and_its_report_shows_the_worst(site: SiteData, tmp_path: Path) -> None:
+def test_a_run_counts_them_and_its_report_shows_the_worst(site: VoxelData, tmp_path: Path) -> None:
     assert list(site.leaks()) and set(site.leaks()) == {"p000", "p003"} and site.summary()["leaks"] == 2
     run = tmp_path / "run"
     run.mkdir()

@@ -16,10 +16,10 @@ from PIL import Image
 from fedatlas.cli import main
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.data.checks import check_site
 from fedatlas.data.formats.flat import join, lying, one_side, read_flat, read_mask, standing, write_labels
 from fedatlas.data.index import SiteConfig, SiteIndex, naming_of, read_site
 from fedatlas.data.reading import Raw, read_case
-from fedatlas.data.site_data import SiteData, check_site
 from fedatlas.data.transforms import (
     FileError,
     Preprocessing,
@@ -28,6 +28,7 @@ from fedatlas.data.transforms import (
     labels_to_grid,
     restore,
 )
+from fedatlas.data.voxels import VoxelData
 from fedatlas.evaluation.pictures import planes
 from fedatlas.federation.tasks import task_of
 from fedatlas.federation.trained import Trained, evaluate_folder, predict_scans
@@ -160,7 +161,7 @@ def test_findings_alone_can_be_split_and_tested(tmp_path: Path) -> None:
     (line,) = fatal(index_of(tmp_path, reading=reading), space)
     assert "none of its 10 training cases has an annotated class or a finding: it tells ill, and" in line
     with pytest.raises(DataError, match="`labels.findings` names sick; give `aliases`"):
-        SiteData(index_of(tmp_path, reading=reading), space, Preprocessing(), cache=tmp_path / "c").prepare()
+        VoxelData(index_of(tmp_path, reading=reading), space, Preprocessing(), cache=tmp_path / "c").prepare()
     assert fatal(index_of(tmp_path, reading=reading, aliases={"ill": "sick"}), space) == []
 
 
@@ -182,7 +183,7 @@ def test_annotated_restricts_findings_where_it_names_one(tmp_path: Path) -> None
             split={"test": 1, "validation": 1},
             **more,
         )
-        data = SiteData(index, space, form, augmentation=OFF, cache=tmp_path / "cache")
+        data = VoxelData(index, space, form, augmentation=OFF, cache=tmp_path / "cache")
         (test,), (validation,) = data.volumes("test"), data.volumes("validation")
         assert not test.finding_scored[1] or test.finding[1] == 1
         rows = [test.finding_known, test.finding_scored, validation.finding_scored]
@@ -313,7 +314,7 @@ def test_a_table_that_contradicts_a_mask_is_a_note_and_wins(tmp_path: Path) -> N
     assert "cxr_003.png: the finding 'has lung' is present, and 'left_lung' has no voxel there" in text
     assert text.count("the finding 'has") == 2
     form = Preprocessing(size=(16, 16), patch=(16, 16), context=0)
-    data = SiteData(index, space, form, augmentation=OFF, cache=tmp_path / "cache")
+    data = VoxelData(index, space, form, augmentation=OFF, cache=tmp_path / "cache")
     assert [v.finding.tolist() for v in data.volumes("test")] == [[1], [0], [1], [1]]
 
 
@@ -391,9 +392,9 @@ def test_size_resizes_pictures_of_every_shape() -> None:
         Preprocessing(size=(16, 16))
 
 
-def site(root: Path, cache: Path, space: LabelSpace = SPACE, **form: Any) -> SiteData:
+def site(root: Path, cache: Path, space: LabelSpace = SPACE, **form: Any) -> VoxelData:
     chosen = {"size": (32, 32), "patch": (32, 32), "context": 0} | form
-    return SiteData(
+    return VoxelData(
         index_of(root), space, Preprocessing(**chosen), augmentation=OFF, validation=0.25, cache=cache
     )
 
@@ -460,7 +461,7 @@ def test_scored_beside_what_is_annotated(tmp_path: Path) -> None:
     assert raw.label is not None and raw.label.known == {0} and not raw.label.voxels[1].any()
     assert raw.reference is not None and raw.reference.known == {0, 1} and raw.reference.voxels[1].any()
     form = Preprocessing(size=(16, 16), patch=(16, 16), context=0)
-    data = SiteData(index, SPACE, form, augmentation=OFF, cache=tmp_path / "cache")
+    data = VoxelData(index, SPACE, form, augmentation=OFF, cache=tmp_path / "cache")
     volume = next(iter(data.volumes("test")))
     assert volume.known.tolist() == [True, False, False] and volume.scored.tolist() == [True, True, False]
     assert volume.truth("federation")[1].any() and volume.truth("original")[1].any()

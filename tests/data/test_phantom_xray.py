@@ -90,7 +90,7 @@ def test_the_folders_are_read_without_a_problem(tmp_path: Path) -> None:
         listings[entry["name"]] = csv_table.read(
             Layout(entry["name"], Path(entry["path"]), options=form, splitting=Splitting())
         )
-    assert all(listing.problems == () and listing.classes == FINDINGS for listing in listings.values())
+    assert all(listing.problems == () and listing.findings == FINDINGS for listing in listings.values())
     # so few images may lack a class, which is all there is to say of them
     fatal = [p for p in federation_problems(listings) if "training case" not in p.what]
     assert fatal == []
@@ -100,7 +100,7 @@ def test_the_folders_are_read_without_a_problem(tmp_path: Path) -> None:
     assert {case.split for case in listings["test"].cases} == {"test"}
     case = listings["s0"].cases[0]
     assert case.present | case.absent == set(FINDINGS)
-    assert read_picture(case.image, site="s0").pixels.shape == (1, 32, 32)
+    assert read_picture(case.images[0], site="s0").pixels.shape == (1, 32, 32)
 
 
 def test_no_patient_is_in_two_splits_or_at_two_sites(tmp_path: Path) -> None:

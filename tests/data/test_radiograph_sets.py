@@ -20,11 +20,11 @@ from fake_sets import (
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.data.checks import check_site
 from fedatlas.data.formats import rle
 from fedatlas.data.formats.flat import lying
 from fedatlas.data.index import SiteConfig, SiteIndex, naming_of, read_site
 from fedatlas.data.reading import Raw, read_case
-from fedatlas.data.site_data import check_site
 
 SPACE = LabelSpace(("left lung", "right lung", "heart", "pneumothorax"), exclusive=False)
 

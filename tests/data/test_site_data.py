@@ -20,20 +20,14 @@ import torch
 from fedatlas.core.batch import Batch
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import LabelSpace, known_row
+from fedatlas.data.checks import check_federation, check_site
+from fedatlas.data.index import SiteConfig, label_space_of, read_site, split_validation
 from fedatlas.data.prefetch import prefetch
 from fedatlas.data.samples import path as samples
 from fedatlas.data.sampling import PER_SLICE, ClassVoxels, class_voxels, patch_start
-from fedatlas.data.site_data import (
-    SiteConfig,
-    SiteData,
-    check_federation,
-    check_site,
-    label_space_of,
-    pool,
-    read_site,
-    split_validation,
-)
+from fedatlas.data.site_data import pool
 from fedatlas.data.transforms import Preprocessing, Sampling
+from fedatlas.data.voxels import VoxelData
 from fedatlas.learning.augment import OFF
 from fedatlas.phantoms.organs import phantom_sites, write_phantom
 
@@ -55,10 +49,10 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def site(
     root: Path, cache: Path, preprocessing: Preprocessing = FLAT, space: LabelSpace = SPACE, **more: Any
-) -> SiteData:
+) -> VoxelData:
     config = {"name": "s", "path": str(root), **more.pop("config", {})}
     more = {"augmentation": OFF, "validation": 0.25} | more
-    return SiteData(read_site(SiteConfig(**config), root), space, preprocessing, cache=cache, **more)
+    return VoxelData(read_site(SiteConfig(**config), root), space, preprocessing, cache=cache, **more)
 
 
 def mark(batches: Any) -> str:
@@ -420,7 +414,7 @@ def test_the_bundled_data_are_sound_and_small(cache) -> None:
         ["esophagus", "spinal_cord"],
     ]
     preprocessing = Preprocessing(spacing=(4, 4, 4), window=(-200, 400), patch=(64, 64))
-    data = SiteData(indexes[2], space, preprocessing, cache=cache)
+    data = VoxelData(indexes[2], space, preprocessing, cache=cache)
     right, left = (
         int(
             np.argwhere(next(iter(data.volumes("validation"))).truth("federation") == space.index(name))[

@@ -24,8 +24,9 @@ from fedatlas.data.index import (
     read_site,
     split_validation,
 )
-from fedatlas.data.site_data import SiteData, pool
+from fedatlas.data.site_data import pool
 from fedatlas.data.transforms import Preprocessing
+from fedatlas.data.voxels import VoxelData
 from fedatlas.learning.augment import OFF
 from fedatlas.phantoms.organs import write_phantom
 
@@ -198,9 +199,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def data_of(root: Path, cache: Path, **config: Any) -> SiteData:
+def data_of(root: Path, cache: Path, **config: Any) -> VoxelData:
     index = read_site(SiteConfig(name="s", path=str(root), **config), root)
-    return SiteData(index, SPACE, FLAT, augmentation=OFF, validation=0.25, cache=cache)
+    return VoxelData(index, SPACE, FLAT, augmentation=OFF, validation=0.25, cache=cache)
 
 
 def rewrite(path: Path, how: Any) -> None:
@@ -208,7 +209,7 @@ def rewrite(path: Path, how: Any) -> None:
     nib.save(nib.Nifti1Image(how(np.asarray(image.dataobj).copy()), image.affine), path)  # type: ignore[attr-defined]
 
 
-def seen(data: SiteData) -> str:
+def seen(data: VoxelData) -> str:
     """A mark of all that a method can see of a site."""
     total = hashlib.sha256()
     for batch in data.batches(("x",), batch=2, steps=6):
@@ -253,12 +254,12 @@ def test_scans_are_not_resized_as_pictures_and_a_site_needs_something_to_teach(
     with pytest.raises(
         DataError, match=r"p000_0000\.nii\.gz: a scan, and `preprocessing.size` is for pictures"
     ):
-        SiteData(index, SPACE, form, cache=tmp_path / "c").prepare()
+        VoxelData(index, SPACE, form, cache=tmp_path / "c").prepare()
     with pytest.raises(DataError, match=r"`annotated` leaves out all of its labels \(liver, spleen\)"):
         data_of(world / "site-0", tmp_path / "c", annotated=()).prepare()
     bare = replace(index, cases=tuple(replace(case, annotated=()) for case in index.cases))
     with pytest.raises(DataError, match=r"none of its 5 training cases .* its labels \(liver, spleen\)"):
-        SiteData(bare, SPACE, FLAT, cache=tmp_path / "c").prepare()
+        VoxelData(bare, SPACE, FLAT, cache=tmp_path / "c").prepare()
 
 
 def test_a_tested_site_adds_nothing_to_what_is_pooled(world: Path, tmp_path: Path) -> None:
@@ -270,4 +271,4 @@ def test_a_tested_site_adds_nothing_to_what_is_pooled(world: Path, tmp_path: Pat
     assert both.n_train == train.n_train and both.n_labelled.tolist() == train.n_labelled.tolist()
     with pytest.raises(DataError, match="no labelled case, and its role is test"):
         empty = replace(test_only.indexes[0], cases=())
-        SiteData(empty, SPACE, FLAT, cache=tmp_path / "c").prepare()
+        VoxelData(empty, SPACE, FLAT, cache=tmp_path / "c").prepare()

@@ -290,9 +290,7 @@ def test_a_lone_scan_has_no_truth(tmp_path: Path) -> None:
     path = save(tmp_path / "scan.nii.gz", np.random.default_rng(0).random((8, 8, 8)).astype(np.float32))
     scan = load_scan([path], Preprocessing(spacing=(2, 2, 2)), SPACE)
     assert scan.image.shape == (1, 4, 4, 4) and scan.image.dtype == torch.float32
-    assert not scan.scored.any() and not scan.known.any() and scan.raw_spacing == (1, 1, 1)
-    with pytest.raises(DataError, match="no truth"):
-        scan.truth("original")
+    assert scan.geometry.spacing == (1, 1, 1)
     voxels = np.zeros((8, 8, 8), np.float32)
     voxels[0, 0, :2] = np.nan, np.inf
     with pytest.raises(DataError, match="2 voxels that are NaN or infinite"):

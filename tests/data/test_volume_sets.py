@@ -25,8 +25,10 @@ from fake_volumes import (
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data.site_data import SiteConfig, SiteData, SiteIndex, check_federation, check_site, read_site
+from fedatlas.data.checks import check_federation, check_site
+from fedatlas.data.index import SiteConfig, SiteIndex, read_site
 from fedatlas.data.transforms import Preprocessing
+from fedatlas.data.voxels import VoxelData
 
 SPACE = LabelSpace(
     (
@@ -123,7 +125,7 @@ def test_amos22_is_tested_on_in_full(sets: Path, tmp_path: Path) -> None:
     }
     assert counts == {"ct": 5, "mr": 2, "both": 7}
     assert not [problem for problem in check_site(index, SPACE) if problem.fatal]
-    data = SiteData(index, SPACE, SOLID, cache=tmp_path)
+    data = VoxelData(index, SPACE, SOLID, cache=tmp_path)
     assert data.n_train == 0 and not data.n_labelled.any() and not data.labels.annotated
     assert data.summary()["role"] == "test" and data.summary()["cases"]["test"] == 5
     for volume in data.volumes("test"):
@@ -150,7 +152,7 @@ def test_amos22_of_the_wrong_release(sets: Path, tmp_path: Path) -> None:
     (text,) = fatal(index_of(root, format="amos22"))
     assert "imagesVa/amos_0004.nii.gz: missing" in text and "2 more of its 3 entries" in text
     with pytest.raises(FederationError, match="none of its labels"):
-        SiteData(
+        VoxelData(
             index_of(sets / "amos22", format="amos22", role="test"),
             LabelSpace(("background", "heart")),
             SOLID,
@@ -217,7 +219,7 @@ def test_a_lesion_without_its_organ_is_noted(sets: Path, tmp_path: Path) -> None
 def test_orientation_of_kits19_is_undone(sets: Path, tmp_path: Path) -> None:
     """Slices come first in these files; on the federation's grid both kidneys lie low and behind."""
     split = {"validation": 1, "test": 2}
-    data = SiteData(index_of(sets / "kits19", format="kits19", split=split), SPACE, SOLID, cache=tmp_path)
+    data = VoxelData(index_of(sets / "kits19", format="kits19", split=split), SPACE, SOLID, cache=tmp_path)
     for volume in data.volumes("test"):
         places = np.argwhere(volume.truth("federation") >= 6) / np.array(volume.image.shape[1:])
         assert places.mean(0)[1] < 0.45 and places.mean(0)[2] < 0.4
@@ -278,7 +280,7 @@ def test_btcv_is_tested_on(sets: Path, tmp_path: Path, inside: str) -> None:
     if inside != ".":
         return
     assert not [problem for problem in check_site(index, space) if problem.fatal]
-    data = SiteData(index, space, SOLID, cache=tmp_path)
+    data = VoxelData(index, space, SOLID, cache=tmp_path)
     assert data.n_train == 0 and not data.labels.annotated
     for volume in data.volumes("test"):
         assert volume.scored[1:].all() and not volume.known[1:].any()
@@ -341,7 +343,7 @@ def test_a_part_is_annotated_and_all_is_scored(
     index = index_of(sets / name, **config, **given)
     assert not fatal(index) and set(index.brings) == annotated
     assert not [problem for problem in check_site(index, FOUR) if problem.fatal]
-    data = SiteData(index, FOUR, SOLID, cache=tmp_path)
+    data = VoxelData(index, FOUR, SOLID, cache=tmp_path)
     (volume,) = data.volumes("test")
     assert {FOUR.names[c] for c in FOUR.foreground if volume.known[c]} == annotated
     assert volume.scored[1:].all()
@@ -451,7 +453,7 @@ def test_a_lesion_is_part_of_its_organ_or_background(
         index = index_of(sets / folder, **config, split={"test": 2}, aliases={lesion: target})
         assert index.brings == (organ,)
         assert not [p for p in check_federation([index], space) if p.fatal and p.site == "x"]
-        data = SiteData(index, space, SOLID, cache=tmp_path)
+        data = VoxelData(index, space, SOLID, cache=tmp_path)
         assert data.labels.annotated == {space.index(organ)}
         volumes = list(data.volumes("test"))
         assert len(volumes) == 2
@@ -467,7 +469,7 @@ def test_a_lesion_is_part_of_its_organ_or_background(
 def test_a_lesion_that_goes_nowhere_is_told_where_it_may(sets: Path, tmp_path: Path) -> None:
     space = LabelSpace(("background", "liver"))
     with pytest.raises(FederationError, match=r"give it an alias \(of an organ, or background\)"):
-        SiteData(index_of(sets / "lits", format="lits"), space, SOLID, cache=tmp_path)
+        VoxelData(index_of(sets / "lits", format="lits"), space, SOLID, cache=tmp_path)
     with pytest.raises(FederationError, match="alias 'tumour' matches none of the site's labels"):
         index = index_of(sets / "lits", format="lits", aliases={"tumour": "background"})
-        SiteData(index, space, SOLID, cache=tmp_path)
+        VoxelData(index, space, SOLID, cache=tmp_path)

@@ -12,6 +12,7 @@ from PIL import Image
 
 from fedatlas.compare import Comparison, collect, load_comparison, run_comparison
 from fedatlas.data.datasets.chestxray14 import BATCHES, LISTS
+from fedatlas.data.datasets.shared.listing import Listing
 from fedatlas.evaluation.statistics import read_rows, select
 from fedatlas.federation.check import check_federation_file
 from fedatlas.federation.design import Experiment
@@ -196,7 +197,7 @@ def test_the_label_matrix_is_the_papers_and_no_patient_is_shared(
     assert {site: set(index.brings) for site, index in indexes.items() if index.brings} == table
     patients: dict[tuple[str, str], str] = {}
     for site, index in indexes.items():
-        splits = [case.split for case in index.listing.cases]
+        splits = [case.split for case in index.cases]
         counts = [splits.count(split) for split in ("train", "validation", "test")]
         if site == "test":
             assert counts[:2] == [0, 0]
@@ -204,14 +205,14 @@ def test_the_label_matrix_is_the_papers_and_no_patient_is_shared(
             # the first 16 of the batch, of which 0.4 of the patients validate
             assert counts[2] == 0 and sum(counts) == 16 and 5 <= counts[1] <= 8
             names = sorted(path.stem for path in (folders / "chestxray14").glob(BATCH_OF[site]))
-            assert sorted(case.name for case in index.listing.cases) == names[:16]
+            assert sorted(case.name for case in index.cases) == names[:16]
         else:
             assert counts[0] == counts[2] == 8 and counts[1] > 0
-        for case in index.listing.cases:
-            assert patients.setdefault((index.listing.source, case.patient), site) == site
+        for case in index.cases:
+            assert patients.setdefault((index.source, case.patient), site) == site
     # the patient that begins in batch 5 and goes on in batch 6 is tested nowhere
-    assert "11558" not in {case.patient for case in indexes["test"].listing.cases}
-    tests = indexes["test"].listing.counts("test")
+    assert "11558" not in {case.patient for case in indexes["test"].cases}
+    tests = Listing({}, indexes["test"].cases, None, findings=indexes["test"].findings).counts("test")
     assert {finding: tests[finding] for finding in FINDINGS} == dict.fromkeys(FINDINGS, (4, 4))
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell, kept_model, rows_of
 from fedatlas.core.errors import DataError, FedAtlasError
-from fedatlas.data.site_data import SiteConfig
+from fedatlas.data.index import SiteConfig
 from fedatlas.evaluation.metrics import whole_organs
 from fedatlas.evaluation.pictures import grey, ras_spacing, to_ras, turned
 from fedatlas.federation.design import cache_folder

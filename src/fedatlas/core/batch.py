@@ -3,8 +3,8 @@
 Shapes: B batch, C classes, F findings, I input channels, *S spatial.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -63,7 +63,8 @@ class ImageSample:
     scored: Tensor
 
 
-class Volume(Protocol):
+@dataclass
+class Volume(ABC):
     """One case as evaluation and prediction see it. X, Y, Z are the axes of the federation's grid (canonical
     orientation, the federation's spacing); the raw grid is that of the file."""
 
@@ -87,12 +88,12 @@ class Volume(Protocol):
     finding_scored: Tensor
     """[F] bool: as `scored`."""
 
+    @abstractmethod
     def truth(self, grid: str) -> np.ndarray:
         """The truth on the grid "federation" or "original": class index [*S] if exclusive, else masks [C, *S].
         Only the classes in `scored` mean anything."""
-        ...
 
+    @abstractmethod
     def restore(self, probabilities: Tensor) -> np.ndarray:
         """Probabilities [C, *S] on the federation's grid -> labels on the raw grid (class index, or masks [C, …]):
         probabilities are resampled first and decided after."""
-        ...

@@ -1,7 +1,7 @@
 """What can be wrong with a site, and with several together. Nothing is trained, nothing is changed."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,8 +10,9 @@ import numpy as np
 from scipy import ndimage
 
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import BACKGROUND, LabelSpace
-from fedatlas.data.datasets.shared.listing import Case, Problem
+from fedatlas.core.labels import LabelSpace
+from fedatlas.data.datasets.shared.findings import federation_problems
+from fedatlas.data.datasets.shared.listing import Case, Listing, Problem, image_case
 from fedatlas.data.formats.flat import Note
 from fedatlas.data.index import Naming, SiteIndex, naming_of
 from fedatlas.data.leaks import Leak, leak_of
@@ -167,8 +168,7 @@ def check_site(
     try:
         naming = naming_of(index, space)
     except FederationError as error:
-        what = str(error).removeprefix(f"site {index.name}: ")
-        return [Problem(index.name, "", what, "correct `aliases`, `annotated` or `labels.names`"), *found]
+        return [_misnamed(index, error), *found]
     found += untaught_site(index, space, naming[0])
     drawn: dict[int, int] = {}
     annotated: dict[int, int] = {}
@@ -312,7 +312,65 @@ def _outside(index: SiteIndex, case: Case, raw: Raw, space: LabelSpace) -> list[
 
 
 def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Problem]:
-    """What is wrong between sites; no voxels are read. Fatal ones first."""
+    """What is wrong between sites; no voxels are read. Fatal ones first. Where labels are of whole images also what the
+    layouts alone show, and files that are equal byte by byte."""
+    found = _between_images(indexes, space) if space.level == "image" else _between_scans(indexes, space)
+    return sorted(found, key=lambda problem: not problem.fatal)
+
+
+def _untrained(indexes: Sequence[SiteIndex]) -> list[Problem]:
+    if any(index.trains for index in indexes):
+        return []
+    return [Problem("(all)", "", "no site trains: every role is test", "give one the role train")]
+
+
+def _untaught(space: LabelSpace, taught: Collection[int]) -> list[Problem]:
+    """A problem for every class that no site annotates."""
+    remedy = "take it out of `labels.names`, or add a site that annotates it"
+    names = [space.names[c] for c in space.foreground if c not in taught]
+    return [Problem("(all)", "", f"no site annotates {name!r}", remedy) for name in names]
+
+
+def _between_images(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Problem]:
+    found: list[Problem] = []
+    listings: dict[str, Listing] = {}
+    taught: set[int] = set()
+    for index in indexes:
+        found += index.problems
+        try:
+            naming = naming_of(index, space)
+        except FederationError as error:
+            found.append(_misnamed(index, error))
+            continue
+        listings[index.name] = _by_class(index, naming, space)
+        taught.update(naming[0].classes.values())
+        split = "train" if index.trains else "test"
+        if not any(case.split == split for case in index.cases):
+            what = f"empty: {index.root} holds no {'training' if index.trains else 'test'} image that can be used"
+            remedy = "correct `path`, `format` or `reading`, or take the site out"
+            found.append(Problem(index.name, "", what, remedy))
+    return [*found, *_untrained(indexes), *federation_problems(listings), *_untaught(space, taught)]
+
+
+def _misnamed(index: SiteIndex, error: FederationError) -> Problem:
+    what = str(error).removeprefix(f"site {index.name}: ")
+    return Problem(index.name, "", what, "correct `aliases`, `annotated` or `labels.names`")
+
+
+def _by_class(index: SiteIndex, naming: tuple[Naming, Naming], space: LabelSpace) -> Listing:
+    """A listing by the names of the space, with what training sees of training and validation images, and what is scored
+    of test images."""
+
+    def mapped(case: Case) -> Case:
+        present, absent = naming[case.split == "test"].findings(case)
+        names = [[space.names[c] for c in found] for found in (present, absent)]
+        return image_case(case.name, case.images[0], case.patient, case.split, *names)
+
+    classes = tuple(dict.fromkeys(space.names[c] for c in naming[0].classes.values()))
+    return Listing({}, tuple(map(mapped, index.cases)), None, (), classes, index.source)
+
+
+def _between_scans(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Problem]:
     found: list[Problem] = []
     by_name: dict[str, SiteIndex] = {}
     meaning: dict[str, tuple[str, str]] = {}
@@ -327,8 +385,7 @@ def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Pr
         try:
             strict, _ = naming_of(index, space)
         except FederationError as error:
-            what = str(error).removeprefix(f"site {index.name}: ")
-            found.append(Problem(index.name, "", what, "correct `aliases`, `annotated` or `labels.names`"))
+            found.append(_misnamed(index, error))
             continue
         for case in index.cases:
             if case.split != "test":
@@ -357,13 +414,7 @@ def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Pr
         if index.channels != indexes[0].channels:
             what = f"{index.channels} image channels, but site {indexes[0].name} has {indexes[0].channels}"
             found.append(Problem(index.name, "", what, "all sites of a federation have the same channels"))
-    if not any(index.trains for index in indexes):
-        found.append(Problem("(all)", "", "no site trains: every role is test", "give one the role train"))
-    for c in space.foreground:
-        if c not in annotated and space.names[c] != BACKGROUND:
-            what = f"no site annotates {space.names[c]!r}"
-            remedy = "take it out of `labels.names`, or add a site that annotates it"
-            found.append(Problem("(all)", "", what, remedy))
+    found += [*_untrained(indexes), *_untaught(space, annotated)]
     for name, c in zip(space.findings, space.finding_of, strict=True):
         if name not in told and c not in annotated:
             own = [f"{i.name}: {', '.join(i.used_findings)}" for i in indexes if i.trains and i.used_findings]
@@ -372,4 +423,4 @@ def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Pr
                 "correct `labels.findings`, give `aliases` to a site's finding, or add a site that tells it"
             )
             found.append(Problem("(all)", "", what, remedy))
-    return sorted(found, key=lambda problem: not problem.fatal)
+    return found

@@ -1,4 +1,4 @@
-"""The index of a site: files, label names and patients. No voxel is read.
+"""The index of a site: files, label names and patients, and how these meet the label space. No voxel is read.
 
 Shapes: C classes.
 """
@@ -18,15 +18,17 @@ from fedatlas.core.options import option, options
 from fedatlas.core.seeds import seed_of
 from fedatlas.data import datasets
 from fedatlas.data.datasets.shared.auto import detect
+from fedatlas.data.datasets.shared.findings import balanced
 from fedatlas.data.datasets.shared.listing import (
     Case,
     Layout,
-    Listing,
     Problem,
     Split,
+    Splitting,
     annotated_in,
     parse_table,
     read_json,
+    shown,
 )
 
 
@@ -173,10 +175,11 @@ class SiteConfig:
 class SiteIndex:
     """The layout of a site. table, reference_table: its label names, background included, to integers.
 
-    trains: False for a site that is tested on and trains nothing. whole: see `SiteConfig.whole`. divided: do its cases
-    have their splits for good, see `SiteConfig.split`; most, seed: at most so many training cases, in the order that
-    follows from the seed. findings: its own names of findings of the whole image; scores_all: see
-    `SiteConfig.score_all`.
+    level: what its classes are of, as in `LabelSpace`: voxels, or the whole image, and then its label names are those of
+    its findings. trains: False for a site that is tested on and trains nothing. whole: see `SiteConfig.whole`. divided: do
+    its cases have their splits for good, see `SiteConfig.split`; most, seed: at most so many training cases, in the order
+    that follows from the seed. findings: its own names of findings of the whole image; scores_all: see
+    `SiteConfig.score_all`. source: whose patient names these are, see `Listing`.
     """
 
     name: str
@@ -195,16 +198,18 @@ class SiteIndex:
     seed: int = 0
     findings: tuple[str, ...] = ()
     scores_all: bool = False
+    level: Literal["voxel", "image"] = "voxel"
+    source: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The label names of its table, in the file's order, background included."""
-        return tuple(self.table)
+        """The label names of its classes, in the file's order; of a table of voxels with the background."""
+        return tuple(self.table) if self.level == "voxel" else self.findings
 
     @property
     def used(self) -> tuple[str, ...]:
-        """Label names that count as annotated: all of the table, or those listed in `annotated`."""
-        own = [name for name in self.table if name != BACKGROUND]
+        """Label names that count as annotated: all of `names`, or those listed in `annotated`."""
+        own = [name for name in self.names if name != BACKGROUND]
         if self.annotated is None:
             return tuple(own)
         return tuple(n for n in own if n in self.annotated or self.aliases.get(n, n) in self.annotated)
@@ -226,14 +231,15 @@ class SiteIndex:
 
     def file(self, path: Path) -> str:
         """A path as it is shown: relative to the site's folder where it lies inside."""
-        return str(path.relative_to(self.root)) if self.root in path.parents else str(path)
+        return shown(path, self.root)
 
 
 @dataclass(frozen=True)
 class Naming:
     """How the integers and names of one table meet the label space.
 
-    integers: integer -> class name, or background for what does not count; classes: own name -> class.
+    integers: integer -> class name, or background for what does not count, {} for labels of whole images; classes: own
+    name -> class.
     """
 
     integers: dict[int, str]
@@ -246,17 +252,24 @@ class Naming:
         missing = {index for name, index in self.classes.items() if name not in given}
         return frozenset(index for index in self.classes.values() if index not in missing)
 
+    def findings(self, case: Case) -> tuple[frozenset[int], frozenset[int]]:
+        """The classes that are present in an image, and those that are absent, where labels are of whole images. Of
+        several names that are one class, one that is present makes it present, and all must be absent to make it
+        absent."""
+        told = {name: c for name, c in self.classes.items() if name in case.absent}
+        present = frozenset(c for name, c in self.classes.items() if name in case.present)
+        left = frozenset(c for name, c in self.classes.items() if name not in told)
+        return present, frozenset(told.values()) - left
+
 
 def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
-    """The layout of a site's folder; no voxel is read. A relative path is taken from `base`.
+    """The layout of a folder with labels of voxels; none is read. A relative path is taken from `base`.
 
     seed: of `split` and `cases`. What is wrong with single files is kept in `problems`. Raises DataError where the
     site cannot be understood at all: no folder, no table, regions instead of integers, a name that does not exist,
     more cases asked for than there are; FederationError for options that do not go together.
     """
-    root = (base / Path(config.path or "").expanduser()).resolve()
-    if not root.is_dir():
-        raise DataError(f"site {config.name}: {root}: no such folder; correct the site's `path`")
+    root = _folder(config, base)
     _refuse_combinations(config)
     chosen = None if config.format == AUTO else datasets.find(config.format)
     if (chosen is None or chosen.has_table) and not (root / config.table).exists():
@@ -267,7 +280,72 @@ def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
                 "folder as `path`"
             )
     layout = Layout(config.name, root, config.table, config.labels, config.test_labels)
-    listing = datasets.read(chosen or datasets.get(detect(layout)), layout, config.reading, Listing)
+    index = _read(config, chosen or datasets.get(detect(layout)), layout, seed, "voxel")
+    index = replace(index, cases=_with_patients(config, index.cases, root))
+    if config.reference:
+        index = _with_reference(config.reference, index)
+    if config.split is not None:
+        index = replace(index, cases=_divided(index.cases, config.split, config.name, seed))
+    if config.role == "test":
+        tests = (replace(c, split="test") for c in index.cases if c.labelled or c.fuller)
+        index = replace(index, cases=tuple(tests))
+    if not config.reference and (config.role == "test" or config.score_all):
+        index = replace(index, cases=tuple(map(_scored_in_full, index.cases)), reference_table=index.table)
+    return index
+
+
+def read_image_site(config: SiteConfig, base: Path, *, channels: int, splitting: Splitting) -> SiteIndex:
+    """The layout of a folder with labels of whole images; no pixel is read. A relative path is taken from `base`.
+
+    channels: of every image as it is prepared. splitting: where the data set does not say who is tested; its seed is that
+    of `cases` and `balanced`, too. Raises DataError or FederationError where the site cannot be understood at all: no
+    folder, no table, a format of the other task, a name that does not exist.
+    """
+    data = datasets.find(config.format)
+    if data is None or data.kind != "findings":
+        raise FederationError(
+            f"site {config.name}: format is {config.format!r}; labels of whole images are read from: "
+            f"{', '.join(datasets.known('findings'))}; set `format`"
+        )
+    root = _folder(config, base)
+    for key, default in FOR_LABEL_MAPS.items():
+        if getattr(config, key) != default:
+            instead = f"for format {config.format} it is an option of `reading`, as far as there is one"
+            if key == "patient":
+                instead = "give `reading` the column, `patient`, or the expression, `patient_in` (format csv)"
+            raise FederationError(
+                f"site {config.name}: {key}: is for layouts with label maps; leave it out. {instead[0].upper()}{instead[1:]}"
+            )
+    index = _read(config, data, Layout(config.name, root, splitting=splitting), splitting.seed, "image")
+    cases = index.cases
+    if config.role == "test":
+        cases = tuple(replace(case, split="test") for case in cases)
+    train = [case for case in cases if case.split == "train"]
+    kept = {case.name for case in _first(train, config.cases, config.name, splitting.seed)}
+    cases = tuple(case for case in cases if case.split != "train" or case.name in kept)
+    if config.balanced is not None:
+        tests, n = [case for case in cases if case.split == "test"], config.balanced
+        try:
+            chosen = balanced(tests, index.used, positives=n, negatives=n, seed=splitting.seed)
+        except DataError as error:
+            raise DataError(f"site {config.name}: {error}") from None
+        cases = tuple(case for case in cases if case.split != "test") + chosen
+    return replace(index, cases=cases, channels=channels, divided=True, most=None)
+
+
+def _folder(config: SiteConfig, base: Path) -> Path:
+    root = (base / Path(config.path or "").expanduser()).resolve()
+    if not root.is_dir():
+        raise DataError(f"site {config.name}: {root}: no such folder; correct the site's `path`")
+    return root
+
+
+def _read(
+    config: SiteConfig, data: datasets.DataSet, layout: Layout, seed: int, level: Literal["voxel", "image"]
+) -> SiteIndex:
+    """What the data set's reader finds in the folder, with what the site's keys say of it. Raises DataError where
+    `annotated` names what is not there."""
+    listing = datasets.read(data, layout, config.reading)
     own = (*listing.table, *listing.findings)
     known = [*own, *(config.aliases.get(name, name) for name in own)]
     for name in config.annotated or ():
@@ -276,14 +354,12 @@ def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
                 f"site {config.name}: `annotated` names {name!r}, which its label table does not hold; known: "
                 f"{', '.join(dict.fromkeys(known))}"
             )
-    channels = listing.channels or max((len(case.images) for case in listing.cases), default=1)
-    cases = _with_patients(config, listing.cases, root)
-    index = SiteIndex(
+    return SiteIndex(
         config.name,
-        root,
+        layout.root,
         listing.table,
-        cases,
-        channels,
+        listing.cases,
+        listing.channels or max((len(case.images) for case in listing.cases), default=1),
         dict(config.aliases),
         config.annotated,
         None,
@@ -295,17 +371,21 @@ def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
         seed=seed,
         findings=listing.findings,
         scores_all=config.score_all,
+        level=level,
+        source=listing.source or f"site {config.name}",
     )
-    if config.reference:
-        index = _with_reference(config.reference, index)
-    if config.split is not None:
-        index = replace(index, cases=_divided(index.cases, config.split, config.name, seed))
-    if config.role == "test":
-        tests = (replace(c, split="test") for c in index.cases if c.labelled or c.fuller)
-        index = replace(index, cases=tuple(tests))
-    if not config.reference and (config.role == "test" or config.score_all):
-        index = replace(index, cases=tuple(map(_scored_in_full, index.cases)), reference_table=listing.table)
-    return index
+
+
+FOR_LABEL_MAPS: Mapping[str, Any] = {
+    "patient": None,
+    "reference": None,
+    "table": "dataset.json",
+    "labels": "labelsTr",
+    "test_labels": "labelsTs",
+    "split": None,
+    "whole": False,
+}
+"""Keys of a site that say nothing where labels are of whole images, with their defaults."""
 
 
 def _refuse_combinations(config: SiteConfig) -> None:
@@ -462,12 +542,15 @@ def _with_reference(reference: Reference, index: SiteIndex) -> SiteIndex:
 
 
 def naming_of(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
-    """How a site's table, and that of its reference, meet the label space.
+    """How a site's label names meet the label space: those that training sees, and those for which there is a truth
+    beside them, as of a reference (of whole images: all for which there is one).
 
     A name of the reference that the space does not hold is not scored, nor one of a site that trains nothing; such a
     site annotates nothing. Raises FederationError for a name of a site that trains that is neither in the space nor an
     alias of one, for an alias that matches nothing, and for a site that is tested on with no class of the space.
     """
+    if index.level == "image":
+        return _naming_of_findings(index, space)
     other = index.reference_table or {}
     for alias in index.aliases:
         if alias not in index.table and alias not in other and alias not in index.findings:
@@ -497,6 +580,31 @@ def naming_of(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
     if not index.trains:
         _refuse_foreign(index, space, scoring)
     return strict, scoring
+
+
+def _naming_of_findings(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
+    """As `naming_of`, of labels of whole images."""
+    for alias in index.aliases:
+        if alias not in index.findings:
+            raise FederationError(
+                f"site {index.name}: alias {alias!r} matches none of the site's classes; it has: "
+                f"{', '.join(index.findings)}"
+            )
+    used = index.used if index.trains else ()
+    own = {alias: name for alias, name in index.aliases.items() if alias in used}
+    try:
+        resolved = resolve_names(used, own, space, site=index.name)
+    except FederationError as error:
+        raise FederationError(
+            f"{error}. A column of a csv that is no class goes into `reading`: the patient as `patient`, "
+            "the split as `split`, others into `ignored`"
+        ) from None
+    fuller = index.findings if index.scores_all or not index.trains else index.used
+    names = {name: index.aliases.get(name, name) for name in fuller}
+    return (
+        Naming({}, {name: space.index(target) for name, target in resolved.items()}),
+        Naming({}, {name: space.index(target) for name, target in names.items() if target in space.names}),
+    )
 
 
 def _refuse_findings(index: SiteIndex, space: LabelSpace) -> None:
@@ -576,15 +684,14 @@ def split_validation(index: SiteIndex, *, seed: int, fraction: float) -> dict[Sp
         chosen = set(patients[:count])
         given = [case for case in train if case.patient in chosen]
         train = [case for case in train if case.patient not in chosen]
-    if index.most is not None:
-        ranked = sorted(
-            train,
-            key=lambda case: (
-                seed_of(index.seed, "cases", index.name, case.patient),
-                case.patient,
-                case.name,
-            ),
-        )
-        kept = {case.name for case in ranked[: index.most]}
-        train = [case for case in train if case.name in kept]
+    train = _first(train, index.most, index.name, index.seed)
     return {"train": tuple(train), "validation": tuple(given), "test": tuple(test)}
+
+
+def _first(train: Sequence[Case], most: int | None, site: str, seed: int) -> Sequence[Case]:
+    """At most so many training cases, None: all. Patients are ranked by a hash, so that fewer are always among more."""
+    if most is None:
+        return train
+    ranked = sorted(train, key=lambda c: (seed_of(seed, "cases", site, c.patient), c.patient, c.name))
+    kept = {case.name for case in ranked[:most]}
+    return [case for case in train if case.name in kept]

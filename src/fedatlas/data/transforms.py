@@ -605,22 +605,13 @@ def slice_with_neighbours(image: np.ndarray, at: int, context: int) -> np.ndarra
 
 @dataclass
 class Scan:
-    """A scan without a truth, as `core.batch.Volume`."""
+    """A scan without a truth. image [I, *S] float32 on the federation's grid, normalised as for training."""
 
-    case: str
     image: Tensor
-    spacing: tuple[float, ...]
-    raw_spacing: tuple[float, ...]
-    known: Tensor
-    scored: Tensor
     geometry: Geometry
     exclusive: bool
     look: dict[str, Any]
     """See `inputs.look_of`."""
-
-    def truth(self, grid: str) -> np.ndarray:
-        """Raises DataError: there is none."""
-        raise DataError(f"{self.case}: a scan given for prediction has no truth to score against")
 
     def restore(self, probabilities: Tensor) -> np.ndarray:
         """See `restore`."""
@@ -694,14 +685,4 @@ def load_scan(
     require(look)
     require_grid(str(paths[0]), geometry, preprocessing, len(image) + len(space))
     on_grid = as_stored(image_to_grid(image, geometry, preprocessing)).astype(np.float32, copy=False)
-    return Scan(
-        case=paths[0].name.removesuffix(".gz").removesuffix(".nii"),
-        image=torch.from_numpy(on_grid),
-        spacing=geometry.grid_spacing,
-        raw_spacing=geometry.spacing,
-        known=torch.zeros(len(space), dtype=torch.bool),
-        scored=torch.zeros(len(space), dtype=torch.bool),
-        geometry=geometry,
-        exclusive=space.exclusive,
-        look=look,
-    )
+    return Scan(torch.from_numpy(on_grid), geometry, space.exclusive, look)

@@ -22,9 +22,10 @@ from fedatlas.core.seeds import seed_of
 from fedatlas.core.tensors import n_bytes
 from fedatlas.data.datasets.shared.listing import Problem
 from fedatlas.data.index import label_space_of
+from fedatlas.data.site_data import SiteData, pool
 from fedatlas.evaluation.evaluate import own_score
 from fedatlas.federation.file import Federation, hash_of, make_method, make_terms, selects
-from fedatlas.federation.tasks import Source, task_of
+from fedatlas.federation.tasks import task_of
 from fedatlas.transport.egress import EgressLog
 from fedatlas.transport.host import Host
 from fedatlas.transport.pipeline import Policy
@@ -233,19 +234,19 @@ class Experiment(Design):
             (s for s in federation.sites if sites is None or s.name in sites), key=lambda site: site.name
         )
         task = task_of(federation)
-        self.indexes: list[Any] = [task.read(federation, site, Path(data_path(site))) for site in chosen]
+        self.indexes = [task.read(federation, site, Path(data_path(site))) for site in chosen]
         space = space or space_of(federation, {index.name: index.brings for index in self.indexes})
         super().__init__(federation, space, self.indexes[0].channels)
-        self.sources: dict[str, Source] = {
+        self.sources: dict[str, SiteData] = {
             index.name: task.source(federation, index, self.space, cache) for index in self.indexes
         }
-        self.training = {i.name: self.sources[i.name] for i in self.indexes if task.trains(i)}
+        self.training = {i.name: self.sources[i.name] for i in self.indexes if i.trains}
         if self.pooled:
-            self.training = {POOLED: task.pool(list(self.training.values()), POOLED)}
+            self.training = {POOLED: pool(list(self.training.values()), POOLED)}
 
     def check(self) -> list[Problem]:
         """Reads every image of every site; the problems found, worst first."""
-        problems = self.task.thorough(self.federation, self.indexes, self.space)
+        problems = self.task.check(self.federation, self.indexes, self.space)
         return sorted(problems, key=lambda problem: not problem.fatal)
 
     def prepare(self, tell: Callable[[str], None] = lambda text: None) -> None:

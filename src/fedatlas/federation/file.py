@@ -17,8 +17,8 @@ from fedatlas import methods, nets
 from fedatlas.core.contract import Method
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import explain, from_dict, not_known, option, options, own_first
-from fedatlas.data.image_index import Images
-from fedatlas.data.site_data import SiteConfig
+from fedatlas.data.images import Images
+from fedatlas.data.index import SiteConfig
 from fedatlas.data.transforms import Preprocessing, Sampling
 from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
 from fedatlas.evaluation.evaluate import Evaluation

@@ -20,7 +20,7 @@ from torch import nn
 from fedatlas.core.contract import Member, Method, State
 from fedatlas.core.errors import FederationError, RunFolderError
 from fedatlas.core.tensors import Tensors, n_bytes, tensors_of, to_tree
-from fedatlas.data.checks import shared_scans
+from fedatlas.data.checks import check_federation, shared_scans
 from fedatlas.data.reading import refuse
 from fedatlas.evaluation.evaluate import Candidate, place_of, question, selection_score
 from fedatlas.evaluation.statistics import POST, read_rows, write_rows
@@ -85,7 +85,7 @@ def gather_local(
     data_changed: go on with a run though a site's data are not those with which it began."""
     cache = cache_folder(federation, folder.path.parent)
     experiment = Experiment(federation, cache)
-    problems = [p for p in experiment.task.quick(experiment.indexes, experiment.space) if p.fatal]
+    problems = [p for p in check_federation(experiment.indexes, experiment.space) if p.fatal]
     if problems:
         raise FederationError("\n".join(str(problem) for problem in problems))
     transport: Transport

@@ -23,6 +23,7 @@ import torch
 from fedatlas.core.contract import at_site
 from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.data.index import naming_of
 from fedatlas.federation import design as build
 from fedatlas.federation.design import POOLED, Experiment, egress_log
 from fedatlas.federation.file import (
@@ -243,7 +244,8 @@ class SiteDesk:
         summary = source.summary()
         classes = {}
         for index in source.indexes:
-            classes |= task_of(self.federation).names(index, agreed.space)
+            known = naming_of(index, agreed.space)[0].classes
+            classes |= {own: agreed.space.names[c] for own, c in known.items()}
         facts = {"summary": summary, "classes": classes, "memory": host.memory.versions()}
         return {"facts": {**facts, "changed": self.changed}}
 

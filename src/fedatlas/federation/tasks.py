@@ -2,47 +2,22 @@
 checked, what a net is given, what is measured. Everything else, methods included, knows only `LabelSpace.level`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data import image_data, image_index, site_data
-from fedatlas.data.checks import Scan, shared_scans
+from fedatlas.data.checks import Scan, check_federation, check_site, shared_scans
 from fedatlas.data.datasets.shared.listing import Problem, Splitting
-from fedatlas.data.index import SiteConfig
+from fedatlas.data.images import ImageData, check_images
+from fedatlas.data.index import SiteConfig, SiteIndex, read_image_site, read_site
+from fedatlas.data.site_data import SiteData
+from fedatlas.data.voxels import VoxelData
 from fedatlas.evaluation.classification import Histogram, Threshold, fit_thresholds
 from fedatlas.evaluation.evaluate import Evaluator
 from fedatlas.evaluation.image_evaluation import ImageEvaluator
 from fedatlas.federation.file import Federation, inference_of
-from fedatlas.transport.host import SiteSource
-
-
-class Index(Protocol):
-    """The layout of a site. brings: what it annotates for training, by the names of the label space."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def channels(self) -> int: ...
-    @property
-    def brings(self) -> tuple[str, ...]: ...
-
-
-class Source(SiteSource, Protocol):
-    """The data of a site, as a run needs them beyond what its host does."""
-
-    name: str
-
-    @property
-    def channels(self) -> int: ...
-    def prepare(self, progress: Callable[[str], None] | None = None) -> None: ...
-    def scans(self) -> list[Scan]: ...
-    def summary(self) -> dict[str, Any]: ...
-    def keep_leaks(self, folder: Path) -> None: ...
-    def fingerprint(self) -> dict[str, str]: ...
-    def looks(self) -> dict[str, dict[str, Any]]: ...
 
 
 class Task(Protocol):
@@ -51,31 +26,15 @@ class Task(Protocol):
     level: Literal["voxel", "image"]
     sends: Mapping[str, Mapping[str, str]]
 
-    def read(self, federation: Federation, site: SiteConfig, path: Path) -> Any:
+    def read(self, federation: Federation, site: SiteConfig, path: Path) -> SiteIndex:
         """The layout of a site."""
         ...
 
-    def source(self, federation: Federation, index: Any, space: LabelSpace, cache: Path) -> Any:
+    def source(self, federation: Federation, index: SiteIndex, space: LabelSpace, cache: Path) -> SiteData:
         """The data of a site. Raises FederationError if its names do not fit the space."""
         ...
 
-    def pool(self, sources: Sequence[Any], name: str) -> Any:
-        """The union of the sites that train."""
-        ...
-
-    def trains(self, index: Any) -> bool:
-        """Does the site take part in training?"""
-        ...
-
-    def names(self, index: Any, space: LabelSpace) -> dict[str, str]:
-        """A site's own names -> the classes that they mean."""
-        ...
-
-    def quick(self, indexes: Sequence[Any], space: LabelSpace) -> list[Problem]:
-        """The problems that show without decoding an image."""
-        ...
-
-    def thorough(self, federation: Federation, indexes: Sequence[Any], space: LabelSpace) -> list[Problem]:
+    def check(self, federation: Federation, indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Problem]:
         """All problems of all sites; reads everything."""
         ...
 
@@ -109,14 +68,12 @@ class Segmentation:
         "evaluate_several": {"rows": "rows"},
     }
 
-    def read(self, federation: Federation, site: SiteConfig, path: Path) -> site_data.SiteIndex:
-        return site_data.read_site(site, path, seed=federation.evaluation.split_seed)
+    def read(self, federation: Federation, site: SiteConfig, path: Path) -> SiteIndex:
+        return read_site(site, path, seed=federation.evaluation.split_seed)
 
-    def source(
-        self, federation: Federation, index: site_data.SiteIndex, space: LabelSpace, cache: Path
-    ) -> site_data.SiteData:
+    def source(self, federation: Federation, index: SiteIndex, space: LabelSpace, cache: Path) -> VoxelData:
         assert federation.preprocessing is not None
-        return site_data.SiteData(
+        return VoxelData(
             index,
             space,
             federation.preprocessing,
@@ -127,25 +84,10 @@ class Segmentation:
             cache=cache,
         )
 
-    def pool(self, sources: Sequence[site_data.SiteData], name: str) -> site_data.SiteData:
-        return site_data.pool(sources, name)
-
-    def trains(self, index: site_data.SiteIndex) -> bool:
-        return index.trains
-
-    def names(self, index: site_data.SiteIndex, space: LabelSpace) -> dict[str, str]:
-        strict, _ = site_data.naming_of(index, space)
-        return {own: space.names[c] for own, c in strict.classes.items()}
-
-    def quick(self, indexes: Sequence[site_data.SiteIndex], space: LabelSpace) -> list[Problem]:
-        return site_data.check_federation(indexes, space)
-
-    def thorough(
-        self, federation: Federation, indexes: Sequence[site_data.SiteIndex], space: LabelSpace
-    ) -> list[Problem]:
-        problems, scans = list(self.quick(indexes, space)), []
+    def check(self, federation: Federation, indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Problem]:
+        problems, scans = check_federation(indexes, space), list[Scan]()
         for index in indexes:
-            problems += site_data.check_site(index, space, scans=scans)
+            problems += check_site(index, space, scans=scans)
         return problems + shared_scans(scans)
 
     def evaluator(self, federation: Federation, space: LabelSpace) -> Evaluator:
@@ -178,39 +120,20 @@ class Classification:
     level: Literal["voxel", "image"] = "image"
     sends: Mapping[str, Mapping[str, str]] = {"evaluate": {"rows": "rows", "histograms": "histograms"}}
 
-    def read(self, federation: Federation, site: SiteConfig, path: Path) -> image_index.ImageIndex:
+    def read(self, federation: Federation, site: SiteConfig, path: Path) -> SiteIndex:
         evaluation = federation.evaluation
         splitting = Splitting(
             seed=evaluation.split_seed, test=evaluation.test, validation=evaluation.validation
         )
-        return image_index.read_image_site(
-            site, path, channels=federation.images.channels, splitting=splitting
-        )
+        return read_image_site(site, path, channels=federation.images.channels, splitting=splitting)
 
-    def source(
-        self, federation: Federation, index: image_index.ImageIndex, space: LabelSpace, cache: Path
-    ) -> image_data.ImageData:
-        return image_data.ImageData(index, space, federation.images, federation.augmentation, cache=cache)
+    def source(self, federation: Federation, index: SiteIndex, space: LabelSpace, cache: Path) -> ImageData:
+        return ImageData(index, space, federation.images, federation.augmentation, cache=cache)
 
-    def pool(self, sources: Sequence[image_data.ImageData], name: str) -> image_data.ImageData:
-        return image_data.pool_images(sources, name)
-
-    def trains(self, index: image_index.ImageIndex) -> bool:
-        return index.trains
-
-    def names(self, index: image_index.ImageIndex, space: LabelSpace) -> dict[str, str]:
-        known, _ = index.classes(space)
-        return {own: space.names[c] for own, c in known.items()}
-
-    def quick(self, indexes: Sequence[image_index.ImageIndex], space: LabelSpace) -> list[Problem]:
-        return image_index.image_problems(indexes, space)
-
-    def thorough(
-        self, federation: Federation, indexes: Sequence[image_index.ImageIndex], space: LabelSpace
-    ) -> list[Problem]:
-        problems, decoded, scans = list(self.quick(indexes, space)), [], []
+    def check(self, federation: Federation, indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Problem]:
+        problems, decoded, scans = check_federation(indexes, space), list[Problem](), list[Scan]()
         for index in indexes:
-            decoded += image_data.check_images(index, federation.images, scans)
+            decoded += check_images(index, federation.images, scans)
         decoded += shared_scans(scans)
         # files that are equal byte by byte are known already
         known = {(problem.site, problem.file) for problem in problems if "byte by byte" in problem.what}

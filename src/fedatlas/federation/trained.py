@@ -18,9 +18,8 @@ from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
 from fedatlas.data import datasets
 from fedatlas.data.formats import flat
-from fedatlas.data.index import AUTO
+from fedatlas.data.index import AUTO, SiteConfig, read_site
 from fedatlas.data.inputs import Look, judge, trained_on
-from fedatlas.data.site_data import SiteConfig, SiteData, read_site
 from fedatlas.data.transforms import (
     SKEW,
     FileError,
@@ -30,6 +29,7 @@ from fedatlas.data.transforms import (
     skew_of,
     write_label_map,
 )
+from fedatlas.data.voxels import VoxelData
 from fedatlas.evaluation.postprocess import Postprocess, postprocess
 from fedatlas.evaluation.statistics import POST, write_rows
 from fedatlas.federation.design import Design, build_net, cache_folder, training_sites
@@ -395,7 +395,7 @@ def evaluate_folder(
         )
     chosen = {"annotated": tuple(known), "aliases": aliases}
     config = from_dict(SiteConfig, form | chosen, what="evaluate")
-    source = SiteData(
+    source = VoxelData(
         read_site(config, data),
         space,
         trained.preprocessing,

@@ -14,9 +14,8 @@ from fedatlas.core.options import not_known
 from fedatlas.data import datasets
 from fedatlas.data.datasets.shared.listing import Splitting
 from fedatlas.data.formats.picture import PictureError
-from fedatlas.data.image_data import ImageData, prepared
-from fedatlas.data.image_index import read_image_site
-from fedatlas.data.index import SiteConfig
+from fedatlas.data.images import ImageData, prepared
+from fedatlas.data.index import SiteConfig, read_image_site
 from fedatlas.data.inputs import judge
 from fedatlas.evaluation.classification import NO_CUT, Threshold
 from fedatlas.evaluation.image_evaluation import Panel
@@ -140,8 +139,8 @@ def evaluate_images(
     )
     nothing = Splitting(test=0, validation=0)  # type: ignore[call-arg]
     index = read_image_site(config, data, channels=federation.images.channels, splitting=nothing)
-    ignored = [own for own in index.listing.classes if aliases.get(own, own) not in space.names]
-    if len(ignored) == len(index.listing.classes):
+    ignored = [own for own in index.findings if aliases.get(own, own) not in space.names]
+    if len(ignored) == len(index.findings):
         raise FederationError(
             f"{data}: none of its classes ({', '.join(ignored)}) is known to the model ({', '.join(space.names)}); "
             "give aliases, as --alias theirs=ours"

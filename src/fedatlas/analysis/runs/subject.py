@@ -23,7 +23,7 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.losses import LossChoice
 from fedatlas.core.contract import Member, State
 from fedatlas.core.options import not_known, option, options
-from fedatlas.federation.tasks import Source
+from fedatlas.data.site_data import SiteData
 from fedatlas.core.tensors import load
 
 Labels = Literal["annotated", "reference"]
@@ -172,7 +172,7 @@ class Subject:
         return Experiment(plain, cache, sites=self.sites, space=self.space)
 
     @property
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, SiteData]:
         """site -> its data."""
         return self.experiment.sources
 

@@ -12,13 +12,12 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.options import from_dict, not_known
-from fedatlas.data.datasets.shared.listing import ImageCase, ImageListing, Layout, Listing
+from fedatlas.data.datasets.shared.listing import Layout, Listing
 
-T = TypeVar("T", Listing, ImageListing)
 Kind = Literal["volumes", "masks", "findings"]
 VOXELS: tuple[Kind, ...] = ("volumes", "masks")
 """The kinds with labels of voxels."""
@@ -34,14 +33,14 @@ class DataSet:
 
     name: its `format` in a federation file. kind: volumes are scans with label maps, masks are pictures with a mask per
     class, findings are images with labels of the whole image. title: one plain sentence. read: folder -> cases, without
-    voxels; a `Listing`, or for findings an `ImageListing`. pixels: what its files hold. options: the class of the site's
+    voxels. pixels: what its files hold. options: the class of the site's
     key `reading`, None for none. has_table: does it read its labels from the file that the site's key `table` names?
     """
 
     name: str
     kind: Kind
     title: str
-    read: Callable[[Layout], Listing | ImageListing]
+    read: Callable[[Layout], Listing]
     pixels: Pixels = "any"
     options: type[Any] | None = None
     has_table: bool = False
@@ -120,9 +119,8 @@ def require(name: str, what: str, *kinds: Kind, also: tuple[str, ...] = ()) -> N
         raise not_known(what, name, (*also, *known(*kinds)))
 
 
-def read(data: DataSet, layout: Layout, reading: Mapping[str, Any], form: type[T]) -> T:
-    """The cases of a folder. reading: the options, unchecked, as of a federation file; form: what the caller can use,
-    `Listing` or `ImageListing`."""
+def read(data: DataSet, layout: Layout, reading: Mapping[str, Any]) -> Listing:
+    """The cases of a folder. reading: the options, unchecked, as of a federation file."""
     if data.options is not None:
         layout = replace(
             layout, options=from_dict(data.options, reading, what=f"site {layout.site}: reading")
@@ -135,24 +133,25 @@ def read(data: DataSet, layout: Layout, reading: Mapping[str, Any], form: type[T
         )
     try:
         listing = data.read(layout)
+        if not isinstance(listing, Listing):
+            raise TypeError(
+                f"the reader of {data.name} must return a Listing, and returned a {type(listing).__name__}"
+            )
         "\n".join(_texts(listing)).encode()
     except UnicodeEncodeError:
         raise DataError(
             f"site {layout.site}: {_shown(_not_utf8(layout.root))}: the name is not UTF-8, as archives of old systems have "
             "it, and cannot be written into tables; rename it, and whatever else is named so"
         ) from None
-    if not isinstance(listing, form):
-        raise TypeError(f"the reader of {data.name}, of kind {data.kind}, must return a {form.__name__}")
     problems = (replace(p, file=_shown(p.file), what=_shown(p.what)) for p in listing.problems)
     return replace(listing, problems=tuple(problems))
 
 
-def _texts(listing: Listing | ImageListing) -> Iterator[str]:
+def _texts(listing: Listing) -> Iterator[str]:
     """The names and files of all cases."""
     for case in listing.cases:
         yield from (case.name, case.patient)
-        files = (case.image,) if isinstance(case, ImageCase) else (*case.images, *case.label_files)
-        yield from map(str, files)
+        yield from map(str, (*case.images, *case.label_files))
 
 
 def _not_utf8(root: Path) -> str:

@@ -43,7 +43,16 @@ from fedatlas.data.datasets.shared.findings import (
     read_table,
     split_patients,
 )
-from fedatlas.data.datasets.shared.listing import ImageCase, ImageListing, Layout, Problem, Split, shown, some
+from fedatlas.data.datasets.shared.listing import (
+    Case,
+    Layout,
+    Listing,
+    Problem,
+    Split,
+    image_case,
+    shown,
+    some,
+)
 
 SOURCE = "ChestX-ray14"
 CLASSES = (
@@ -114,7 +123,7 @@ def batch_of(name: str) -> int | None:
     return bisect.bisect_right(BATCHES, name) if _NAME.fullmatch(name) and name >= BATCHES[0] else None
 
 
-def read(layout: Layout) -> ImageListing:
+def read(layout: Layout) -> Listing:
     """A case for each row of the table whose image is there; of any part of the layout above with the same columns.
 
     An empty finding, or "nan", is not annotated. A row whose image is missing is a problem, an image without a row a
@@ -140,7 +149,7 @@ def read(layout: Layout) -> ImageListing:
     chosen, left_out = _choose(site, table.name, rows, places, form)
     lists = _official(site, root) if form.splits == "official" else None
     known = dict.fromkeys((*CLASSES, *form.classes, *form.others))
-    cases: list[ImageCase] = []
+    cases: list[Case] = []
     bad: list[Problem] = []
     gone: list[Problem] = []
     unlisted: list[Problem] = []
@@ -158,7 +167,7 @@ def read(layout: Layout) -> ImageListing:
             unlisted.append(Problem(site, name, what, "add it to one, or set `splits` to seed"))
         else:
             if lists is not None:
-                case = ImageCase(case.name, case.image, case.patient, lists[name], case.present, case.absent)
+                case = replace(case, split=lists[name])
             cases.append(case)
     listed = {row.values[FILE] for row in rows}
     unused = [
@@ -263,7 +272,7 @@ def _patient(row: Row) -> str:
     return str(int(text)) if text.isascii() and text.isdigit() else text
 
 
-def _case(row: Row, file: Path, form: ChestXray14, known: Iterable[str]) -> tuple[ImageCase | None, str]:
+def _case(row: Row, file: Path, form: ChestXray14, known: Iterable[str]) -> tuple[Case | None, str]:
     """A row's case, for now in the training split; or None, and what is wrong with the row."""
     name, text, patient = row.values[FILE], row.values[FINDINGS], _patient(row)
     match = _NAME.fullmatch(name)
@@ -290,7 +299,7 @@ def _case(row: Row, file: Path, form: ChestXray14, known: Iterable[str]) -> tupl
         return None, f"column {FINDINGS!r} holds {text!r}; {NOTHING} stands alone"
     present = frozenset(found) & frozenset(form.classes)
     absent = frozenset(form.classes) - present if found else frozenset()
-    return ImageCase(os.path.splitext(name)[0], file, patient, "train", present, absent), ""
+    return image_case(os.path.splitext(name)[0], file, patient, "train", present, absent), ""
 
 
 DATASET = DataSet(

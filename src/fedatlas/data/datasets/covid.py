@@ -27,7 +27,7 @@ from typing import Literal
 from fedatlas.core.options import option, options
 from fedatlas.data.datasets import DataSet
 from fedatlas.data.datasets.shared.findings import read_folders
-from fedatlas.data.datasets.shared.listing import ImageListing, Layout
+from fedatlas.data.datasets.shared.listing import Layout, Listing
 
 SOURCE = "COVID-19 Radiography Database"
 FOLDERS = ("COVID-19_Radiography_Dataset", "COVID-19 Radiography Database")
@@ -45,7 +45,7 @@ class Covid:
     )
 
 
-def read(layout: Layout) -> ImageListing:
+def read(layout: Layout) -> Listing:
     """The folder COVID and those of `negatives`, split per image by seed, with the same share of COVID-19 in every
     split.
 

@@ -18,7 +18,16 @@ from fedatlas.data.datasets.shared.findings import (
     read_table,
     split_patients,
 )
-from fedatlas.data.datasets.shared.listing import ImageCase, ImageListing, Layout, Problem, Split, shown, some
+from fedatlas.data.datasets.shared.listing import (
+    Case,
+    Layout,
+    Listing,
+    Problem,
+    Split,
+    image_case,
+    shown,
+    some,
+)
 
 
 @options
@@ -75,7 +84,7 @@ _SPLITS: Mapping[str, Split] = {
 }
 
 
-def read(layout: Layout) -> ImageListing:
+def read(layout: Layout) -> Listing:
     """A case for each row. Values may be written 1.0, 0.0, -1.0.
 
     With neither `patient` nor `patient_in` every image is its own patient. Where the table gives no test or no
@@ -98,7 +107,7 @@ def read(layout: Layout) -> ImageListing:
     there, _ = find_images(folder)
     known = {os.path.normpath(file) for file in there}
     listed: dict[str, int] = {}
-    cases: list[ImageCase] = []
+    cases: list[Case] = []
     bad: list[Problem] = []
     twice: list[Problem] = []
     gone: list[Problem] = []
@@ -144,7 +153,7 @@ def read(layout: Layout) -> ImageListing:
 
 def _csv_case(
     site: str, form: CsvForm, classes: Sequence[str], row: Row, file: Path, header: Sequence[str]
-) -> tuple[ImageCase | None, list[Problem]]:
+) -> tuple[Case | None, list[Problem]]:
     faults: list[Problem] = []
 
     def wrong(column: str, allowed: str) -> None:
@@ -188,7 +197,7 @@ def _csv_case(
         values = {column: 0 if value is None else value for column, value in values.items()}
     present = frozenset(name for name in classes if values[name] == 1)
     absent = frozenset(name for name in classes if values[name] == 0)
-    return ImageCase(name, file, patient, split, present, absent), []
+    return image_case(name, file, patient, split, present, absent), []
 
 
 DATASET = DataSet(

@@ -21,14 +21,14 @@ site on what it tests at the other, and neither names nor file contents show it.
 
 from fedatlas.data.datasets import DataSet
 from fedatlas.data.datasets.shared.findings import read_folders
-from fedatlas.data.datasets.shared.listing import ImageListing, Layout
+from fedatlas.data.datasets.shared.listing import Layout, Listing
 
 SOURCE = "Tuberculosis Chest X-ray Database"
 FOLDER = "TB_Chest_Radiography_Database"
 CLASSES = ("Tuberculosis",)
 
 
-def read(layout: Layout) -> ImageListing:
+def read(layout: Layout) -> Listing:
     """The two folders, split per image by seed, with the same share of tuberculosis in every split.
 
     The one class is Tuberculosis: present in one folder, verified absent in the other. Raises DataError for a folder

@@ -1,7 +1,7 @@
 """Images with findings: what every such data set is read into, and the generic CSV. No pixels are read here.
 
 An image-level annotation has three states per class: present, absent, not annotated. A reader turns a folder
-and its tables into an `ImageListing`; whatever is wrong with single rows or files is kept in `problems`.
+and its tables into a `Listing` of `image_case`s; whatever is wrong with single rows or files is kept in `problems`.
 
 Splits are by patient. Where a data set names no patients, every image counts as its own, and its reader says so.
 """
@@ -17,12 +17,13 @@ from pathlib import Path
 from fedatlas.core.errors import DataError
 from fedatlas.core.seeds import seed_of
 from fedatlas.data.datasets.shared.listing import (
-    ImageCase,
-    ImageListing,
+    Case,
     Layout,
+    Listing,
     Problem,
     Split,
     Splitting,
+    image_case,
     shown,
     some,
 )
@@ -155,8 +156,8 @@ def _whole(file: Path) -> bytes:
 
 
 def split_patients(
-    cases: Sequence[ImageCase], site: str, splitting: Splitting, *, stratified: bool = False
-) -> tuple[ImageCase, ...]:
+    cases: Sequence[Case], site: str, splitting: Splitting, *, stratified: bool = False
+) -> tuple[Case, ...]:
     """Takes test and validation cases out of the training cases, whole patients at a time.
 
     A split that is there already stays as it is, and nothing is added to it. Patients are ranked by a hash of (seed,
@@ -190,8 +191,8 @@ def split_patients(
 
 
 def balanced(
-    cases: Sequence[ImageCase], classes: Sequence[str], *, positives: int, negatives: int, seed: int
-) -> tuple[ImageCase, ...]:
+    cases: Sequence[Case], classes: Sequence[str], *, positives: int, negatives: int, seed: int
+) -> tuple[Case, ...]:
     """A test set with so many images per class where it is present, and so many where it is absent.
 
     Each class is drawn on its own, by a hash of (seed, class, name). An image is annotated, in what is returned, for
@@ -212,9 +213,7 @@ def balanced(
             for case in pool[:wanted]:
                 drawn.setdefault(case, (set(), set()))[side].add(name)
     return tuple(
-        replace(
-            case, split="test", present=frozenset(drawn[case.name][0]), absent=frozenset(drawn[case.name][1])
-        )
+        image_case(case.name, case.images[0], case.patient, "test", *drawn[case.name])
         for case in cases
         if case.name in drawn
     )
@@ -227,29 +226,29 @@ def listing(
     site: str,
     root: Path,
     classes: Sequence[str],
-    cases: Sequence[ImageCase],
+    cases: Sequence[Case],
     source: str,
     problems: Sequence[Problem],
-) -> ImageListing:
+) -> Listing:
     """A listing, with the problems that its cases show among themselves: a name twice, a file twice, a patient in
     two splits. Cases that repeat a name or a file are left out."""
-    kept: dict[str, ImageCase] = {}
+    kept: dict[str, Case] = {}
     files: dict[str, str] = {}
     twice: list[Problem] = []
     for case in cases:
-        file = os.path.normpath(case.image)
+        file = os.path.normpath(case.images[0])
         if file in files:
             what = f"listed twice, as case {files[file]!r} and as case {case.name!r}"
             if files[file] == case.name:
                 what = f"listed twice, as case {case.name!r}"
-            twice.append(Problem(site, shown(case.image, root), what, "take one row out"))
+            twice.append(Problem(site, shown(case.images[0], root), what, "take one row out"))
         elif case.name in kept:
-            what = f"case {case.name!r} is also {shown(kept[case.name].image, root)}"
-            twice.append(Problem(site, shown(case.image, root), what, "rename one, or take it out"))
+            what = f"case {case.name!r} is also {shown(kept[case.name].images[0], root)}"
+            twice.append(Problem(site, shown(case.images[0], root), what, "rename one, or take it out"))
         else:
             kept[case.name], files[file] = case, case.name
     leaks: list[Problem] = []
-    splits: dict[str, ImageCase] = {}
+    splits: dict[str, Case] = {}
     told: set[str] = set()
     for case in kept.values():
         first = splits.setdefault(case.patient, case)
@@ -259,12 +258,12 @@ def listing(
                 f"patient {case.patient!r} is in the {first.split} cases ({first.name}) and in the {case.split} "
                 f"cases ({case.name})"
             )
-            leaks.append(Problem(site, shown(case.image, root), what, "keep every patient in one split"))
+            leaks.append(Problem(site, shown(case.images[0], root), what, "keep every patient in one split"))
     found = [*problems, *some(twice, "listed twice"), *some(leaks, "a patient in two splits")]
-    return ImageListing(tuple(classes), tuple(kept.values()), source, tuple(found))
+    return Listing({}, tuple(kept.values()), None, tuple(found), tuple(classes), source)
 
 
-def federation_problems(listings: Mapping[str, ImageListing]) -> list[Problem]:
+def federation_problems(listings: Mapping[str, Listing]) -> list[Problem]:
     """What sites show together, and in the bytes of their files: a patient at two sites of one source, equal files
     under two names, a class without a positive or without a negative anywhere. listings: by the sites' names.
 
@@ -272,7 +271,7 @@ def federation_problems(listings: Mapping[str, ImageListing]) -> list[Problem]:
     and are not found here.
     """
     found: list[Problem] = []
-    homes: dict[tuple[str, str], tuple[str, ImageCase]] = {}
+    homes: dict[tuple[str, str], tuple[str, Case]] = {}
     shared: list[Problem] = []
     told: set[tuple[str, str]] = set()
     for site, entry in listings.items():
@@ -282,16 +281,16 @@ def federation_problems(listings: Mapping[str, ImageListing]) -> list[Problem]:
             if other != site and key not in told:
                 told.add(key)
                 what = f"patient {case.patient!r} of {entry.source} is also at site {other} (case {first.name!r})"
-                shared.append(Problem(site, str(case.image), what, "give every patient to one site"))
+                shared.append(Problem(site, str(case.images[0]), what, "give every patient to one site"))
     found += some(shared, "a patient at two sites")
-    owners: dict[Path, tuple[str, ImageCase]] = {}
+    owners: dict[Path, tuple[str, Case]] = {}
     twins: list[Problem] = []
     for site, entry in listings.items():
         for case in entry.cases:
-            other, first = owners.setdefault(case.image, (site, case))
+            other, first = owners.setdefault(case.images[0], (site, case))
             if other != site:
                 what = f"case {case.name!r} is the same file as case {first.name!r} at site {other}"
-                twins.append(Problem(site, str(case.image), what, "give every file to one site"))
+                twins.append(Problem(site, str(case.images[0]), what, "give every file to one site"))
     for group in contents(owners):
         site, first = owners[group[0]]
         for file in group[1:]:
@@ -304,10 +303,10 @@ def federation_problems(listings: Mapping[str, ImageListing]) -> list[Problem]:
             twins.append(Problem(other, str(file), what, "take one out", fatal))
     for fatal in (True, False):
         found += some([twin for twin in twins if twin.fatal == fatal], "equal files")
-    for name in dict.fromkeys(name for entry in listings.values() for name in entry.classes):
+    for name in dict.fromkeys(name for entry in listings.values() for name in entry.findings):
         sums = [entry.counts("train").get(name, (0, 0)) for entry in listings.values()]
         present, absent = (sum(counts) for counts in zip(*sums, strict=True))
-        holders = ", ".join(site for site, entry in listings.items() if name in entry.classes)
+        holders = ", ".join(site for site, entry in listings.items() if name in entry.findings)
         for count, word in ((present, "present"), (absent, "absent")):
             if count == 0:
                 what = f"class {name!r} is {word} in no training case of any site; it cannot be learnt"
@@ -326,14 +325,14 @@ def read_folders(
     *,
     classes: Sequence[str],
     source: str,
-) -> ImageListing:
+) -> Listing:
     """A folder per class: folders maps a folder of `root` to the classes (present, absent) in its images.
 
     Images lie in the folder, or in its folder `images` where it has one; nothing else below is read. No patients are
     known: every image is its own. The shares of the splits hold within each folder of equal findings. Raises DataError
     for a folder that is missing.
     """
-    site, cases = layout.site, list[ImageCase]()
+    site, cases = layout.site, list[Case]()
     problems: list[Problem] = []
     for name, (present, absent) in folders.items():
         folder = root / name
@@ -355,7 +354,7 @@ def read_folders(
         problems += some(strange, "files that are no images")
         for file in images:
             case = f"{name}/{file.stem}"
-            cases.append(ImageCase(case, file, case, "train", frozenset(present), frozenset(absent)))
+            cases.append(image_case(case, file, case, "train", present, absent))
     return listing(
         site, root, classes, split_patients(cases, site, layout.splitting, stratified=True), source, problems
     )

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,7 +87,8 @@ EMPTY = "-1"
 
 @dataclass(frozen=True)
 class Case:
-    """One scan or picture: files and annotated labels, by the site's own names.
+    """One scan or picture: files and annotated labels, by the site's own names. One with labels of the whole image alone
+    has nothing but `findings`; see `image_case`.
 
     masks: own class name -> its mask, for sites with a mask per class in place of a label map; a name given twice
     means the union, and a name of `annotated` without a mask is annotated and absent. reference_annotated: what
@@ -108,6 +110,16 @@ class Case:
     findings: tuple[tuple[str, bool], ...] = ()
     pixel: tuple[float, float] | None = None
     raw: int | None = None
+
+    @cached_property
+    def present(self) -> frozenset[str]:
+        """The findings that were verified to be there."""
+        return frozenset(name for name, there in self.findings if there)
+
+    @cached_property
+    def absent(self) -> frozenset[str]:
+        """The findings that were verified not to be there."""
+        return frozenset(name for name, there in self.findings if not there)
 
     @property
     def labelled(self) -> bool:
@@ -134,6 +146,19 @@ class Case:
         return {name: value for name, value in given.items() if value not in (None, [])}
 
 
+def image_case(
+    name: str, image: Path, patient: str, split: Split, present: Iterable[str], absent: Iterable[str]
+) -> Case:
+    """An image with labels of the whole. present, absent: the findings that were verified to be there, or not; any other
+    is not annotated. Raises DataError for one in both."""
+    told = dict.fromkeys(absent, False)
+    both = sorted(told.keys() & set(present))
+    if both:
+        raise DataError(f"case {name!r}: {both[0]!r} is present and absent at once; give it one value")
+    told |= dict.fromkeys(present, True)
+    return Case(name, (image,), None, split, patient, (), findings=tuple(sorted(told.items())))
+
+
 def _plain(mask: Mask) -> list[Any]:
     if isinstance(mask, Runs):
         return [list(mask.text), list(mask.shape)]
@@ -142,55 +167,24 @@ def _plain(mask: Mask) -> list[Any]:
 
 @dataclass(frozen=True)
 class Listing:
-    """A site as its layout describes it. table: the site's label names, background included, to integers.
-    channels: images per case, where the layout says so. findings: own names of findings of the whole image."""
+    """A site as its layout describes it. table: the site's label names, background included, to integers; {} where
+    labels are of whole images. channels: images per case, where the layout says so. findings: own names of findings of
+    the whole image. source: whose patient names these are, where labels are of whole images: patients are compared
+    between sites of one source only, since patient 17 of one hospital is not patient 17 of another."""
 
     table: dict[str, int]
     cases: tuple[Case, ...]
     channels: int | None
     problems: tuple[Problem, ...] = ()
     findings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ImageCase:
-    """One image. present, absent: the classes that were verified to be there, or not; any other class is not
-    annotated. Raises DataError for a class in both."""
-
-    name: str
-    image: Path
-    patient: str
-    split: Split
-    present: frozenset[str]
-    absent: frozenset[str]
-
-    def __post_init__(self) -> None:
-        both = sorted(self.present & self.absent)
-        if both:
-            raise DataError(
-                f"case {self.name!r}: {both[0]!r} is present and absent at once; give it one value"
-            )
-
-
-@dataclass(frozen=True)
-class ImageListing:
-    """A site as its tables describe it.
-
-    classes: all names that `present` and `absent` may hold. source: whose patient names these are; patients are
-    compared between sites of one source only, since patient 17 of one hospital is not patient 17 of another.
-    """
-
-    classes: tuple[str, ...]
-    cases: tuple[ImageCase, ...]
-    source: str
-    problems: tuple[Problem, ...] = ()
+    source: str = ""
 
     def counts(self, *splits: Split) -> dict[str, tuple[int, int]]:
-        """class -> (images where it is present, images where it is absent), in these splits; none given: in all."""
+        """finding -> (cases where it is present, cases where it is absent), in these splits; none given: in all."""
         chosen = [case for case in self.cases if not splits or case.split in splits]
         present = Counter(name for case in chosen for name in case.present)
         absent = Counter(name for case in chosen for name in case.absent)
-        return {name: (present[name], absent[name]) for name in self.classes}
+        return {name: (present[name], absent[name]) for name in self.findings}
 
 
 def read_json(path: Path, site: str) -> dict[str, Any]:
