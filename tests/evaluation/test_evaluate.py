@@ -14,9 +14,10 @@ from fedatlas.core.contract import Member, functions_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import from_dict
-from fedatlas.evaluation.evaluate import Candidate, Evaluation, Evaluator, candidates_of, question
+from fedatlas.evaluation.evaluate import Candidate, Evaluation, candidates_of, question
 from fedatlas.evaluation.pictures import planes
 from fedatlas.evaluation.statistics import COLUMNS
+from fedatlas.evaluation.voxels import VoxelEvaluator
 from fedatlas.federation.session import Finished, in_groups
 from fedatlas.transport import wire
 
@@ -92,7 +93,7 @@ def member(classes: list[int] | None = None, **values: float) -> dict[str, Any]:
 
 
 def ask(site: FakeSite, *members: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
-    evaluator = Evaluator(Evaluation(overlays=False), (4, 4), 0, SPACE)
+    evaluator = VoxelEvaluator(Evaluation(overlays=False), SPACE, (4, 4), 0)
     what: dict[str, Any] = {"split": "test", "model": "best", "round": 7, "grid": "original"}
     what |= {"metrics": ["dice"], "overlays": False} | changes
     reply = functions_of(evaluator)["evaluate"](site, list(members or [member()]), **what)  # type: ignore[arg-type]
@@ -307,7 +308,7 @@ def test_several_models_are_scored_as_one_by_one(tmp_path) -> None:
     for case in cases:
         case.read.clear()
     sent = question([Candidate(n, 7, models(*members), n == "best") for n, members in given.items()])
-    evaluator = Evaluator(Evaluation(overlays=False), (4, 4), 0, SPACE)
+    evaluator = VoxelEvaluator(Evaluation(overlays=False), SPACE, (4, 4), 0)
     rows = functions_of(evaluator)["evaluate_several"](site, **sent, **what)["rows"]  # type: ignore[arg-type]
     assert rows == [row for one in alone for row in one]
     assert asked == 2 * 3 * [8, 8, 2], "windows of two cases, and of three different nets"
@@ -354,7 +355,7 @@ def test_overlapping_classes(tmp_path) -> None:
 
     one = volume("p")
     case = Masks(one.case, one.labels, one.shown, torch.tensor([True, True]), torch.tensor([True, True]))
-    evaluator = Evaluator(Evaluation(), (4, 4), 0, LabelSpace(("organ", "lesion"), exclusive=False))
+    evaluator = VoxelEvaluator(Evaluation(), LabelSpace(("organ", "lesion"), exclusive=False), (4, 4), 0)
     found = evaluator.evaluate(
         Site("s", tmp_path, [case]), [member()], "test", "best", 1, "federation", ["dice"], True
     )

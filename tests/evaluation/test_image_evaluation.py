@@ -25,7 +25,7 @@ from fedatlas.evaluation.classification import (
     score_edges,
 )
 from fedatlas.evaluation.evaluate import Evaluation
-from fedatlas.evaluation.image_evaluation import SHOWN, SILENT, ImageEvaluator
+from fedatlas.evaluation.images import SHOWN, SILENT, ImageEvaluator
 from fedatlas.evaluation.statistics import COLUMNS
 from fedatlas.nets.classifier import CNN, Classifier
 from fedatlas.transport import egress, wire

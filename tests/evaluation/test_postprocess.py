@@ -15,9 +15,10 @@ from fedatlas.core.contract import functions_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import from_dict
-from fedatlas.evaluation.evaluate import Evaluation, Evaluator
+from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.postprocess import Postprocess, clean, filled, postprocess
 from fedatlas.evaluation.statistics import select
+from fedatlas.evaluation.voxels import VoxelEvaluator
 
 DEFAULT = Postprocess()
 SPACE = LabelSpace(("background", "liver", "spleen"))
@@ -98,7 +99,7 @@ def test_classes_that_overlap_are_processed_alone() -> None:
 def test_options_are_checked() -> None:
     given = from_dict(Evaluation, {"postprocess": {"classes": ["livr"]}}, what="evaluation")
     with pytest.raises(FederationError, match="did you mean 'liver'"):
-        Evaluator(given, (4, 4), 0, SPACE)
+        VoxelEvaluator(given, SPACE, (4, 4), 0)
     for wrong in ({"share": 1.5}, {"connectivity": 26}, {"hole": True}):
         with pytest.raises(FederationError, match="postprocess"):
             from_dict(Evaluation, {"postprocess": wrong}, what="evaluation")
@@ -137,7 +138,7 @@ def test_the_final_evaluation_scores_twice(tmp_path) -> None:
     what = {"split": "test", "model": "best", "round": 3, "metrics": ["dice", "hd"], "overlays": False}
 
     def rows(grid: str, given: Postprocess | None) -> list[dict]:
-        evaluator = Evaluator(Evaluation(overlays=False, postprocess=given), (8, 8), 0, SPACE)
+        evaluator = VoxelEvaluator(Evaluation(overlays=False, postprocess=given), SPACE, (8, 8), 0)
         site = Site(tmp_path, truth, shown)
         return functions_of(evaluator)["evaluate"](site, [{"model": {}, "classes": None}], grid=grid, **what)[
             "rows"

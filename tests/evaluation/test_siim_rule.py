@@ -6,8 +6,9 @@ import pytest
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import from_dict
-from fedatlas.evaluation.evaluate import Evaluation, Evaluator
+from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.metrics import METRICS, score, score_pair, whole_organs
+from fedatlas.evaluation.voxels import VoxelEvaluator
 
 SOME, NONE = np.ones((3, 3), bool), np.zeros((3, 3), bool)
 HALF = SOME & (np.arange(3) < 1)
@@ -41,7 +42,7 @@ def test_a_rule_of_no_class_is_refused() -> None:
     space = LabelSpace(("lung", "pneumothorax"), exclusive=False)
     given = from_dict(Evaluation, {"empty": {"pneumothorx": "siim"}}, what="evaluation")
     with pytest.raises(FederationError, match="did you mean 'pneumothorax'"):
-        Evaluator(given, (8, 8), 0, space)
+        VoxelEvaluator(given, space, (8, 8), 0)
     with pytest.raises(FederationError, match="empty"):
         from_dict(Evaluation, {"empty": {"lung": "none"}}, what="evaluation")
     with pytest.raises(FederationError, match="empty"):

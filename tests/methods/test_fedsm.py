@@ -18,7 +18,7 @@ from fedatlas.core.contract import Member
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import Tensors, average, from_tree, tensors_of, to_tree
-from fedatlas.evaluation.image_evaluation import Panel
+from fedatlas.evaluation.images import Panel
 from fedatlas.federation.design import Experiment, training_sites
 from fedatlas.federation.file import parse_federation
 from fedatlas.learning.inference import Inference, predict, predict_together, selected

@@ -19,8 +19,9 @@ from test_pipeline import net as linear
 from fedatlas.core.errors import SiteLost
 from fedatlas.core.labels import LabelSpace
 from fedatlas.evaluation.classification import Histogram, score_edges
-from fedatlas.evaluation.evaluate import Evaluation, Evaluator
-from fedatlas.evaluation.image_evaluation import ImageEvaluator
+from fedatlas.evaluation.evaluate import Evaluation
+from fedatlas.evaluation.images import ImageEvaluator
+from fedatlas.evaluation.voxels import VoxelEvaluator
 from fedatlas.federation.facts import problem_of_hello, problem_of_join
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Faults, SiteClients
@@ -301,8 +302,8 @@ def evaluated(folder: Path, evaluator: Any, answer: dict[str, Any], kinds: dict[
     return asked
 
 
-def voxels() -> Evaluator:
-    return Evaluator(Evaluation(), (8, 8), 0, SPACE)
+def voxels() -> VoxelEvaluator:
+    return VoxelEvaluator(Evaluation(), SPACE, (8, 8), 0)
 
 
 def test_rows_as_asked_for_are_taken(tmp_path) -> None:

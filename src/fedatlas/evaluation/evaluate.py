@@ -1,33 +1,24 @@
-"""Scoring models at a site, and choosing among rounds.
+"""What is measured at a site, and choosing among rounds."""
 
-Shapes: C classes, *S spatial.
-"""
-
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedatlas.core.batch import Volume
 from fedatlas.core.contract import Member, at_site
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import LabelSpace
+from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.options import not_known, option, options
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
-from fedatlas.evaluation.findings import METRICS as FINDING_METRICS
-from fedatlas.evaluation.findings import Findings
-from fedatlas.evaluation.metrics import LARGEST, METRICS, EmptyPolicy, Score, score, whole_organs
-from fedatlas.evaluation.pictures import Pictures
-from fedatlas.evaluation.postprocess import Postprocess, classes_of, postprocess
-from fedatlas.evaluation.statistics import POST, client_wise_index, macro_over_classes, select
-from fedatlas.learning import inference
-from fedatlas.learning.inference import Inference, Nets
+from fedatlas.evaluation.metrics import METRICS, EmptyPolicy
+from fedatlas.evaluation.postprocess import Postprocess
+from fedatlas.evaluation.statistics import client_wise_index, macro_over_classes, select
+from fedatlas.learning.inference import Inference
 
 
 @options
@@ -160,13 +151,15 @@ COUNTS = ("n_positive", "n_negative")
 
 
 class EvaluationSite(Protocol):
-    """What evaluation needs of a site."""
+    """What evaluation needs of a site. volumes: its cases with a truth, as `core.batch.Volume` or `ImageSample`."""
 
     name: str
     folder: Path
 
+    @property
+    def labels(self) -> SiteLabels: ...
     def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module: ...
-    def volumes(self, split: str) -> Iterator[Volume]: ...
+    def volumes(self, split: str) -> Iterator[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -218,58 +211,12 @@ def candidates_of(models: Sequence[Tensors], asked: Sequence[Mapping[str, Any]])
 
 
 @dataclass(frozen=True)
-class Evaluator:
-    """Scores models at a site; the same at every site of a federation. patch, context: as `inference` takes them;
-    orientation: where the axes of the federation's grid point, for pictures."""
+class Evaluator(ABC):
+    """Scores models at a site; the same at every site of a federation. What depends on what the labels are of stands in
+    `evaluation.voxels` and `evaluation.images`."""
 
     options: Evaluation
-    patch: tuple[int, ...]
-    context: int
     space: LabelSpace
-    orientation: str = "RAS"
-
-    def __post_init__(self) -> None:
-        """Raises FederationError for a rule, or post-processing, of a class that the space does not hold, and for
-        windows that do not fit the patch."""
-        inference.check_windows(self.patch, self.options.inference)
-        if self.options.postprocess:
-            classes_of(self.space, self.options.postprocess)
-        for name in self.options.empty if isinstance(self.options.empty, dict) else ():
-            if name != "default" and name not in self.space.names:
-                raise not_known("evaluation: empty: the class", name, [*self.space.names, "default"])
-
-    def scores(
-        self,
-        site: str,
-        cases: int | None,
-        *,
-        split: str,
-        grid: str,
-        metrics: Sequence[str],
-        model: str = "",
-        round: int = 0,
-        asked: Sequence[Mapping[str, Any]] = (),
-        **_: Any,
-    ) -> Scores:
-        """What `evaluate`, or `evaluate_several`, may answer to these arguments at a site with so many cases in the
-        split."""
-        rounds = {one["name"]: one["round"] for one in asked} or {model: round}
-        models = set(rounds)
-        if grid == "original" and self.options.postprocess:
-            models |= {POST + name for name in rounds}
-        names, findings = self.space.names, self.space.findings
-        sets = {
-            key: frozenset({value}) for key, value in {"split": split, "grid": grid, "site": site}.items()
-        }
-        sets |= {"model": frozenset(models), "round": frozenset(rounds.values())}
-        sets |= {"class": frozenset((*names, *findings))}
-        most = math.inf if cases is None else cases
-        ranges = {metric: (0.0, LARGEST.get(metric, 1.0)) for metric in metrics}
-        if findings:
-            ranges |= dict.fromkeys(FINDING_METRICS, (0.0, 1.0)) | dict.fromkeys(COUNTS, (0.0, most))
-        per_finding = len(FINDING_METRICS) + len(COUNTS)
-        rows, more = len(names) * len(metrics) * len(models), len(findings) * per_finding * len(rounds)
-        return Scores(sets, ranges, None if cases is None else cases * rows + more, cases)
 
     @at_site
     def evaluate(
@@ -282,30 +229,18 @@ class Evaluator:
         grid: str,
         metrics: list[str],
         overlays: bool,
+        **told: Any,
     ) -> dict[str, Any]:
-        """Rows for every case of a split, and every class that has a truth there.
+        """{"rows", …} of all cases of a split, for every class that has a truth.
 
-        members: of the model to evaluate, as `Member.to_payload` gives them. grid: "original" scores on the file's
-        voxels, there also after `postprocess`, "federation" on the common grid. overlays: keep pictures in the site's own folder; they are never part
-        of the answer, and need dice among the metrics.
+        members: of the model to evaluate, as `Member.to_payload` gives them. grid: "original" is the final evaluation, on
+        the files' own grids; "federation" is a validation between rounds, on the common one. overlays: keep pictures in
+        the site's own folder; they are never part of the answer. told: what `_evaluate` takes beside these.
         """
         given = [Member.from_payload(member) for member in members]
-        return self._evaluate(site, [Candidate(model, round, given, overlays)], split, grid, metrics)
+        return self._evaluate(site, [Candidate(model, round, given, overlays)], split, grid, metrics, **told)
 
-    @at_site
-    def evaluate_several(
-        self,
-        site: EvaluationSite,
-        models: list[Tensors],
-        asked: list[dict[str, Any]],
-        split: str,
-        grid: str,
-        metrics: list[str],
-    ) -> dict[str, Any]:
-        """As `evaluate`, of several models, one after the other in the rows. Each case is read once, and a net that
-        several of them have as a member is asked once per case. models, asked: as `question` gives them."""
-        return self._evaluate(site, candidates_of(models, asked), split, grid, metrics)
-
+    @abstractmethod
     def _evaluate(
         self,
         site: EvaluationSite,
@@ -314,98 +249,25 @@ class Evaluator:
         grid: str,
         metrics: Sequence[str],
     ) -> dict[str, Any]:
-        folder = site.folder / "overlays" / split
-        seen = [_Seen(candidate, self.space, folder, self.orientation) for candidate in candidates]
-        nets = Nets(site.network)
-        for volume in site.volumes(split):
-            truth = volume.truth(grid)
-            truth = whole_organs(truth, self.space) if volume.whole else truth
-            predictions = inference.predict_each(
-                [candidate.members for candidate in candidates],
-                nets,
-                volume.image,
-                self.patch,
-                self.context,
-                self.options.inference,
-                self.space,
-            )
-            for one, told in zip(seen, predictions, strict=True):
-                self._score_case(one, told, volume, truth, (split, grid, site.name), metrics)
-        rows: list[dict[str, Any]] = []
-        for one in seen:
-            rows += one.rows
-            if one.pictures:
-                one.pictures.close()
-            place = (split, grid, one.candidate.name, one.candidate.round, site.name, "")
-            for cell, known in one.findings.cells(self.options.inference.gate):
-                rows.append(Row(*place, known=known, **cell).to_dict())
-        return {"rows": rows}
+        """`evaluate` of several models."""
 
-    def _score_case(
+    @abstractmethod
+    def scores(self, site: str, cases: int | None, **asked: Any) -> Scores:
+        """What the rows may hold in which a site with so many cases in the split (None: not known) answers to these
+        arguments of any function that is marked `@at_site`."""
+
+    def _columns(
         self,
-        seen: "_Seen",
-        told: inference.Prediction,
-        volume: Volume,
-        truth: np.ndarray,
-        place: tuple[str, str, str],
-        metrics: Sequence[str],
-    ) -> None:
-        """Adds what one model said of a case to what was seen of it. truth: on the grid that is scored; place: split,
-        grid, site."""
-        split, grid, site = place
-        model, found = seen.candidate.name, told.voxels
-        seen.findings.see(volume, told.findings)
-        if grid == "original":
-            prediction, spacing = volume.restore(found), volume.raw_spacing
-        else:
-            prediction, spacing = _decide(found, self.space.exclusive), volume.spacing
-        if volume.whole:
-            prediction = whole_organs(prediction, self.space)
-        scored = {model: self._score(volume, prediction, truth, spacing, metrics)}
-        if grid == "original" and self.options.postprocess:
-            clean = postprocess(prediction, self.space, self.options.postprocess)
-            scored[POST + model] = self._score(volume, clean, truth, spacing, metrics)
-        for version, scores in scored.items():
-            for s in scores:
-                name, known = self.space.names[s.class_index], bool(volume.known[s.class_index])
-                where = (split, grid, version, seen.candidate.round, site, volume.case)
-                seen.rows.append(Row(*where, name, s.metric, s.value, known, s.reason).to_dict())
-        if seen.pictures:
-            plain = (s for s in scored[model] if s.metric == "dice")
-            dice = {s.class_index: s.value for s in plain if s.value is not None}
-            if dice:
-                truth, labels = volume.truth("federation"), _decide(found, self.space.exclusive)
-                if volume.whole:
-                    truth, labels = whole_organs(truth, self.space), whole_organs(labels, self.space)
-                seen.pictures.see(volume, truth, labels, dice)
-
-    def _score(
-        self,
-        volume: Volume,
-        prediction: np.ndarray,
-        truth: np.ndarray,
-        spacing: Sequence[float],
-        metrics: Sequence[str],
-    ) -> list[Score]:
-        tolerance, empty = self.options.tolerance, self.options.empty
-        scored = volume.scored.tolist()
-        return score(
-            prediction, truth, self.space, scored, spacing, metrics, tolerance=tolerance, empty=empty
-        )
-
-
-def _decide(probabilities: Tensor, exclusive: bool) -> np.ndarray:
-    return (probabilities.argmax(0) if exclusive else (probabilities > 0.5)).to(torch.uint8).numpy()
-
-
-class _Seen:
-    """What was seen of a model so far at a site. folder: of all models' pictures; orientation: as of `Evaluator`."""
-
-    def __init__(self, candidate: Candidate, space: LabelSpace, folder: Path, orientation: str) -> None:
-        self.candidate, self.findings = candidate, Findings(space)
-        self.rows: list[dict[str, Any]] = []
-        own = folder / candidate.name.replace("/", "_")
-        self.pictures = Pictures(space, own, orientation) if candidate.overlays else None
+        site: str,
+        split: str,
+        grid: str,
+        models: Iterable[str],
+        rounds: Iterable[int],
+        classes: Iterable[str],
+    ) -> dict[str, frozenset[Any]]:
+        """`Scores.columns` of any kind of labels."""
+        columns = {"split": [split], "grid": [grid], "model": models, "round": rounds, "site": [site]}
+        return {key: frozenset(values) for key, values in (columns | {"class": classes}).items()}
 
 
 def own_score(evaluator: Any, metric: str) -> Callable[[Any, nn.Module], float | None]:

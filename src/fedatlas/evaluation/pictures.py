@@ -64,8 +64,7 @@ class Pictures:
             path.rename(self.scratch / f"{CASE}--{rank}.npz")
         for path in self.scratch.glob("seen-*.npz"):
             path.unlink()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.scratch.rename(self.folder)
+        put_in_place(self.scratch, self.folder)
 
     def _write(
         self,
@@ -94,6 +93,16 @@ class Pictures:
             np.savez_compressed(
                 file, **told, **planes(image, drawn, marked, volume.spacing, self.orientation, chosen)
             )
+
+
+def put_in_place(scratch: Path, folder: Path) -> None:
+    """Puts a whole folder in the place of another; a reader finds one of the two, or for a moment none."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    scratch.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def masks_of(labels: np.ndarray, space: LabelSpace) -> np.ndarray:

@@ -16,7 +16,8 @@ from fedatlas.data.site_data import SiteData
 from fedatlas.data.voxels import VoxelData
 from fedatlas.evaluation.classification import Histogram, Threshold, fit_thresholds
 from fedatlas.evaluation.evaluate import Evaluator
-from fedatlas.evaluation.image_evaluation import ImageEvaluator
+from fedatlas.evaluation.images import ImageEvaluator
+from fedatlas.evaluation.voxels import VoxelEvaluator
 from fedatlas.federation.file import Federation, inference_of
 
 
@@ -38,7 +39,7 @@ class Task(Protocol):
         """All problems of all sites; reads everything."""
         ...
 
-    def evaluator(self, federation: Federation, space: LabelSpace) -> Any:
+    def evaluator(self, federation: Federation, space: LabelSpace) -> Evaluator:
         """What scores a model at a site."""
         ...
 
@@ -90,12 +91,12 @@ class Segmentation:
             problems += check_site(index, space, scans=scans)
         return problems + shared_scans(scans)
 
-    def evaluator(self, federation: Federation, space: LabelSpace) -> Evaluator:
+    def evaluator(self, federation: Federation, space: LabelSpace) -> VoxelEvaluator:
         assert federation.preprocessing is not None
         preprocessing = federation.preprocessing
         evaluation = replace(federation.evaluation, inference=inference_of(federation))
         patch, context = tuple(preprocessing.patch), preprocessing.context
-        return Evaluator(evaluation, patch, context, space, preprocessing.orientation)
+        return VoxelEvaluator(evaluation, space, patch, context, preprocessing.orientation)
 
     def fit(self, histograms: Sequence[Mapping[str, Any]], federation: Federation, space: LabelSpace) -> None:
         return None

@@ -18,7 +18,7 @@ from fedatlas.data.images import ImageData, prepared
 from fedatlas.data.index import SiteConfig, read_image_site
 from fedatlas.data.inputs import judge
 from fedatlas.evaluation.classification import NO_CUT, Threshold
-from fedatlas.evaluation.image_evaluation import Panel
+from fedatlas.evaluation.images import Panel
 from fedatlas.evaluation.statistics import write_rows
 from fedatlas.federation.design import cache_folder
 from fedatlas.federation.tasks import task_of

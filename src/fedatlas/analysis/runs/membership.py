@@ -41,7 +41,7 @@ from fedatlas.analysis.runs.subject import Subject, clock, timed
 from fedatlas.analysis.membership import deal, evidence, train_attack, uncertainty, verdict
 from fedatlas.federation.design import build_net
 from fedatlas.core.errors import FederationError
-from fedatlas.evaluation.image_evaluation import Panel
+from fedatlas.evaluation.images import Panel
 from fedatlas.federation.file import inference_of
 from fedatlas.core.labels import SiteLabels
 from fedatlas.core.contract import Member, Site

@@ -5,13 +5,12 @@ Shapes: N images, C classes, I input channels, H, W the image.
 
 import itertools
 import math
-import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import quote
 
 import numpy as np
@@ -19,12 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas.analysis.gradcam import gradcam, has_maps
-from fedatlas.core.batch import ImageSample
-from fedatlas.core.contract import Member, at_site
+from fedatlas.core.contract import Member
 from fedatlas.core.errors import DataError
-from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import seed_of
-from fedatlas.core.tensors import Tensors
 from fedatlas.evaluation.classification import (
     Histogram,
     Predictions,
@@ -34,7 +30,8 @@ from fedatlas.evaluation.classification import (
     score,
     score_edges,
 )
-from fedatlas.evaluation.evaluate import COUNTS, Evaluation, Row, Scores
+from fedatlas.evaluation.evaluate import COUNTS, Candidate, EvaluationSite, Evaluator, Row, Scores
+from fedatlas.evaluation.pictures import grey, put_in_place
 from fedatlas.learning import inference
 
 SILENT = "no model of the evaluation speaks for this class"
@@ -44,24 +41,9 @@ SHOWN = 4
 """Pictures of each kind that a site keeps per class."""
 
 
-class ImageSite(Protocol):
-    """What evaluation needs of a site."""
-
-    name: str
-    folder: Path
-
-    @property
-    def labels(self) -> SiteLabels: ...
-    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module: ...
-    def volumes(self, split: str) -> Iterator[ImageSample]: ...
-
-
 @dataclass(frozen=True)
-class ImageEvaluator:
-    """Scores models at a site; the same at every site of a federation."""
-
-    options: Evaluation
-    space: LabelSpace
+class ImageEvaluator(Evaluator):
+    """Scores findings of whole images, a row per site."""
 
     def scores(
         self,
@@ -75,37 +57,28 @@ class ImageEvaluator:
         metrics: Sequence[str],
         **_: Any,
     ) -> Scores:
-        """What `evaluate` may answer to these arguments at a site with so many images in the split."""
-        columns = {"split": split, "grid": grid, "model": model, "round": round, "site": site, "case": ""}
-        sets = {key: frozenset({value}) for key, value in columns.items()}
+        names = frozenset(self.space.names)
+        sets = self._columns(site, split, grid, [model], [round], names) | {"case": frozenset({""})}
         ends = ("", "_low", "_high", "_undefined")
         ranges = {f"{metric}{end}": (0.0, 1.0) for metric in metrics for end in ends}
         ranges |= dict.fromkeys(COUNTS, (0.0, math.inf if cases is None else cases))
-        names = frozenset(self.space.names)
         most = len(names) * len(ranges)
-        return Scores(sets | {"class": names}, ranges, most, cases, self.options.histogram, names)
+        return Scores(sets, ranges, most, cases, self.options.histogram, names)
 
-    @at_site
-    def evaluate(
+    def _evaluate(
         self,
-        site: ImageSite,
-        members: list[dict[str, Any]],
+        site: EvaluationSite,
+        candidates: Sequence[Candidate],
         split: str,
-        model: str,
-        round: int,
         grid: str,
-        metrics: list[str],
-        overlays: bool,
+        metrics: Sequence[str],
         thresholds: list[float | None] | None = None,
     ) -> dict[str, Any]:
-        """{"rows", "histograms"} over all images of a split, for every class that has a truth at the site.
+        """{"rows", "histograms"}; a class's probability is the mean over the members that may speak for it, or that of the
+        one that is chosen for the image.
 
-        members: of the model to evaluate, as `Member.to_payload` gives them; a class's probability is the mean over the
-        members that may speak for it, or that of the one that is chosen for the image. grid: "original" is the final
-        evaluation,
-        which adds intervals by patient (<metric>_low, <metric>_high, and <metric>_undefined, the share of resamples
-        without a value) and the histograms; "federation" is a validation between rounds. thresholds: per class, None
-        where there is none. overlays: keep pictures in the site's own folder; they are never part of the answer.
+        The final evaluation adds intervals by patient (<metric>_low, <metric>_high, and <metric>_undefined, the share of
+        resamples without a value) and the histograms. thresholds: per class, None where there is none.
 
         A row is of the whole site: its case is "". Each class begins with n_positive and n_negative. All metrics of a
         class are resampled alike. In the final evaluation every batch is full, so that what a net says of an image
@@ -114,9 +87,10 @@ class ImageEvaluator:
         Raises DataError for images of different shapes, ValueError for an unknown metric or another number of
         thresholds than classes.
         """
+        (candidate,) = candidates  # the histograms and thresholds of an answer are of one model
+        model, members = candidate.name, candidate.members
         final = grid == "original"
-        given = [Member.from_payload(member) for member in members]
-        panel = Panel(given, [site.network(member.model, member.net) for member in given])
+        panel = Panel(members, [site.network(member.model, member.net) for member in members])
         seen, chosen = self._predict(site, panel, split, full=final)
         limits = _limits(thresholds, len(self.space))
         rows: list[dict[str, Any]] = []
@@ -147,22 +121,15 @@ class ImageEvaluator:
             elif final:
                 histograms[name] = Histogram.of(*found.of_class(0), edges).to_dict()
             known = c in site.labels.annotated
-            place: Any = {
-                "split": split,
-                "grid": grid,
-                "model": model,
-                "round": round,
-                "site": site.name,
-                "case": "",
-            }
-            rows += [Row(**place, known=known, **cell).to_dict() for cell in columns]
-        if overlays:
+            place = split, grid, model, candidate.round, site.name, ""
+            rows += [Row(*place, known=known, **cell).to_dict() for cell in columns]
+        if candidate.overlays:
             folder = site.folder / "overlays" / split / model.replace("/", "_")
             self._keep_pictures(site, panel, seen, chosen, limits, split, folder)
         return {"rows": rows, "histograms": histograms}
 
     def _predict(
-        self, site: ImageSite, panel: "Panel", split: str, *, full: bool
+        self, site: EvaluationSite, panel: "Panel", split: str, *, full: bool
     ) -> tuple[Predictions, list[int | None]]:
         """scores float64, as a panel's; and which model was chosen for every image. full: fill the last batch up, as
         the bits of a net's output depend on how many images it is given at once."""
@@ -193,7 +160,7 @@ class ImageEvaluator:
 
     def _keep_pictures(
         self,
-        site: ImageSite,
+        site: EvaluationSite,
         panel: "Panel",
         seen: Predictions,
         chosen: Sequence[int | None],
@@ -234,7 +201,7 @@ class ImageEvaluator:
                 name = f"{quote(self.space.names[c], safe=' ')}--{kind}.npz"
                 with (scratch / name).open("wb") as file:
                     np.savez_compressed(file, **told)
-        _replace(folder, scratch)
+        put_in_place(scratch, folder)
 
 
 @dataclass(frozen=True)
@@ -333,10 +300,8 @@ def _extremes(seen: Predictions, c: int) -> list[tuple[int, str]]:
 
 
 def _shown(image: Tensor) -> np.ndarray:
-    """[I, H, W] -> [H, W] float32 in 0..1, the mean of the channels between its 0.5th and 99.5th percentile."""
-    grey = image.float().mean(0).numpy()
-    low, high = np.percentile(grey, [0.5, 99.5])
-    return np.clip((grey - low) / max(high - low, 1e-6), 0, 1).astype(np.float32)
+    """[I, H, W] -> [H, W] float32 in 0..1, the mean of the channels."""
+    return grey(image.float().mean(0).numpy())
 
 
 def _cam(nets: Sequence[nn.Module], image: Tensor, c: int) -> np.ndarray | None:
@@ -347,13 +312,3 @@ def _cam(nets: Sequence[nn.Module], image: Tensor, c: int) -> np.ndarray | None:
         return None
     mean = torch.stack(maps).mean(0)
     return (mean / mean.max() if mean.max() > 0 else mean).numpy()
-
-
-def _replace(folder: Path, scratch: Path) -> None:
-    """Puts a whole folder in the place of another; a reader finds one of the two, or for a moment none."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(scratch, folder)
-    shutil.rmtree(old, ignore_errors=True)
