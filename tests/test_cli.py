@@ -118,7 +118,8 @@ def test_dice_of_the_files_of_predict_is_that_of_evaluate(
 ) -> None:
     """The scans have noise below half precision, in which preprocessed scans are kept on disk: the net must be given the
     same bits from both."""
-    from fedatlas.federation.trained import evaluate_folder, predict_scans
+    from fedatlas.federation.predict import predict_scans
+    from fedatlas.federation.trained import evaluate_folder
     from fedatlas.learning import inference
 
     site = shutil.copytree(phantom / "site-0", tmp_path / "site")

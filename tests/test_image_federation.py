@@ -15,8 +15,9 @@ from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.evaluation.statistics import read_rows, select
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import parse_federation
+from fedatlas.federation.predict import predict_images
 from fedatlas.federation.session import run_federation
-from fedatlas.federation.trained_images import evaluate_images, predict_images
+from fedatlas.federation.trained import evaluate_folder
 
 
 def run(values: dict[str, Any], path: Path, **more: Any) -> Path:
@@ -87,12 +88,12 @@ def test_predict_and_evaluate(ran, tmp_path) -> None:
     [header, row] = list(csv.reader((tmp_path / "findings.csv").open()))
     assert header[:4] == ["image", *CLASSES] and float(row[1]) == entry["probability"]["blob"]
     reading = {"patient": "patient", "split": "split"}
-    rows, ignored = evaluate_images(path, folder / "site-1", format="csv", reading=reading)
+    rows, ignored = evaluate_folder(path, folder / "site-1", format="csv", reading=reading)
     assert not ignored and {row["class"] for row in rows} == set(CLASSES)
     counts = [row["value"] for row in rows if row["metric"] in ("n_positive", "n_negative")]
     assert sum(counts) == 3 * 16  # every image of the folder, whatever its split
     with pytest.raises(FederationError, match="none of its classes"):
-        evaluate_images(
+        evaluate_folder(
             path, folder / "site-1", format="csv", reading=reading | {"classes": ["split"], "split": None}
         )
 

@@ -14,8 +14,8 @@ from fedatlas.evaluation.statistics import read_rows
 from fedatlas.federation.check import check_federation_file
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import Federation, parse_federation
+from fedatlas.federation.predict import predict_scans
 from fedatlas.federation.session import run_federation
-from fedatlas.federation.trained import predict_scans
 from fedatlas.transport import wire
 
 

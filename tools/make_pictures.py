@@ -101,7 +101,7 @@ def masks_of(plane: np.ndarray, table: Mapping[str, int], spacing: tuple[float, 
 def slice_of(site: str, run: Path, out: Path) -> Slice:
     """Of the site's first test case, by name: of the slices with an organ that the site annotated the one with the most organs;
     of several the one with the most of the site's, then the one whose smallest organ is largest."""
-    from fedatlas.federation.trained import predict_scans
+    from fedatlas.federation.predict import predict_scans
 
     root = samples.path() / f"site-{site}"
     scan = sorted((root / "imagesTs").glob("*.nii.gz"))[0]

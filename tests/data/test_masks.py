@@ -30,8 +30,9 @@ from fedatlas.data.transforms import (
 )
 from fedatlas.data.voxels import VoxelData
 from fedatlas.evaluation.pictures import planes
+from fedatlas.federation.predict import predict_scans
 from fedatlas.federation.tasks import task_of
-from fedatlas.federation.trained import Trained, evaluate_folder, predict_scans
+from fedatlas.federation.trained import Trained, evaluate_folder
 from fedatlas.learning.augment import OFF
 from fedatlas.learning.inference import Nets, predict_each
 

@@ -45,38 +45,26 @@ def options(made: argparse.ArgumentParser) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation.trained import evaluate_folder, evaluation_table, task_name
-    from fedatlas.federation.trained_images import evaluate_images, image_table
+    from fedatlas.federation.trained import evaluate_folder, evaluation_table, image_table, task_name
 
     aliases = shared.pairs("--alias", arguments.alias, "THEIRS=OURS", "cord=spinal_cord")
     given = shared.pairs("--reading", arguments.reading, "KEY=VALUE", "table=labels.csv")
     reading = {key: _plain(value) for key, value in given.items()}
     of_images = task_name(arguments.run) == "classification"
-    chosen: dict[str, Any] = {"model": arguments.model, "out": arguments.out, "device": arguments.device}
-    chosen |= {"anyway": arguments.anyway, "warn": shared.warn}
-    layout: dict[str, Any] = {
-        "format": arguments.format or ("csv" if of_images else "auto"),
-        "reading": reading,
-    }
+    if of_images:
+        shared.only_of_voxels(arguments)
+    names = ("model", "out", "device", "anyway", "format", "table", "labels", "test_labels")
     with Counter(arguments.quiet) as counter:
-        chosen["seen"] = counter.seen
-        if of_images:
-            shared.only_of_voxels(arguments)
-            rows, ignored = evaluate_images(
-                arguments.run, arguments.data, aliases=aliases, **layout, **chosen
-            )
-        else:
-            rows, ignored = evaluate_folder(
-                arguments.run,
-                arguments.data,
-                aliases=aliases,
-                table=arguments.table,
-                labels=arguments.labels,
-                test_labels=arguments.test_labels,
-                post=arguments.postprocess,
-                **layout,
-                **chosen,
-            )
+        rows, ignored = evaluate_folder(
+            arguments.run,
+            arguments.data,
+            aliases=aliases,
+            reading=reading,
+            post=arguments.postprocess,
+            warn=shared.warn,
+            seen=counter.seen,
+            **{name: getattr(arguments, name) for name in names},
+        )
     if arguments.json:
         print(json.dumps({"rows": rows, "ignored": ignored}, indent=1))
     else:

@@ -36,7 +36,8 @@ def options(made: argparse.ArgumentParser) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation.trained import predict_scans, task_name
+    from fedatlas.federation.predict import predict_scans
+    from fedatlas.federation.trained import task_name
 
     if task_name(arguments.run) == "classification":
         return _predict_images(arguments)
@@ -56,7 +57,7 @@ def call(arguments: argparse.Namespace) -> int:
 
 
 def _predict_images(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation.trained_images import predict_images
+    from fedatlas.federation.predict import predict_images
 
     shared.only_of_voxels(arguments)
     with Counter(arguments.quiet) as counter:

@@ -16,7 +16,6 @@ from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.classification import Predictions, Threshold, bootstrap_difference
 from fedatlas.federation.design import Experiment, cache_folder
 from fedatlas.federation.trained import Trained
-from fedatlas.federation.trained_images import probabilities
 from fedatlas.transport.rounds import read_json
 from fedatlas.transport.store import write_atomic
 
@@ -92,7 +91,7 @@ def _predict(trained: Trained, source: Any, site: str, split: str) -> Predicted:
         images = torch.stack([sample.image for sample in samples[start : start + size]])
         count = len(images)
         full = torch.cat([images, images[:1].expand(size - count, -1, -1, -1)])
-        scores[start : start + count] = probabilities(trained, full)[:count].numpy()
+        scores[start : start + count] = trained.findings(full)[:count].numpy()
     stacked = {
         key: np.stack([getattr(sample, key).numpy() for sample in samples])
         if samples

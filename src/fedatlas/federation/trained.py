@@ -1,9 +1,7 @@
-"""A trained model taken from a run folder: predicting scans, scoring folders."""
+"""A trained model taken from a run folder, and how good it is on other folders of data."""
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +11,29 @@ from torch import Tensor, nn
 
 from fedatlas.core.contract import Member
 from fedatlas.core.errors import DataError, FederationError, RunFolderError, WireError
-from fedatlas.core.labels import BACKGROUND, LabelSpace
+from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
 from fedatlas.data import datasets
-from fedatlas.data.formats import flat
-from fedatlas.data.index import AUTO, SiteConfig, read_site
-from fedatlas.data.inputs import Look, judge, trained_on
-from fedatlas.data.transforms import (
-    SKEW,
-    FileError,
-    Preprocessing,
-    load_scan,
-    saved,
-    skew_of,
-    write_label_map,
-)
+from fedatlas.data.datasets.shared.listing import Splitting
+from fedatlas.data.images import ImageData
+from fedatlas.data.index import AUTO, SiteConfig, SiteIndex, read_image_site, read_site
+from fedatlas.data.inputs import judge, trained_on
+from fedatlas.data.site_data import SiteData
+from fedatlas.data.transforms import Preprocessing
 from fedatlas.data.voxels import VoxelData
+from fedatlas.evaluation.classification import NO_CUT, Threshold
+from fedatlas.evaluation.images import Panel
 from fedatlas.evaluation.postprocess import Postprocess, postprocess
 from fedatlas.evaluation.statistics import POST, write_rows
 from fedatlas.federation.design import Design, build_net, cache_folder, training_sites
 from fedatlas.federation.file import inference_of, load_federation, make_method
 from fedatlas.federation.tasks import task_of
-from fedatlas.federation.usable import Warn, record_of, require_files, require_members, require_new, silent
+from fedatlas.federation.usable import Warn, record_of, require_members, silent
 from fedatlas.learning import inference
 from fedatlas.transport import wire
-from fedatlas.transport.rounds import RunFolder, to_json
-from fedatlas.transport.store import read_whole, write_atomic
+from fedatlas.transport.rounds import RunFolder, read_json
+from fedatlas.transport.store import read_whole
 
 Seen = Callable[[int, int, str], None]
 """Is told how many cases are done, of how many, and the name of the next."""
@@ -152,6 +146,27 @@ class Trained:
         """[C, *S] the voxels of `predict`."""
         return self.predict(image).voxels
 
+    def findings(self, images: Tensor) -> Tensor:
+        """[N, C] float64 for prepared images [N, I, H, W], where labels are of whole images; NaN for a class for which
+        none of the models may speak."""
+        nets = [self.network(member.model, member.net) for member in self.members]
+        return torch.from_numpy(Panel(self.members, nets).predict(images).scores)
+
+    def thresholds(self) -> dict[str, Threshold]:
+        """class -> where the model calls a finding present, as fitted on the validation images of the run, or why it does
+        not."""
+        file = self.folder.path / "thresholds.json"
+        fitted = read_json(file)["models"].get(self.model, {}) if file.exists() else {}
+        found = {}
+        for name in self.space.names:
+            entry = fitted.get(name, {})
+            value, reason = entry.get("value"), entry.get("reason") or "none was fitted in the run"
+            # earlier versions kept 0, which calls everything present
+            found[name] = (
+                Threshold(value) if value else Threshold(None, None, reason if value is None else NO_CUT)
+            )
+        return found
+
     @property
     def postprocess(self) -> Postprocess:
         """That of the run's `evaluation`, or where there is none its defaults."""
@@ -172,260 +187,93 @@ def task_name(path: Path) -> str:
     return load_federation(file).task
 
 
-def predict_scans(
-    path: Path,
-    scans: Sequence[Sequence[Path]],
-    out: Path,
-    *,
-    model: str = "best",
-    device: str | None = None,
-    post: bool = False,
-    overwrite: bool = False,
-    anyway: bool = False,
-    warn: Warn = silent,
-    seen: Seen = unseen,
-) -> dict[str, Any]:
-    """Writes a label map per scan, in the scan's own geometry, and classes.json beside them.
-
-    scans: the NIfTI files of each, one per channel, or a picture each; of pictures PNG files are written, see
-    `flat.write_labels`, and predictions.csv with the pixels of every class and the probability of every finding.
-    post: write labels after post-processing, see `Trained.postprocess`. overwrite: replace files that are there.
-    anyway: go on with images of another kind than the model was trained on. warn: is told where they differ from those.
-    seen: is told of every scan before it is read.
-    Returns what was written and the volume, or the pixels, found per class, and where a selector chooses among models
-    the site whose model it took (`Trained.choice`).
-    """
-    require_files([file for files in scans for file in files])
-    trained = Trained(path, model, device, warn)
-    names = trained.space.names
-    targets = [_target(out, files[0]) for files in scans]
-    for number, target in enumerate(targets):
-        if target in targets[:number]:
-            first, second = scans[targets.index(target)][0], scans[number][0]
-            raise FederationError(
-                f"{first} and {second} would both be written to {target}; predict them into two folders"
-            )
-    results = [file for files in scans for file in _results(out, files[0], trained.space)]
-    classes = {str(index): name for index, name in enumerate(names)}
-    table_of = out / "classes.json"
-    if table_of.exists() and table_of.read_bytes() != to_json(classes):  # of label maps of another model
-        results.append(table_of)
-    require_new(out, [file for files in scans for file in files], results, overwrite)
-    written = []
-    table: list[dict[str, Any]] = []
-    for number, (files, target) in enumerate(zip(scans, targets, strict=True)):
-        seen(number, len(scans), files[0].name)
-        if flat.is_picture(files[0]):
-            entry, rows = _predict_picture(trained, list(files), out, post, anyway, warn)
-            written.append(entry)
-            table += rows
-            continue
-        judged = partial(_judge, trained, str(files[0]), anyway, warn)
-        volume = load_scan(list(files), trained.preprocessing, trained.space, require=judged)
-        if volume.image.shape[0] != trained.channels:
-            raise DataError(
-                f"{files[0]}: has {volume.image.shape[0]} channels; the model was trained on {trained.channels}"
-            )
-        skew = skew_of(volume.geometry.affine)
-        if skew > SKEW:
-            warn(
-                f"{files[0]}: its axes are {skew:.1f}° off a right angle, and are taken as if they met at one"
-            )
-        found = trained.predict(volume.image)
-        labels = volume.restore(found.voxels)
-        labels = trained.clean(labels) if post else labels
-        write_label_map(target, labels, files[0])
-        millilitres = abs(float(np.linalg.det(volume.geometry.affine[:3, :3]))) / 1000
-        masks = {c: labels == c if trained.space.exclusive else labels[c] for c in trained.space.foreground}
-        sizes = {names[c]: round(int(mask.sum()) * millilitres, 3) for c, mask in masks.items() if mask.any()}
-        told = {"scan": [str(file) for file in files], "labels": str(target), "millilitres": sizes}
-        written.append(told | trained.choice(found))
-    write_atomic(table_of, to_json(classes))
-    if table:
-        with saved(out / "predictions.csv") as temporary, temporary.open("w", newline="") as stream:
-            writer = csv.DictWriter(stream, list(table[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(table)
-    return {"scans": written, "classes": classes, "model": model}
-
-
-def _judge(trained: Trained, what: str, anyway: bool, warn: Warn, look: Look) -> None:
-    """Raises DataError for an image of another kind than the model was trained on; tells in what it differs."""
-    for text in judge(trained.inputs, look, what, anyway=anyway):
-        warn(text)
-
-
-def _results(out: Path, file: Path, space: LabelSpace) -> list[Path]:
-    """The files that are written of a scan or a picture."""
-    if not flat.is_picture(file):
-        return [_target(out, file)]
-    return [*flat.label_paths(out, file.stem, space).values(), out / "predictions.csv"]
-
-
-def _target(out: Path, file: Path) -> Path:
-    """What is written of a scan; of pictures it stands for all of their files."""
-    if flat.is_picture(file):
-        return out / f"{file.stem}.png"
-    return out / f"{file.name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz"
-
-
-def _predict_picture(
-    trained: Trained, files: Sequence[Path], out: Path, post: bool, anyway: bool, warn: Warn
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Writes the labels of a picture. What is told of it, and its rows of predictions.csv."""
-    space, case = trained.space, files[0].stem
-    _refuse_scale(trained, files[0])
-
-    about: dict[str, Any] = {"kind": "picture", "spacing": None}
-
-    def read(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
-        picture = flat.read_flat(paths, channels=trained.channels)
-        about.update(modality=picture.modality, colour=picture.colour)
-        return picture.image, picture.affine
-
-    def require(look: Look) -> None:
-        _judge(trained, str(files[0]), anyway, warn, look | about)
-
-    try:
-        scan = load_scan(files, trained.preprocessing, space, read=read, require=require)
-    except FileError as error:
-        raise DataError(f"{error.file}: {error.what}; {error.remedy}") from None
-    told = trained.predict(scan.image)
-    labels = scan.restore(told.voxels)
-    labels = trained.clean(labels) if post else labels
-    paths = flat.write_labels(out, case, labels, space)
-    size = labels.shape[-3] * labels.shape[-2]
-    pixels = {
-        space.names[c]: int((labels == c if space.exclusive else labels[c]).sum()) for c in space.foreground
-    }
-    where = {"picture": str(files[0])}
-    rows: list[dict[str, Any]] = [
-        where
-        | {"kind": "class", "name": name, "file": str(paths[name].relative_to(out)), "pixels": count}
-        | {"share": f"{count / size:.6f}", "probability": ""}
-        for name, count in pixels.items()
-    ]
-    findings = {} if told.findings is None else dict(zip(space.findings, told.findings.tolist(), strict=True))
-    rows += [
-        where
-        | {"kind": "finding", "name": name, "file": "", "pixels": "", "share": ""}
-        | {"probability": f"{value:.6f}"}
-        for name, value in findings.items()
-    ]
-    entry = {
-        "scan": [str(files[0])],
-        "labels": ", ".join(str(path) for path in dict.fromkeys(paths.values())),
-        "pixels": {name: count for name, count in pixels.items() if count},
-        "findings": findings,
-        "millilitres": {},
-    }
-    return entry | trained.choice(told), rows
-
-
-def _refuse_scale(trained: Trained, file: Path) -> None:
-    """Raises DataError for a picture that does not say its millimetres, where the model was trained on pictures whose
-    data set says them and the grid is in millimetres: it would be predicted at another scale."""
-    preprocessing = trained.preprocessing
-    if preprocessing.size is not None or not any(preprocessing.spacing):
-        return
-    stated = [
-        site.name
-        for site in trained.federation.sites
-        if site.reading.get("pixel") or site.format in ("montgomery", "jsrt")
-    ]
-    if stated and file.suffix.lower() not in (".dcm", ".dicom"):
-        raise DataError(
-            f"{file}: does not say its millimetres per pixel, and the model's grid is in millimetres, which site "
-            f"{stated[0]} gave for its pictures; give DICOM, or `fedatlas evaluate` a folder with `--reading pixel=[…]`"
-        )
-
-
 def evaluate_folder(
     path: Path,
     data: Path,
     *,
-    model: str = "best",
-    aliases: Mapping[str, str] | None = None,
-    table: str = "dataset.json",
-    labels: str = "labelsTr",
-    test_labels: str = "labelsTs",
-    format: str = "auto",
+    format: str | None = None,
     reading: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+    model: str = "best",
     out: Path | None = None,
     device: str | None = None,
     post: bool = False,
     anyway: bool = False,
     warn: Warn = silent,
     seen: Seen = unseen,
+    **tables: str,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Scores a trained model on every labelled case of a folder, on the original grids.
+    """Scores a trained model on every annotated case of a folder: on the original grids, or where labels are of whole
+    images at the thresholds of the run.
 
-    anyway, warn: as of `predict_scans`.
-    format, reading: the layout of the folder and its options, as a site of a federation has them. post: score once
-    more after post-processing also where the run's `evaluation` names none, see `Trained.postprocess`. seen: is told of
-    every case before it is predicted. Returns the rows, and the labels of the folder that the model does not know: they are
-    not scored.
+    format, reading, tables: the layout of the folder, its options, and `table`, `labels`, `test_labels`, as a site of a
+    federation has them; None: auto, or csv of whole images. post: score once more after post-processing also where the
+    run's `evaluation` names none, see `Trained.postprocess`. anyway, warn: as of `predict.predict_scans`. seen: is told of
+    every case before it is predicted. Returns the rows, and the labels of the folder that the model does not know: they
+    are not scored.
     """
-    datasets.require(format, "--format: the layout", *datasets.VOXELS, also=(AUTO,))
     trained = Trained(path, model, device, warn)
-    federation, space = trained.federation, trained.space
-    aliases = dict(aliases or {})
-    name = site_name(data)
+    federation, space, aliases = trained.federation, trained.space, dict(aliases or {})
+    whole = space.level == "image"
+    format = format or ("csv" if whole else AUTO)
+    if whole:
+        datasets.require(format, "--format: the layout", "findings")
+    else:
+        datasets.require(format, "--format: the layout", *datasets.VOXELS, also=(AUTO,))
+    ours = [*space.names, *space.findings]
+    for theirs, target in aliases.items():
+        if target not in ours:
+            raise not_known(f"--alias {theirs}={target}: the class", target, ours)
     form = {
-        "name": name,
+        "name": site_name(data),
         "path": str(data.resolve()),
-        "table": table,
-        "labels": labels,
-        "test_labels": test_labels,
         "format": format,
         "reading": dict(reading or {}),
     }
-    ours = [*space.names, *space.findings]
-    for name_of, target in aliases.items():
-        if target not in ours:
-            raise not_known(f"--alias {name_of}={target}: the class", target, ours)
-    index = read_site(from_dict(SiteConfig, form, what="evaluate"), data)
-    theirs = [label for label in (*index.names, *index.findings) if label != BACKGROUND]
-    known = [label for label in theirs if aliases.get(label, label) in ours]
-    ignored = [label for label in theirs if label not in known]
+
+    def index_of(**more: Any) -> SiteIndex:
+        config = from_dict(SiteConfig, form | more, what="evaluate")
+        if not whole:
+            return read_site(config, data)
+        nothing = Splitting(test=0, validation=0)  # type: ignore[call-arg]
+        return read_image_site(config, data, channels=federation.images.channels, splitting=nothing)
+
+    form |= {"role": "test", "aliases": aliases} if whole else tables
+    index = index_of()
+    labels = [name for name in dict.fromkeys((*index.names, *index.findings)) if name != BACKGROUND]
+    known = [name for name in labels if aliases.get(name, name) in ours]
     if not known:
         raise FederationError(
-            f"{data}: none of its labels ({', '.join(theirs)}) is known to the model ({', '.join(ours)}); "
-            "give aliases, as --alias theirs=ours"
+            f"{data}: none of its {'classes' if whole else 'labels'} ({', '.join(labels)}) is known to the model "
+            f"({', '.join(ours)}); give aliases, as --alias theirs=ours"
         )
-    chosen = {"annotated": tuple(known), "aliases": aliases}
-    config = from_dict(SiteConfig, form | chosen, what="evaluate")
-    source = VoxelData(
-        read_site(config, data),
-        space,
-        trained.preprocessing,
-        federation.sampling,
-        federation.augmentation,
-        seed=federation.seed,
-        validation=0.0,
-        cache=cache_folder(federation, path.parent),
-    )
+    cache = cache_folder(federation, path.parent)
+    evaluation, told, splits = federation.evaluation, dict[str, Any](), ("train", "test")
+    if whole:
+        source: SiteData = ImageData(index, space, federation.images, cache=cache)
+        told["thresholds"] = [limit.value for limit in trained.thresholds().values()]
+        splits = ("test",)
+    else:
+        index = index_of(annotated=tuple(known), aliases=aliases)
+        source = VoxelData(index, space, trained.preprocessing, validation=0.0, cache=cache)
+        if post:
+            evaluation = replace(evaluation, postprocess=trained.postprocess)
     if source.channels != trained.channels:
         raise DataError(
             f"{data}: its scans have {source.channels} channels; the model was trained on {trained.channels}"
         )
     require_kind(trained, source, anyway, warn)
-    if post:
-        processed = replace(federation.evaluation, postprocess=trained.postprocess)
-        federation = replace(federation, evaluation=processed)
-    evaluator = task_of(federation).evaluator(federation, space)
-    rows: list[dict[str, Any]] = []
+    evaluator = task_of(federation).evaluator(replace(federation, evaluation=evaluation), space)
     members = [member.to_payload() for member in trained.members]
-    site = Visitor(name, source, trained, ("train", "test"), seen)
-    for split in ("train", "test"):
-        what = {"split": split, "model": model, "round": trained.round, "grid": "original"}
-        reply = evaluator.evaluate(
-            site, members, **what, metrics=list(federation.evaluation.metrics), overlays=False
-        )
+    site = Visitor(index.name, source, trained, splits, seen)
+    what = {"model": model, "round": trained.round, "grid": "original", "overlays": False} | told
+    rows: list[dict[str, Any]] = []
+    for split in splits:
+        reply = evaluator.evaluate(site, members, split, metrics=list(evaluation.metrics), **what)
         rows += reply["rows"]
     if out:
         write_rows(out, rows)
-    return rows, ignored
+    return rows, [name for name in labels if name not in known]
 
 
 def site_name(data: Path) -> str:
@@ -434,7 +282,7 @@ def site_name(data: Path) -> str:
     return name.strip("-")[:100] or "folder"
 
 
-def require_kind(trained: Trained, source: Any, anyway: bool, warn: Warn) -> None:
+def require_kind(trained: Trained, source: SiteData, anyway: bool, warn: Warn) -> None:
     """Raises DataError for a folder with an image of another kind than the model was trained on; tells of how many
     images differ in what, with an example."""
     found: dict[str, list[str]] = {}
@@ -451,7 +299,7 @@ class Visitor:
     """A site outside the federation, for evaluation. splits: the splits to evaluate, in order."""
 
     def __init__(
-        self, name: str, source: Any, trained: Trained, splits: Sequence[str], seen: Seen = unseen
+        self, name: str, source: SiteData, trained: Trained, splits: Sequence[str], seen: Seen = unseen
     ) -> None:
         self.name, self.source, self.network, self.device = name, source, trained.network, trained.device
         self.folder, self.labels = trained.folder.path / "visitors" / name, source.labels
@@ -522,3 +370,35 @@ def _findings_table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells = [f"{of[m]:11.3f}" if of.get(m) is not None else f"{'not defined':>11}" for m in metrics]
         lines.append(f"{name:{width}}  {split:5}  " + "  ".join(cells))
     return "\n".join(lines)
+
+
+def image_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Value and interval per class and metric as text, with the numbers of positives and negatives; of several classes
+    also the mean of the values."""
+    values = {(row["class"], row["metric"]): row for row in rows}
+    classes = list(dict.fromkeys(row["class"] for row in rows))
+    extra = ("_low", "_high", "_undefined")
+    metrics = [m for m in dict.fromkeys(r["metric"] for r in rows) if not m.startswith("n_")]
+    metrics = [m for m in metrics if not m.endswith(extra)]
+    width = max([len(name) for name in classes] + [5])
+    lines = [f"{'class':{width}}  {'n+':>5} {'n-':>5}  " + "  ".join(f"{m:>20}" for m in metrics)]
+    for name in classes:
+        cells = []
+        for metric in metrics:
+            row = values[name, metric]
+            low, high = (
+                values.get((name, f"{metric}_{end}"), {"value": None})["value"] for end in ("low", "high")
+            )
+            text = "not defined" if row["value"] is None else f"{row['value']:.3f}"
+            text += "" if low is None or high is None else f" ({low:.3f}-{high:.3f})"
+            cells.append(f"{text:>20}")
+        counts = [int(values[name, key]["value"]) for key in ("n_positive", "n_negative")]
+        lines.append(f"{name:{width}}  {counts[0]:5d} {counts[1]:5d}  " + "  ".join(cells))
+    if len(classes) > 1:
+        defined = {m: [v for name in classes if (v := values[name, m]["value"]) is not None] for m in metrics}
+        cells = [f"{macro(defined[m]).strip():>20}" for m in metrics]
+        lines.append(f"{'macro':{width}}  {'':11}  " + "  ".join(cells) + "  mean over classes")
+    reasons = dict.fromkeys(
+        f"{r['class']}: {r['reason']}" for r in rows if r["value"] is None and r["metric"] in metrics
+    )
+    return "\n".join([*lines, *(f"not defined, {reason}" for reason in reasons)])
