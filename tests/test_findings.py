@@ -11,7 +11,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.outputs import Mixed, voxel_logits
-from fedatlas.evaluation.findings import Findings
+from fedatlas.evaluation.voxels import Findings
 from fedatlas.learning import inference
 from fedatlas.learning.inference import Inference, Prediction
 from fedatlas.losses.masked import masked_bce

@@ -1,4 +1,4 @@
-"""data/site_data.py: batches, volumes, pooling; what must not influence them does not."""
+"""data/site_data.py and data/voxels.py: batches, volumes, pooling; what must not influence them does not."""
 
 import hashlib
 import json
@@ -22,10 +22,9 @@ from fedatlas.core.errors import DataError
 from fedatlas.core.labels import LabelSpace, known_row
 from fedatlas.data.checks import check_federation, check_site
 from fedatlas.data.index import SiteConfig, label_space_of, read_site, split_validation
-from fedatlas.data.prefetch import prefetch
 from fedatlas.data.samples import path as samples
 from fedatlas.data.sampling import PER_SLICE, ClassVoxels, class_voxels, patch_start
-from fedatlas.data.site_data import pool
+from fedatlas.data.site_data import pool, prefetch
 from fedatlas.data.transforms import Preprocessing, Sampling
 from fedatlas.data.voxels import VoxelData
 from fedatlas.learning.augment import OFF

@@ -16,7 +16,7 @@ import yaml
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known, option, options
-from fedatlas.evaluation.findings import METRICS as OF_FINDINGS
+from fedatlas.evaluation.voxels import FINDING_METRICS as OF_FINDINGS
 from fedatlas.federation.file import (
     METRICS_OF,
     Federation,

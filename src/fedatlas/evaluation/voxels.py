@@ -1,10 +1,10 @@
 """Scoring labels of voxels, and findings beside them: rows per case, class and metric, and pictures.
 
-Shapes: C classes, *S spatial.
+Shapes: C classes, F findings, *S spatial.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from fedatlas.core.contract import at_site
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import not_known
 from fedatlas.core.tensors import Tensors
+from fedatlas.evaluation.classification import Predictions, Threshold, cells
+from fedatlas.evaluation.classification import score as score_findings
 from fedatlas.evaluation.evaluate import (
     COUNTS,
     Candidate,
@@ -27,14 +29,15 @@ from fedatlas.evaluation.evaluate import (
     Scores,
     candidates_of,
 )
-from fedatlas.evaluation.findings import METRICS as FINDING_METRICS
-from fedatlas.evaluation.findings import Findings
 from fedatlas.evaluation.metrics import LARGEST, Score, score, whole_organs
 from fedatlas.evaluation.pictures import Pictures
 from fedatlas.evaluation.postprocess import classes_of, postprocess
 from fedatlas.evaluation.statistics import POST
 from fedatlas.learning import inference
 from fedatlas.learning.inference import Nets
+
+FINDING_METRICS = ("auroc", "ap", "sensitivity", "specificity")
+"""Of every finding; the last two at the gate of inference, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -201,3 +204,40 @@ class _Seen:
         self.rows: list[dict[str, Any]] = []
         own = folder / candidate.name.replace("/", "_")
         self.pictures = Pictures(space, own, orientation) if candidate.overlays else None
+
+
+class Findings:
+    """What a model says of the findings of the whole image, one case after another: one row per finding and metric of a
+    site, not of a case."""
+
+    def __init__(self, space: LabelSpace) -> None:
+        self.space = space
+        self.scores: list[np.ndarray] = []
+        self.truth: list[np.ndarray] = []
+        self.scored: list[np.ndarray] = []
+        self.known: list[np.ndarray] = []
+        self.cases: list[str] = []
+
+    def see(self, volume: Volume, probabilities: Tensor | None) -> None:
+        """probabilities [F]; None where the net tells none, and then nothing is scored."""
+        if probabilities is None:
+            return
+        self.scores.append(probabilities.double().numpy())
+        self.truth.append(volume.finding.numpy())
+        self.scored.append(volume.finding_scored.numpy())
+        self.known.append(volume.finding_known.numpy())
+        self.cases.append(volume.case)
+
+    def cells(self, gate: float | None) -> Iterator[tuple[dict[str, Any], bool]]:
+        """(class, metric, value and reason of a row; does the site annotate the finding in any of these cases), for
+        every finding that has a truth in any of them."""
+        if not self.cases:
+            return
+        seen = Predictions(np.stack(self.scores), np.stack(self.truth), np.stack(self.scored), self.cases)
+        limits = [Threshold(gate, None, "no gate is set")] * len(self.space.findings)
+        known = np.stack(self.known)
+        found = cells(score_findings(seen, FINDING_METRICS, limits), self.space.findings)
+        for cell in found:
+            f = self.space.findings.index(cell["class_"])
+            if seen.known[:, f].any():
+                yield cell, bool(known[:, f].any())

@@ -1,7 +1,7 @@
 """Predicting files with a trained model: label maps of scans and pictures, findings of whole images."""
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,15 +92,13 @@ def predict_scans(
         written.append(told | trained.choice(found))
     write_atomic(table_of, to_json(classes))
     if table:
-        _write_table(out / "predictions.csv", list(table[0]), table)
+        _write_table(out / "predictions.csv", [list(table[0]), *(row.values() for row in table)])
     return {"scans": written, "classes": classes, "model": model}
 
 
-def _write_table(path: Path, columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+def _write_table(path: Path, rows: Sequence[Iterable[Any]]) -> None:
     with saved(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.DictWriter(stream, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+        csv.writer(stream, lineterminator="\n").writerows(rows)
 
 
 def _judge(trained: Trained, what: str, anyway: bool, warn: Warn, look: Look) -> None:
@@ -231,13 +229,11 @@ def predict_images(
             if value is not None and (limit := limits[name].value) is not None
         }
         found.append({"image": str(file), "probability": scores, "present": present})
-    columns = {"image": "", **dict.fromkeys(names, ""), **{f"{name} present": "" for name in names}}
-    table = []
+    table: list[Sequence[Any]] = [["image", *names, *(f"{name} present" for name in names)]]
     for entry in found:
-        told = {name: p for name, p in entry["probability"].items() if p is not None}
-        present = {f"{name} present": yes for name, yes in entry["present"].items()}
-        table.append({**columns, "image": entry["image"], **told, **present})
-    _write_table(out / "findings.csv", list(columns), table)
+        scores = ["" if p is None else p for p in entry["probability"].values()]
+        table.append([entry["image"], *scores, *(entry["present"].get(name, "") for name in names)])
+    _write_table(out / "findings.csv", table)
     return {
         "images": found,
         "thresholds": {name: limit.value for name, limit in limits.items()},

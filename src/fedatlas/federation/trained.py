@@ -15,7 +15,7 @@ from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
 from fedatlas.data import datasets
-from fedatlas.data.datasets.shared.listing import Splitting
+from fedatlas.data.datasets.shared.listing import Split, Splitting
 from fedatlas.data.images import ImageData
 from fedatlas.data.index import AUTO, SiteConfig, SiteIndex, read_image_site, read_site
 from fedatlas.data.inputs import judge, trained_on
@@ -216,10 +216,8 @@ def evaluate_folder(
     federation, space, aliases = trained.federation, trained.space, dict(aliases or {})
     whole = space.level == "image"
     format = format or ("csv" if whole else AUTO)
-    if whole:
-        datasets.require(format, "--format: the layout", "findings")
-    else:
-        datasets.require(format, "--format: the layout", *datasets.VOXELS, also=(AUTO,))
+    kinds: tuple[datasets.Kind, ...] = ("findings",) if whole else datasets.VOXELS
+    datasets.require(format, "--format: the layout", *kinds, also=() if whole else (AUTO,))
     ours = [*space.names, *space.findings]
     for theirs, target in aliases.items():
         if target not in ours:
@@ -248,11 +246,11 @@ def evaluate_folder(
             f"({', '.join(ours)}); give aliases, as --alias theirs=ours"
         )
     cache = cache_folder(federation, path.parent)
-    evaluation, told, splits = federation.evaluation, dict[str, Any](), ("train", "test")
+    evaluation, told = federation.evaluation, dict[str, Any]()
+    splits: tuple[Split, ...] = ("test",) if whole else ("train", "test")
     if whole:
         source: SiteData = ImageData(index, space, federation.images, cache=cache)
         told["thresholds"] = [limit.value for limit in trained.thresholds().values()]
-        splits = ("test",)
     else:
         index = index_of(annotated=tuple(known), aliases=aliases)
         source = VoxelData(index, space, trained.preprocessing, validation=0.0, cache=cache)
@@ -299,7 +297,7 @@ class Visitor:
     """A site outside the federation, for evaluation. splits: the splits to evaluate, in order."""
 
     def __init__(
-        self, name: str, source: SiteData, trained: Trained, splits: Sequence[str], seen: Seen = unseen
+        self, name: str, source: SiteData, trained: Trained, splits: Sequence[Split], seen: Seen = unseen
     ) -> None:
         self.name, self.source, self.network, self.device = name, source, trained.network, trained.device
         self.folder, self.labels = trained.folder.path / "visitors" / name, source.labels
