@@ -46,7 +46,7 @@ class ImageData(SiteData):
     """The data of a site whose labels are of whole images; arguments as of `SiteData`."""
 
     word = "image"
-    told_every = 100
+    progress_every = 100
     leave_out = "take its row out"
 
     def __init__(

@@ -256,10 +256,10 @@ class Naming:
         """The classes that are present in an image, and those that are absent, where labels are of whole images. Of
         several names that are one class, one that is present makes it present, and all must be absent to make it
         absent."""
-        told = {name: c for name, c in self.classes.items() if name in case.absent}
         present = frozenset(c for name, c in self.classes.items() if name in case.present)
-        left = frozenset(c for name, c in self.classes.items() if name not in told)
-        return present, frozenset(told.values()) - left
+        absent = frozenset(c for name, c in self.classes.items() if name in case.absent)
+        not_all = frozenset(c for name, c in self.classes.items() if name not in case.absent)
+        return present, absent - not_all
 
 
 def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:

@@ -67,8 +67,8 @@ class SiteData(ABC):
 
     word: ClassVar[str] = "case"
     """What a case is called."""
-    told_every: ClassVar[int] = 1
-    """How many cases are read between two words on progress."""
+    progress_every: ClassVar[int] = 1
+    """Progress is told of every so many cases."""
     leave_out: ClassVar[str] = "take the case out"
     """How a person leaves out a case whose file is gone."""
 
@@ -178,7 +178,7 @@ class SiteData(ABC):
             store.sweep(folder)
         count = len(self.everything)
         for number, item in enumerate(self.everything, start=1):
-            tell = progress if (number - 1) % self.told_every == 0 or number == count else None
+            tell = progress if (number - 1) % self.progress_every == 0 or number == count else None
             text = f"{self.word} {item.case.name} ({number} of {count})"
             self._entry(item, partial(tell, text) if tell else None)
         self._finish()

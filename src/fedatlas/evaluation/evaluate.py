@@ -229,16 +229,17 @@ class Evaluator(ABC):
         grid: str,
         metrics: list[str],
         overlays: bool,
-        **told: Any,
+        **extra: Any,
     ) -> dict[str, Any]:
         """{"rows", …} of all cases of a split, for every class that has a truth.
 
         members: of the model to evaluate, as `Member.to_payload` gives them. grid: "original" is the final evaluation, on
         the files' own grids; "federation" is a validation between rounds, on the common one. overlays: keep pictures in
-        the site's own folder; they are never part of the answer. told: what `_evaluate` takes beside these.
+        the site's own folder; they are never part of the answer. extra: what `_evaluate` takes beside these, see
+        `federation.tasks.Task.extra`.
         """
         given = [Member.from_payload(member) for member in members]
-        return self._evaluate(site, [Candidate(model, round, given, overlays)], split, grid, metrics, **told)
+        return self._evaluate(site, [Candidate(model, round, given, overlays)], split, grid, metrics, **extra)
 
     @abstractmethod
     def _evaluate(

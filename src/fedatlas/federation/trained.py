@@ -246,11 +246,11 @@ def evaluate_folder(
             f"({', '.join(ours)}); give aliases, as --alias theirs=ours"
         )
     cache = cache_folder(federation, path.parent)
-    evaluation, told = federation.evaluation, dict[str, Any]()
+    evaluation, extra = federation.evaluation, dict[str, Any]()
     splits: tuple[Split, ...] = ("test",) if whole else ("train", "test")
     if whole:
         source: SiteData = ImageData(index, space, federation.images, cache=cache)
-        told["thresholds"] = [limit.value for limit in trained.thresholds().values()]
+        extra["thresholds"] = [limit.value for limit in trained.thresholds().values()]
     else:
         index = index_of(annotated=tuple(known), aliases=aliases)
         source = VoxelData(index, space, trained.preprocessing, validation=0.0, cache=cache)
@@ -264,7 +264,7 @@ def evaluate_folder(
     evaluator = task_of(federation).evaluator(replace(federation, evaluation=evaluation), space)
     members = [member.to_payload() for member in trained.members]
     site = Visitor(index.name, source, trained, splits, seen)
-    what = {"model": model, "round": trained.round, "grid": "original", "overlays": False} | told
+    what = {"model": model, "round": trained.round, "grid": "original", "overlays": False} | extra
     rows: list[dict[str, Any]] = []
     for split in splits:
         reply = evaluator.evaluate(site, members, split, metrics=list(evaluation.metrics), **what)

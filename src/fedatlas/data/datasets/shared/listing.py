@@ -151,12 +151,12 @@ def image_case(
 ) -> Case:
     """An image with labels of the whole. present, absent: the findings that were verified to be there, or not; any other
     is not annotated. Raises DataError for one in both."""
-    told = dict.fromkeys(absent, False)
-    both = sorted(told.keys() & set(present))
+    findings = dict.fromkeys(absent, False)
+    both = sorted(findings.keys() & set(present))
     if both:
         raise DataError(f"case {name!r}: {both[0]!r} is present and absent at once; give it one value")
-    told |= dict.fromkeys(present, True)
-    return Case(name, (image,), None, split, patient, (), findings=tuple(sorted(told.items())))
+    findings |= dict.fromkeys(present, True)
+    return Case(name, (image,), None, split, patient, (), findings=tuple(sorted(findings.items())))
 
 
 def _plain(mask: Mask) -> list[Any]:
