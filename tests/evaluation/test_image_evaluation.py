@@ -1,4 +1,4 @@
-"""image_evaluation.py: what a site answers about whole images, what it keeps for itself, and what may leave."""
+"""evaluation/images.py: what a site answers about whole images, what it keeps for itself, and what may leave."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
