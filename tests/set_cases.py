@@ -386,6 +386,12 @@ def grey_mask(pattern: str) -> Change:
     return apply
 
 
+def of_a_list(images: str) -> dict[str, Change]:
+    """The changes of a layout that lists its files."""
+    passed = passed_over(images, "files that no list names are passed over")
+    return {"an image has an odd name": passed, "a case is there twice": entry_twice}
+
+
 EVERY_MASK = "every picture of the release has all masks; one without is a problem"
 TABLE_SAYS_ALL = "its readers looked for every finding in every image"
 
@@ -416,10 +422,7 @@ FAKES: Mapping[str, Fake] = {
         image="scans/*",
         label="labels/*",
         table="dataset.json",
-        changes={
-            "an image has an odd name": passed_over("scans/*", "files that no list names are passed over"),
-            "a case is there twice": entry_twice,
-        },
+        changes=of_a_list("scans/*"),
     ),
     "msd": Fake(
         lambda root: cleared(write_msd(root, "Task03_Liver", 3), "labelsTr/*.nii.gz"),
@@ -431,12 +434,7 @@ FAKES: Mapping[str, Fake] = {
         image="imagesTr/*.nii.gz",
         label="labelsTr/*.nii.gz",
         table="dataset.json",
-        changes={
-            "an image has an odd name": passed_over(
-                "imagesTr/*.nii.gz", "files that no list names are passed over"
-            ),
-            "a case is there twice": entry_twice,
-        },
+        changes=of_a_list("imagesTr/*.nii.gz"),
     ),
     "amos22": Fake(
         lambda root: cleared(write_amos22(root, (3, 0), (1, 0)), "labelsTr/*.nii.gz"),
@@ -448,10 +446,7 @@ FAKES: Mapping[str, Fake] = {
         image="imagesTr/*",
         label="labelsTr/*",
         table="dataset.json",
-        changes={
-            "an image has an odd name": passed_over("imagesTr/*", "files that no list names are passed over"),
-            "a case is there twice": entry_twice,
-        },
+        changes=of_a_list("imagesTr/*"),
     ),
     "kits19": Fake(
         lambda root: cleared(write_kits19(root, 3), "data/case_*/segmentation.nii.gz"),
