@@ -15,7 +15,7 @@ from fedatlas.compare.curves import class_figure, curve_figure, curves
 from fedatlas.compare.radar import dots, radars
 from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import POST, read_rows, write_rows
-from fedatlas.report.comparison import html, markdown
+from fedatlas.report.comparison import Section, html, markdown
 
 CELLS = ("c1/liver", "c2/kidney", "btcv/liver")
 PLAIN = {"columns": "site-class"}
@@ -172,7 +172,7 @@ def test_the_radar_is_drawn(tmp_path) -> None:
     assert "4.0 – 1.0" in one and ">inferior vena cav…" in one and one == radar_plots([panel], "r")
     rings = re.findall(r">(-?[\d.]+)<", radar_plots([panel._replace(normalised=False)], "r"))
     assert [float(ring) for ring in rings] == sorted(map(float, rings), reverse=True), "the best is outside"
-    page = html(collect(menu(tmp_path)), one)
+    page = html(collect(menu(tmp_path)), sections=[Section("radar", "Radar", "", one)])
     assert one in page
 
 

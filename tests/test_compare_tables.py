@@ -18,7 +18,6 @@ from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import holm, write_rows
 from fedatlas.federation.file import hash_of, resolved
 from fedatlas.report.comparison import html, markdown
-from fedatlas.report.verdict import html as above
 from fedatlas.report.verdict import verdict
 
 ORGANS = ("liver", "kidney", "pancreas", "spleen", "gallbladder")
@@ -292,14 +291,14 @@ def test_the_verdict_names_the_best_arm_and_how_sure_that_is(tmp_path) -> None:
     cells = {"c1/liver": around(0.8, 8, rng), "c2/kidney": around(0.6, 8, rng)}
     lower = {cell: [value - 0.1 for value in of] for cell, of in cells.items()}
     pretend(comparison, "localized", {"best": lower})
-    assert verdict(collect(comparison)) == [] and above(collect(comparison)) == ""
+    assert verdict(collect(comparison)) == []
     pretend(comparison, "unet", {"best": cells})
     told = verdict(collect(comparison))
     assert told[0].startswith("Best: unet. Mean over the columns of dice in %, test cases")
     assert told[0].endswith(": unet 70.00, localized 60.00.")
     assert told[1] == "Difference to localized, 95 % interval by case: unet +10.00 (+10.00 to +10.00)."
     assert told[2] == "One seed: how much another seed would change is not known." and len(told) == 3
-    page = html(collect(comparison), above=above(collect(comparison)))
+    page = html(collect(comparison), verdict=told)
     assert page.index('class="verdict"') < page.index("<table") and "Best: unet." in page
 
 

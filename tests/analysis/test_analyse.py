@@ -18,8 +18,7 @@ from fedatlas.core.seeds import generator
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
 from fedatlas.phantoms.organs import phantom_sites
-from fedatlas.report.analysis import sections
-from fedatlas.report.page import render
+from fedatlas.report.page import render, section
 from fedatlas.report.tables import read
 
 OPTIONS: dict[str, list[str]] = {
@@ -90,7 +89,7 @@ def test_every_kind_from_the_command_line_to_the_report(
     first = file.read_bytes()
     found = json.loads(first)
     assert found["kind"] == kind and found["settings"]["seed"] == 0 and found["versions"]["torch"]
-    assert f">{HEADINGS[kind]}</h3>" in sections(read(run))
+    assert f">{HEADINGS[kind]}</h3>" in section(read(run), "analyses")
     assert main(["analyse", kind, str(run), *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == kind
     assert file.read_bytes() == first, "the same seed gives the same bytes"
@@ -102,7 +101,7 @@ def test_the_report_has_a_section_once_there_is_an_analysis(run: Path, tmp_path:
     path = tmp_path / "shown"
     shutil.copytree(run, path)
     shutil.rmtree(path / "analysis", ignore_errors=True)
-    assert not sections(read(path))
+    assert not section(read(path), "analyses")
     analyse("cka", path, {"on": "parameters"}, tell=lambda text: None)
     page = render(read(path))
     assert '<section id="analyses"' in page and 'id="analysis-cka"' in page and "analysis-hessian" not in page
@@ -206,13 +205,13 @@ def test_a_method_with_several_models(run: Path, phantom: Path, phantom_cache: P
     for side, parts in sides.items():
         values = attack["uncertainty"][side]
         assert len(values) == sum(attack["cases"][part] for part in parts) and values == sorted(values)
-    drawn = sections(read(path)).partition('id="analysis-membership"')[2]
+    drawn = section(read(path), "analyses").partition('id="analysis-membership"')[2]
     assert "Uncertainty of members and others: 1 targets" in drawn and "fill:var(--c1)" in drawn
     file = path / "analysis" / "membership.json"
     old = json.loads(file.read_text())
     del old["attacks"][0]["uncertainty"]
     file.write_text(json.dumps(old))
-    assert "Uncertainty of members" not in sections(read(path)), "a file of before it was kept"
+    assert "Uncertainty of members" not in section(read(path), "analyses"), "a file of before it was kept"
 
 
 def test_parameters_need_no_data(run: Path, tmp_path: Path) -> None:
@@ -267,4 +266,4 @@ def test_a_damaged_file(run: Path, tmp_path: Path) -> None:
     for text in ("{", "[]", "{}"):
         (path / "analysis" / "hessian.json").write_text(text)
         with pytest.raises(RunFolderError, match=r"hessian\.json"):
-            sections(read(path))
+            section(read(path), "analyses")

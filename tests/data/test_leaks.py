@@ -16,7 +16,8 @@ from fedatlas.data.leaks import Leak, ground_of, leak_of, slice_of
 from fedatlas.data.transforms import Preprocessing
 from fedatlas.data.voxels import VoxelData
 from fedatlas.phantoms.organs import phantom_sites, write_phantom
-from fedatlas.report.leaks import section, there
+from fedatlas.report.leaks import there
+from fedatlas.report.page import section
 from fedatlas.report.tables import read
 
 NAMES = ("background", "liver", "spleen", "kidney", "tumour")
@@ -157,7 +158,7 @@ def test_a_run_counts_them_and_its_report_shows_the_worst(site: VoxelData, tmp_p
     site.keep_leaks(run / "sites" / "s")
     found = read(run)
     assert there(found) == {"far": 1, "s": 2} or there(found) == {"s": 2, "far": 1}
-    page = section(found)
+    page = section(found, "leaks")
     assert "p000" in page and "p003" in page and "slices show labels alone" in page
     assert (
         "<svg" in page

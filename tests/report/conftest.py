@@ -1,10 +1,10 @@
 import sys
 from collections.abc import Callable
-from html import escape
 from pathlib import Path
 
 import matplotlib
 import pytest
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from fedatlas.report import figures
@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures are made and not drawn, for tests of a page's words and tables: drawing is nearly all of a page's time."""
 
-    def made(draw: Callable[[], Figure], name: str, description: str) -> str:
+    def made(draw: Callable[[], Figure], name: str, description: str) -> Markup:
         with matplotlib.rc_context(figures._RC):  # type: ignore[arg-type]
             draw()
-        return f'<svg class="plot" role="img" aria-label="{escape(description)}"></svg>'
+        return Markup(f'<svg class="plot" role="img" aria-label="{escape(description)}"></svg>')
 
     monkeypatch.setattr(figures, "_svg", made)

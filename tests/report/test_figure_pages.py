@@ -69,8 +69,8 @@ def test_a_run_of_fedmenu_has_three_pages(small: dict[str, Any], phantom: Path, 
     assert [pages[n].read_text() for n in (2, 3, 4)] == [two, three, four]
 
     found = tables.read(run)
-    assert 'href="figure-4.html"' in page._figure_pages(found, run)
-    assert 'href="../runs/one/figure-3.html"' in page._figure_pages(found, tmp_path / "other")
+    assert 'href="figure-4.html"' in page.section(found, "overlays", run)
+    assert 'href="../runs/one/figure-3.html"' in page.section(found, "overlays", tmp_path / "other")
     (run / "report.html").touch()  # what they link to
     for file in pages.values():
         words(file)

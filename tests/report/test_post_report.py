@@ -20,7 +20,7 @@ def test_post_processed_models_stand_apart(tmp_path) -> None:
     rows, _ = tables.scored(run)
     assert {row["model"] for row in rows} == {"best", "last", *run.locals}
     assert {row["model"] for row in tables.processed(run)} == {"best"}
-    text = page._results(run)
+    text = page.section(run, "results")
     summaries = re.findall(r"<summary>([^<]*), after post-processing</summary>", text)
     assert summaries[:2] == ["Dice", "HD95, mm"] and POST not in text
     assert len(set(ids := re.findall(r' id="([^"]+)"', text))) == len(ids)

@@ -53,7 +53,7 @@ class Outline(HTMLParser):
         assert self.stack.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.text.append(data)
+        self.text.append(re.sub(r"\s+", " ", data))
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from fedatlas.evaluation.statistics import cell_means, class_means, select
 from fedatlas.federation.file import selects
 from fedatlas.report import markup
 from fedatlas.report.figures import Curve, arm_curves, class_panels
-from fedatlas.report.tables import METRICS, Metric
+from fedatlas.report.tables import described
 from fedatlas.transport.rounds import read_json
 
 
@@ -103,7 +103,7 @@ def curve_figure(found: Mapping[str, Any]) -> str:
         f"{metric} of the global model on the validation cases of all sites: thin, a seed; thick, the mean over seeds; grey, "
         "the means of the other arms. Above every panel the mean absolute change between neighbouring evaluated rounds."
     )
-    return markup.figure(arm_curves(lines, label), markup.text(caption))
+    return markup.figure(arm_curves(lines, label), caption)
 
 
 def class_figure(found: Mapping[str, Any]) -> str:
@@ -126,11 +126,10 @@ def class_figure(found: Mapping[str, Any]) -> str:
         f"{metric} of the global model on the validation cases in which the class is scored, the mean over sites and over "
         "the finished seeds."
     )
-    return markup.figure(class_panels(panels, label), markup.text(caption))
+    return markup.figure(class_panels(panels, label), caption)
 
 
 def _metric(of_arms: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
     """The title of the curves' metric, without and with its unit."""
     metric = next(iter(of_arms.values()))["metric"]
-    described = METRICS.get(metric, Metric(metric, "", 3, True))
-    return described.title, described.title + (f", {described.unit}" if described.unit else "")
+    return described(metric).title, described(metric).label

@@ -12,7 +12,6 @@ cases is kept in the run folders.
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +69,7 @@ def write_figures(
     for number, parts in pages.items():
         others = {TITLES[n]: file.name for n, file in files.items() if n != number}
         title = f"{(claims or {}).get(number) or f'Figure {number}'}: {TITLES[number]}, {name}"
-        write_atomic(files[number], gallery.page(title, links={**back, **others}, **parts).encode())
+        write_atomic(files[number], gallery.page(title, gallery.grid(**parts), {**back, **others}).encode())
     for number in set(TITLES) - set(files):
         (folder / f"{prefix}figure-{number}.html").unlink(missing_ok=True)
     return files
@@ -130,7 +129,7 @@ def _two(
             else gallery.none(_why(arm, subjects))
             for of_site in shown.values()
         ]
-        rows.append((escape(arm), cells))
+        rows.append((arm, cells))
     told = [
         "One slice of the median case of every site. The ground truth is superimposed on every segmentation as dashed "
         "yellow lines: of the classes that are annotated in the case for scoring. What else a model marks may be right."
@@ -172,7 +171,7 @@ def _three(
                 cells.append(cell(drawn[arm], f"{arm}, {site}, from the front", files[arm]))
             else:
                 cells.append(gallery.none(_why(arm, subjects) if solids else "one slice only"))
-    rows = [("truth", truths), *((escape(arm), cells) for arm, cells in found.items())]
+    rows = [("truth", truths), *found.items()]
     told = [
         "The median case of every site, seen from the front (anterior view) and a little from above: the patient's right is "
         "on the left, the head above. All pictures of a case have one scale and one viewpoint.",
@@ -215,7 +214,7 @@ def _four(subjects: Sequence[Subject], shown: Pictures, problems: Problems, tell
     for organ in sorted(found, key=_names(shown).index):
         of = found[organ]
         first = next(iter(of.values()))
-        head = f"<b>{escape(organ)}</b><br><small>{escape(first.case)}, {escape(first.site)}</small>"
+        head = gallery.about(organ, f"{first.case}, {first.site}")
         image = heated(
             first.image, np.zeros_like(first.cam), first.truth, first.spacing, f"image, {organ}, {first.case}"
         )
@@ -230,7 +229,7 @@ def _four(subjects: Sequence[Subject], shown: Pictures, problems: Problems, tell
     listed = {**problems, **without}
     return {
         "told": told,
-        "columns": ["image", *map(escape, arms)],
+        "columns": ["image", *arms],
         "rows": rows,
         "notes": _notes(listed, bool(found)),
     }
@@ -262,9 +261,7 @@ def _parts(
     firsts = {site: next(iter(of_site.values())) for site, of_site in shown.items()}
     return {
         "told": told,
-        "columns": [
-            f"<b>{escape(site)}</b><br><small>{escape(one.case)}</small>" for site, one in firsts.items()
-        ],
+        "columns": [gallery.about(site, one.case) for site, one in firsts.items()],
         "rows": rows if shown else [],
         "legend": colours,
         "notes": _notes(problems, bool(shown)),

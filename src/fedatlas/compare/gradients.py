@@ -46,7 +46,7 @@ def gradients(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str
         + ", ".join(f"{arm} {value:.1%}" for arm, value in over.items() if value is not None)
         + " of the numbers have r > 0."
     )
-    return markup.figure(gradient_panels(found, list(RATIOS)), markup.text(told))
+    return markup.figure(gradient_panels(found, list(RATIOS)), told)
 
 
 def _logged(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedatlas.compare.overlays import Shown
-from fedatlas.report import markup
+from fedatlas.report import gallery
 from fedatlas.report.figures import CLASS_COLOURS, labelled
 
 
@@ -25,30 +25,25 @@ def picture_grid(
     names += [name for one in every for name in (*one.truth, *one.prediction) if name not in names]
     names = list(dict.fromkeys(names))
     colours = {name: f"var(--c{place % len(CLASS_COLOURS)})" for place, name in enumerate(names)}
-    legend = "".join(
-        f'<span><i style="background:{c}"></i>{markup.text(name)}</span>' for name, c in colours.items()
-    )
-    cells = ["<p></p>", "<p>image</p>", "<p>truth</p>", *(f"<p>{markup.text(arm)}</p>" for arm in arms)]
+    rows = []
     for site, of_site in shown.items():
         first = next(iter(of_site.values()))
-        cells.append(f"<p><b>{markup.text(site)}</b><br>{markup.text(first.case)}</p>")
-        cells.append(_tile(first, {}, colours, f"image, {first.case}, {site}"))
-        cells.append(_tile(first, first.truth, colours, f"truth, {first.case}, {site}"))
+        cells = [
+            _tile(first, {}, colours, f"image, {first.case}, {site}"),
+            _tile(first, first.truth, colours, f"truth, {first.case}, {site}"),
+        ]
         for arm in arms:
-            one, told = of_site.get(arm), f"{arm}, {site}"
             why = "no picture" if found["arms"][arm]["seeds"] else "not run"
-            cells.append(
-                _tile(one, one.prediction, colours, told) if one else f'<div class="none">{why}</div>'
-            )
-    notes = "".join(
-        markup.note(markup.text(f"No picture of {', '.join(of)}: {why}")) for why, of in problems.items()
+            one = of_site.get(arm)
+            cells.append(_tile(one, one.prediction, colours, f"{arm}, {site}") if one else gallery.none(why))
+        rows.append((gallery.about(site, first.case), cells))
+    told = (
+        "The median case of every site by the mean over arms, one slice; a model of the first finished seed of every arm; the "
+        "truth as dashed yellow lines. The truth holds the classes that are annotated in the case for scoring; what else a "
+        "model marks may be right."
     )
-    grid = f'<div class="grid" style="grid-template-columns:minmax(5rem,auto) repeat({len(arms) + 2},auto)">{"".join(cells)}</div>'
-    return (
-        "<p>The median case of every site by the mean over arms, one slice; a model of the first finished "
-        "seed of every arm; the truth as dashed yellow lines. The truth holds the classes that are annotated in the case for "
-        f'scoring; what else a model marks may be right.</p><div class="legend">{legend}</div><div class="scroll">{grid if shown else ""}</div>{notes}'
-    )
+    notes = [f"No picture of {', '.join(of)}: {why}" for why, of in problems.items()]
+    return gallery.grid([told], ["image", "truth", *arms], rows, legend=colours, notes=notes, first="5rem")
 
 
 def _tile(one: Shown, masks: Mapping[str, Any], colours: Mapping[str, str], told: str) -> str:

@@ -8,9 +8,8 @@ from fedatlas.compare.parts import Page, contents, drawn, table_claims
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell
 from fedatlas.core.errors import FederationError
-from fedatlas.report import verdict
 from fedatlas.report.comparison import html, markdown
-from fedatlas.report.figures import stylesheet
+from fedatlas.report.verdict import verdict
 from fedatlas.transport.store import write_atomic
 
 PUBLISHED = ("docs", "results.md")
@@ -24,8 +23,13 @@ def write_page(comparison: Comparison, found: Mapping[str, Any], tell: Tell = la
     file = comparison.folder / (f"{comparison.name}.html" if comparison.shared else "comparison.html")
     file.parent.mkdir(parents=True, exist_ok=True)
     page = Page(comparison, found, file, tell)
-    above = verdict.html(found) + contents(comparison)
-    text = html(found, drawn(page), stylesheet(), above=above, captions=table_claims(comparison))
+    text = html(
+        found,
+        verdict=verdict(found),
+        claims=contents(comparison),
+        captions=table_claims(comparison),
+        sections=drawn(page),
+    )
     write_atomic(file, text.encode())
     return file
 

@@ -10,6 +10,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 from fedatlas.compare.cams import has_organs
 from fedatlas.compare.curves import class_figure, curve_figure, lacks_curves
 from fedatlas.compare.figures import write_figures
@@ -26,7 +28,8 @@ from fedatlas.compare.teaching import lacks_teaching, teaching, teaching_figure
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import not_known
 from fedatlas.report import markup
-from fedatlas.report.analysis import SECTIONS, together
+from fedatlas.report.analysis import TITLES, together
+from fedatlas.report.comparison import Claims, Section
 
 
 @dataclass
@@ -122,13 +125,13 @@ def _boxes(page: Page) -> str:
         f"{page.found['metric']} over {page.found['split']} cases in which the class is there, of all finished seeds, for the "
         "global model and every local one. A star: not annotated at that site."
     )
-    return markup.figure(boxes, markup.text(caption)) if boxes else ""
+    return markup.figure(boxes, caption) if boxes else ""
 
 
 def _link(page: Page, *, number: int, told: str) -> str:
     if number not in page.beside or not (page.pictures[0] or page.pictures[1]):
         return ""
-    return f'<p>On a page of its own: <a href="{page.beside[number].name}">{told}</a>.</p>'
+    return Markup('<p>On a page of its own: <a href="{}">{}</a>.</p>').format(page.beside[number].name, told)
 
 
 def _pictures(page: Page) -> str:
@@ -145,10 +148,10 @@ def _analysis(page: Page, *, kind: str) -> str:
     arms = page.comparison.analyses[kind]
     folders = {arm: page.comparison.path(arm, seeds[0]) for arm in arms if (seeds := page.seeds[arm])}
     drawn, missing = together(kind, folders)
-    commands = ", ".join(
-        f"<code>fedatlas analyse {kind} {markup.text(folders[arm])}</code>" for arm in missing
-    )
-    return drawn + (markup.note(f"Not there yet; it is made by {commands}.") if missing else "")
+    if not missing:
+        return drawn
+    commands = [Markup("<code>fedatlas analyse {} {}</code>").format(kind, folders[arm]) for arm in missing]
+    return drawn + markup.note(Markup("Not there yet; it is made by {}.").format(Markup(", ").join(commands)))
 
 
 PARTS: Mapping[str, Part] = {
@@ -179,7 +182,7 @@ PARTS: Mapping[str, Part] = {
     ),
     **{
         kind: Part(title, partial(_analysed, kind=kind), partial(_analysis, kind=kind))
-        for kind, (title, _) in SECTIONS.items()
+        for kind, title in TITLES.items()
     },
     "pictures": Part("Pictures", _of_voxels, _pictures),
     "surfaces": Part(
@@ -223,8 +226,8 @@ def check_claims(comparison: Comparison, file: Path) -> None:
             if part not in PARTS:
                 raise not_known(f"{file}: claims: {name}: the part", part, PARTS)
     for kind, arms in comparison.analyses.items():
-        if kind not in SECTIONS:
-            raise not_known(f"{file}: analyses: the analysis", kind, SECTIONS)
+        if kind not in TITLES:
+            raise not_known(f"{file}: analyses: the analysis", kind, TITLES)
         for arm in arms:
             if arm not in comparison.federations:
                 raise not_known(f"{file}: analyses: {kind}: the arm", arm, comparison.federations)
@@ -236,35 +239,29 @@ def check_claims(comparison: Comparison, file: Path) -> None:
             )
 
 
-def drawn(page: Page) -> str:
-    """The figures of a page, each part under its heading with what it repeats of the paper."""
+def drawn(page: Page) -> list[Section]:
+    """The figures of a page, each part with what it repeats of the paper."""
     sections = []
     for name, part in PARTS.items():
         if part.draw is None or part.lacks(page.comparison):
             continue
-        inner, claim = part.draw(page), claimed(page.comparison, name)
-        if inner or claim:
-            of = f' <small class="claim">{markup.text(claim)}</small>' if claim else ""
-            missing = markup.note("Nothing to show yet: no run that it needs is finished.")
-            sections.append(f'<section id="{name}"><h2>{part.title}{of}</h2>{inner or missing}</section>')
-    return "\n".join(sections)
+        content, claim = part.draw(page), claimed(page.comparison, name)
+        if content or claim:
+            sections.append(Section(name, part.title, claim, content))
+    return sections
 
 
-def contents(comparison: Comparison) -> str:
-    """A line about what the page repeats of the paper, with links to the parts, as HTML; "" where it claims nothing."""
-    if not comparison.claims:
-        return ""
+def contents(comparison: Comparison) -> Claims | None:
+    """What the page repeats of the paper, with the titles of its parts; None where it claims nothing."""
+    if comparison.paper is None or not comparison.claims:
+        return None
     without = unmet(comparison)
-    links = [
-        f"{markup.text(name)} ("
-        + ", ".join(f'<a href="#{part}">{PARTS[part].title}</a>' for part in parts)
-        + ")"
+    there = {
+        name: {part: PARTS[part].title for part in parts}
         for name, parts in comparison.claims.items()
         if name not in without
-    ]
-    told = f"<p>After {markup.text(comparison.paper)}: {', '.join(links)}.</p>" if links else ""
-    notes = (markup.note(markup.text(f"Without {name}: {why}.")) for name, why in without.items())
-    return told + "".join(notes)
+    }
+    return Claims(comparison.paper, there, without)
 
 
 def table_claims(comparison: Comparison) -> dict[str, str]:

@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
+from markupsafe import Markup
 
 from fedatlas.compare.plan import Comparison
 from fedatlas.evaluation.statistics import mean_of_defined
 from fedatlas.report import markup
-from fedatlas.report.comparison import LOWER, MEAN, heading, of_column
+from fedatlas.report.comparison import LOWER, MEAN, heading, of_column, of_table
 from fedatlas.report.figures import Dots, Radar, dot_panels, radar_plots
-from fedatlas.report.tables import METRICS, Metric
 
 LEAST_AXES = 3
 Side = Literal["sites", "classes"]
@@ -75,8 +75,8 @@ def radars(found: Mapping[str, Any], side: Side) -> str:
     told = f"Over {side}. Outside is better."
     if normalised:
         told += " Every axis runs from its worst arm, on the inner ring, to its best, with both values at its end."
-    drawn = markup.figure(radar_plots(panels, f"radar-{side}"), told) if panels else ""
-    return drawn + "".join(markup.note(markup.text(note)) for note in notes)
+    drawn = [markup.figure(radar_plots(panels, f"radar-{side}"), told)] if panels else []
+    return Markup("").join([*drawn, *map(markup.note, notes)])
 
 
 def dots(found: Mapping[str, Any], side: Side) -> str:
@@ -115,10 +115,8 @@ def _axes(values: Values) -> list[str]:
 
 def _label(table: Mapping[str, Any]) -> tuple[str, int]:
     """The metric with its unit, and decimals for its values."""
-    described = METRICS.get(table["metric"], Metric(table["metric"], "", 3, True))
-    percent = table["layout"]["percent"]
-    unit = "%" if percent else described.unit
-    return described.title + (f", {unit}" if unit else ""), 1 if percent else described.decimals
+    of = of_table(table)
+    return of.label, of.decimals
 
 
 def _scale(table: Mapping[str, Any]) -> float:

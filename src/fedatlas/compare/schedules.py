@@ -35,7 +35,7 @@ def schedules(comparison: Comparison) -> str:
         "The weight w(U) of a sample in the loss by its normalised uncertainty, (U - mean) / (largest - least), at r of R "
         "rounds of the schedule; here uncertainties are spread evenly."
     )
-    return markup.figure(svg, markup.text(told))
+    return markup.figure(svg, told)
 
 
 def _schedulers(comparison: Comparison) -> list[tuple[WeightScheduler, list[str]]]:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
 from fedatlas.compare.plan import EXCHANGE, Comparison, Sweep
 from fedatlas.federation.file import Federation, make_method, resolved, shareable
 from fedatlas.report import markup
-from fedatlas.report.comparison import INCLUDE, MEAN, heading, of_column
+from fedatlas.report.comparison import INCLUDE, MEAN, heading, of_column, of_table
 from fedatlas.report.figures import Average, Swept, sweep_curves
-from fedatlas.report.tables import METRICS, Metric
 
 
 class Kinds(NamedTuple):
@@ -128,7 +128,9 @@ def sweeps(comparison: Comparison, found: Mapping[str, Any]) -> str:
 
     found: as `results.collect` gives it.
     """
-    return "".join(_drawn(comparison, found, sweep, place) for place, sweep in enumerate(comparison.sweeps))
+    return Markup("").join(
+        _drawn(comparison, found, sweep, place) for place, sweep in enumerate(comparison.sweeps)
+    )
 
 
 def _drawn(comparison: Comparison, found: Mapping[str, Any], sweep: Sweep, place: int) -> str:
@@ -168,11 +170,8 @@ def _drawn(comparison: Comparison, found: Mapping[str, Any], sweep: Sweep, place
     if of_rounds and uneven:
         told.append(f"Not as many steps or epochs in all at every number of rounds: {'; '.join(uneven)}.")
     title = "How often to exchange" if of_rounds else f"Averages by {label}"
-    return (
-        f"<h3>{markup.text(title)}</h3>"
-        + markup.figure(svg, markup.text(" ".join(told)))
-        + "".join(markup.note(markup.text(note)) for note in _missing(tables, [*arms, *pooled]))
-    )
+    parts = [Markup("<h3>{}</h3>").format(title), markup.figure(svg, " ".join(told))]
+    return Markup("").join([*parts, *map(markup.note, _missing(tables, [*arms, *pooled]))])
 
 
 def _axis(
@@ -206,9 +205,7 @@ def _average(table: Mapping[str, Any], arm: str, number: float) -> Average:
 
 
 def _unit(table: Mapping[str, Any]) -> str:
-    described = METRICS.get(table["metric"], Metric(table["metric"], "", 3, True))
-    unit = "%" if table["layout"]["percent"] else described.unit
-    return described.title + (f", {unit}" if unit else "")
+    return of_table(table).label
 
 
 def _each(budget: Mapping[str, Any], *, named: bool) -> str:

@@ -7,7 +7,6 @@ Shapes: C classes with the background, H rows and W columns of a slice, *S a cas
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +25,7 @@ from fedatlas.learning import inference
 from fedatlas.methods.shared.pseudo import Merge
 from fedatlas.methods.shared.teachers import MEMORY
 from fedatlas.methods.ufps import UFPS, agreement, refined
-from fedatlas.report import markup
+from fedatlas.report import gallery
 from fedatlas.report.figures import CLASS_COLOURS, labelled
 from fedatlas.transport.store import MemoryStore
 
@@ -188,34 +187,24 @@ def teaching_figure(found: Mapping[str, Mapping[str, Taught]], problems: Mapping
     every = [one for of in found.values() for one in of.values()]
     names = dict.fromkeys(name for one in every for of in one.masks.values() for name in of)
     colours = {name: f"var(--c{place % len(CLASS_COLOURS)})" for place, name in enumerate(names)}
-    cells = ["<p></p>", "<p>image</p>", *(f"<p>{title}</p>" for title in KINDS.values())]
+    rows = []
     for arm, of_arm in found.items():
         for site, one in of_arm.items():
             taken = "the intersection" if one.intersected else "the global model"
-            cells.append(
-                f"<p><b>{escape(arm)}</b>, {escape(site)}<br>{escape(one.case)}<br>agreed {one.share:.0%}: {taken}</p>"
-            )
             shown = [{}, *(one.masks[kind] for kind in KINDS)]
             around = np.any(
                 [m for of in shown for m in of.values()] + [np.zeros_like(one.image, dtype=bool)], axis=0
             )
-            for kind, masks in zip(["image", *KINDS.values()], shown, strict=True):
-                told = f"{kind}, {arm}, {site}, {one.case}"
-                cells.append(labelled(one.image, masks, colours, one.spacing, around, told))
-    legend = "".join(
-        f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in colours.items()
-    )
+            cells = [
+                labelled(one.image, masks, colours, one.spacing, around, f"{kind}, {arm}, {site}, {one.case}")
+                for kind, masks in zip(["image", *KINDS.values()], shown, strict=True)
+            ]
+            about = gallery.about(f"{arm}, {site}", one.case, f"agreed {one.share:.0%}: {taken}")
+            rows.append((about, cells))
     told = (
         "Pseudo labels of one training case of every site, of the first finished seed: what the site annotates; what the "
         "sites' teachers say; what the global model says; and where both say the same. Agreed: the share of the global "
         "model's foreground in the whole case that the teachers agree with, and what the arm's rule teaches there."
     )
-    width = f"grid-template-columns:minmax(8rem,auto) repeat({1 + len(KINDS)},auto)"
-    grid = (
-        f'<div class="scroll"><div class="grid" style="{width}">{"".join(cells)}</div></div>' if found else ""
-    )
-    notes = "".join(
-        markup.note(markup.text(f"No pseudo labels of {', '.join(of)}: {why}"))
-        for why, of in problems.items()
-    )
-    return f'<p>{told}</p><div class="legend">{legend}</div>{grid}{notes}'
+    notes = [f"No pseudo labels of {', '.join(of)}: {why}" for why, of in problems.items()]
+    return gallery.grid([told], ["image", *KINDS.values()], rows, legend=colours, notes=notes, first="8rem")

@@ -2,14 +2,18 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from html import escape
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from contourpy import contour_generator
+from jinja2 import UndefinedError
+from markupsafe import Markup
 
 from fedatlas.core.errors import RunFolderError
 from fedatlas.report import markup
@@ -21,52 +25,13 @@ WIDTH = 792
 
 Found = Mapping[str, Any]
 
-
-def there(run: Run) -> list[str]:
-    """The analyses that a run folder holds."""
-    return [kind for kind in SECTIONS if _file(run, kind).is_file()]
-
-
-def sections(run: Run) -> str:
-    """Every analysis of a run, under a heading each. Raises RunFolderError for a damaged file."""
-    parts = []
-    for kind in there(run):
-        title, draw = SECTIONS[kind]
-        found = _read(_file(run, kind))
-        try:
-            parts.append(f'<h3 id="analysis-{kind}">{title}</h3>{draw(found)}{_settings(found)}')
-        except (KeyError, TypeError, IndexError, ValueError, ZeroDivisionError) as error:
-            raise RunFolderError(
-                f"{_file(run, kind)}: damaged ({type(error).__name__}: {error}); run `fedatlas analyse {kind}` again"
-            ) from None
-    return "".join(parts)
-
-
-def together(kind: str, folders: Mapping[str, Path]) -> tuple[str, list[str]]:
-    """An analysis of several runs under one heading, as HTML, "" where none has it; and the arms that lack it. folders: arm
-    -> run folder. Raises RunFolderError for a damaged file."""
-    of_arms = {arm: _read(file) for arm, folder in folders.items() if (file := _kept(folder, kind)).is_file()}
-    missing = [arm for arm in folders if arm not in of_arms]
-    draw = SECTIONS[kind][1]
-    try:
-        if kind in _MERGED:
-            key, name = _MERGED[kind]
-            entries = [
-                {**entry, name: f"{arm}, {model_title(str(entry[name]))}"}
-                for arm, found in of_arms.items()
-                for entry in found[key]
-            ]
-            first = next(iter(of_arms.values()), {})
-            return draw({**first, key: entries}) if entries else "", missing
-        parts = [f"<h3>{markup.text(arm)}</h3>{draw(found)}" for arm, found in of_arms.items()]
-    except (KeyError, TypeError, IndexError, ValueError, ZeroDivisionError) as error:
-        raise RunFolderError(
-            f"{', '.join(str(_kept(folders[arm], kind)) for arm in of_arms)}: damaged ({type(error).__name__}: {error}); run "
-            f"`fedatlas analyse {kind}` again"
-        ) from None
-    return "".join(parts), missing
-
-
+TITLES = {
+    "landscape": "Loss landscape",
+    "hessian": "Hessian",
+    "cka": "Similarity of models (CKA)",
+    "membership": "Membership inference",
+}
+"""kind -> its heading; the template of this name draws it."""
 _MERGED = {
     "landscape": ("surfaces", "model"),
     "hessian": ("spectra", "model"),
@@ -75,8 +40,65 @@ _MERGED = {
 """Analyses whose entries of several runs stand in one table and one figure: where they are, and what names the model."""
 
 
-def _file(run: Run, kind: str) -> Path:
-    return _kept(run.folder, kind)
+def there(run: Run) -> list[str]:
+    """The analyses that a run folder holds."""
+    return [kind for kind in TITLES if _kept(run.folder, kind).is_file()]
+
+
+def drawn(run: Run) -> list[tuple[str, Found, Markup]]:
+    """Every analysis of a run: its kind, what it found, and its part of the page. Raises RunFolderError for a damaged file."""
+    parts = []
+    for kind in there(run):
+        file = _kept(run.folder, kind)
+        found = _read(file)
+        parts.append((kind, found, _drawn(kind, [file], found)))
+    return parts
+
+
+def together(kind: str, folders: Mapping[str, Path]) -> tuple[Markup, list[str]]:
+    """An analysis of several runs under one heading, "" where none has it; and the arms that lack it. folders: arm
+    -> run folder. Raises RunFolderError for a damaged file."""
+    files = {arm: file for arm, folder in folders.items() if (file := _kept(folder, kind)).is_file()}
+    of_arms = {arm: _read(file) for arm, file in files.items()}
+    missing = [arm for arm in folders if arm not in of_arms]
+    if kind not in _MERGED:
+        parts = (
+            Markup("<h3>{}</h3>{}").format(arm, _drawn(kind, [files[arm]], found))
+            for arm, found in of_arms.items()
+        )
+        return Markup("").join(parts), missing
+    key, name = _MERGED[kind]
+    entries = []
+    for arm, found in of_arms.items():
+        with _whole(kind, [files[arm]]):
+            entries += [{**one, name: f"{arm}, {model_title(str(one[name]))}"} for one in found[key]]
+    if not entries:
+        return Markup(""), missing
+    return _drawn(kind, list(files.values()), {**next(iter(of_arms.values())), key: entries}), missing
+
+
+def settings(found: Found) -> dict[str, str]:
+    """With what an analysis was made, and what it cost, as JSON."""
+    told = dict(found.get("settings") or {}) | {f"cost: {k}": v for k, v in (found.get("cost") or {}).items()}
+    if found.get("loss"):
+        told["loss"] = found["loss"]["name"]
+    return {key: json.dumps(value) for key, value in told.items()}
+
+
+def _drawn(kind: str, files: Sequence[Path], found: Found) -> Markup:
+    with _whole(kind, files):
+        return markup.render(f"analysis/{kind}.html", found=found, draw=draw)
+
+
+@contextmanager
+def _whole(kind: str, files: Sequence[Path]) -> Iterator[None]:
+    """Whatever is wrong with what the files hold becomes a RunFolderError that names them."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, ValueError, ZeroDivisionError, UndefinedError) as error:
+        raise RunFolderError(
+            f"{', '.join(map(str, files))}: damaged ({type(error).__name__}: {error}); run `fedatlas analyse {kind}` again"
+        ) from None
 
 
 def _kept(folder: Path, kind: str) -> Path:
@@ -91,60 +113,6 @@ def _read(path: Path) -> Found:
     if not isinstance(found, dict):
         raise RunFolderError(f"{path}: holds no mapping; run the analysis again")
     return found
-
-
-def _settings(found: Found) -> str:
-    told = dict(found.get("settings") or {}) | {f"cost: {k}": v for k, v in (found.get("cost") or {}).items()}
-    loss = found.get("loss")
-    if loss:
-        told["loss"] = loss["name"]
-    body = [
-        f'<th scope="row">{markup.text(key)}</th><td><code>{markup.text(json.dumps(value))}</code></td>'
-        for key, value in told.items()
-    ]
-    return markup.details("Settings", markup.table("Settings of this analysis", ["What", "Value"], body))
-
-
-def _number(value: Any, digits: int = 3) -> str:
-    got = number(value)
-    return '<td class="num">–</td>' if got is None else f'<td class="num">{got:.{digits}g}</td>'
-
-
-def _head(*cells: Any) -> str:
-    """The first cells of a row, which name it."""
-    first, *more = cells
-    return f'<th scope="row">{markup.text(first)}</th>' + "".join(f"<td>{markup.text(c)}</td>" for c in more)
-
-
-# ---------------------------------------------------------------------------------------------- landscape
-
-
-def _landscape(found: Found) -> str:
-    surfaces = found["surfaces"]
-    level = found["settings"]["level"]
-    aid = markup.aid(
-        "The loss on training data of a site, over two random directions in the space of the weights, each scaled filter "
-        "by filter to the weights' norm. The cross is the model. The directions have the same random numbers in every "
-        "panel, and all panels share one scale of colours, which is a square root."
-    )
-    body = [
-        _head(s["site"], model_title(s["model"]))
-        + "".join(_number(s[key], 4) for key in ("centre", "lowest", "near", "rise", "highest"))
-        + markup.cell(None if s["flat"] is None else 100 * s["flat"], 0, " %")
-        for s in surfaces
-    ]
-    head = [
-        "Site",
-        "model",
-        "loss",
-        "lowest",
-        "rise near",
-        "mean rise",
-        "largest rise",
-        f"flat (≤ +{level:g})",
-    ]
-    table = markup.table("Loss around the model", head, body, kind="wide")
-    return aid + markup.figure(_heat_maps(surfaces), "Loss landscape by site") + table
 
 
 def _heat_maps(surfaces: Sequence[Found]) -> str:
@@ -209,40 +177,6 @@ def _shade(share: float) -> str:
     return f"color-mix(in srgb,var(--accent) {part}%,var(--paper))"
 
 
-# ---------------------------------------------------------------------------------------------- Hessian
-
-
-def _hessian(found: Found) -> str:
-    spectra, settings = found["spectra"], found["settings"]
-    aid = markup.aid(
-        "The curvature of the loss on training data of a site: the largest eigenvalues of its Hessian, their sum, and how "
-        "many there are of which size. Smaller is flatter. ± is the standard error of a trace that random vectors estimate."
-    )
-    top = max(len(s["eigenvalues"]) for s in spectra)
-    body = []
-    for s in spectra:
-        values = s["eigenvalues"]
-        cells = _head(s["site"], model_title(s["model"]))
-        cells += _number(values[0], 4) + _number(values[-1], 4) + _number(s["ratio"])
-        error = number(s["trace_error"])
-        cells += (
-            f'<td class="num">{s["trace"]:.4g} ± {error:.2g}</td>'
-            if error is not None
-            else _number(s["trace"])
-        )
-        cells += _number(s["lowest"], 4)
-        cells += f"<td>{'yes' if s['converged'] else 'no, after ' + str(s['steps']) + ' products'}</td>"
-        body.append(cells)
-    head = ["Site", "model", "λ1", f"λ{top}", f"λ1 / λ{top}", "trace", "lowest", "exact enough"]
-    table = markup.table("Hessian by site", head, body, kind="wide")
-    note = ""
-    if not all(s["converged"] for s in spectra):
-        note = markup.note(
-            f"Eigenvalues marked so are not within {settings['tolerance']:g} of the largest; more products (--steps) help."
-        )
-    return aid + markup.figure(_densities(spectra), "Density of the Hessian's eigenvalues") + table + note
-
-
 def _densities(spectra: Sequence[Found]) -> str:
     """Curves of all spectra over one axis, the density on a logarithmic one."""
     left, right, top, bottom = 52.0, WIDTH - 12.0, 34.0, 214.0
@@ -294,61 +228,8 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(step * k, 10) for k in range(first, math.floor(high / step) + 1)]
 
 
-# ---------------------------------------------------------------------------------------------- CKA
-
-
-def _cka(found: Found) -> str:
-    parts = [
-        markup.aid(
-            "Linear centred kernel alignment: 1 for layers that are equal up to a rotation, a scale and a shift of their "
-            "channels, 0 for unrelated ones. Between models the mean over layers; a row's models are those of the columns."
-        )
-    ]
-    titles = {"parameters": "CKA of parameters (rows: output filters)", "activations": "CKA of activations"}
-    names = [model_title(str(name)) for name in found["models"]]
-    if len(names) > 1:
-        for what, matrix in (found.get("means") or {}).items():
-            parts.append(
-                markup.table(
-                    f"{titles[what]}, mean over layers",
-                    ["Model", *names],
-                    _heat(names, matrix),
-                    kind="matrix heat",
-                )
-            )
-    for what in found.get("means") or {}:
-        parts.append(_by_layer(found, what, titles[what]))
-    layers = found.get("layers")
-    if layers:
-        parts.append(
-            markup.figure(
-                _layer_matrix(layers["names"], layers["values"]),
-                f"CKA of activations between the layers of {markup.text(model_title(layers['model']))}",
-            )
-        )
-    return "".join(parts)
-
-
-def _heat(names: Sequence[str], matrix: Sequence[Sequence[Any]]) -> list[str]:
-    body = []
-    for name, row in zip(names, matrix, strict=True):
-        cells = [f'<th scope="row">{markup.text(name)}</th>']
-        for value in map(number, row):
-            cells.append(
-                '<td class="blank">–</td>'
-                if value is None
-                else f'<td class="h{round(20 * min(max(value, 0), 1))}">{value:.3f}</td>'
-            )
-        body.append("".join(cells))
-    return body
-
-
-def _by_layer(found: Found, what: str, title: str) -> str:
+def _by_layer(pairs: Sequence[Found], what: str, title: str) -> Markup:
     """Every pair with the first model, layer by layer, as lines."""
-    first = found["models"][0]
-    pairs = [p for p in found["pairs"] if p["first"] == first and p.get(what)]
-    if not pairs:
-        return ""
     layers = list(pairs[0][what])
     defined = [v for p in pairs for v in map(number, p[what].values()) if v is not None]
     least = min(defined, default=0.0)
@@ -387,11 +268,7 @@ def _by_layer(found: Found, what: str, title: str) -> str:
             (left + right) / 2, bottom + 15, "layers, from the first to the last", anchor="middle", muted=True
         )
     )
-    caption = f"{title}, by layer: {markup.text(model_title(str(first)))} against each"
-    body = [_head(layer) + "".join(_number(pair[what].get(layer)) for pair in pairs) for layer in layers]
-    head = ["Layer", *(model_title(str(pair["second"])) for pair in pairs)]
-    table = markup.details("Every layer", markup.table(f"{title} by layer", head, body, kind="numbers"))
-    return markup.figure(_svg(drawn, bottom + 22, f"{title} by layer"), caption) + table
+    return _svg(drawn, bottom + 22, f"{title} by layer")
 
 
 def _layer_matrix(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
@@ -434,70 +311,12 @@ def _layer_matrix(names: Sequence[str], values: Sequence[Sequence[Any]]) -> str:
     return _svg(drawn, y + side + 10, "CKA between the layers of a model")
 
 
-# ---------------------------------------------------------------------------------------------- membership
-
-
-def _membership(found: Found) -> str:
-    attacks, settings = found["attacks"], found["settings"]
-    aid = markup.aid(
-        "An attacker who has half of a model's training cases, ground truth and other data trains a shadow of the model and "
-        "learns from it to tell training cases (members) from others. Accuracy of 0.5 in the mean, or AUROC of 0.5, is "
-        "guessing; higher is a leak."
-    )
-    body = []
-    for a in attacks:
-        test, scores, cases = a["test"], a["target_scores"], a["cases"]
-        cells = _head(model_title(a["target"]), f"{cases['hidden']} / {cases['outside']}")
-        for key in ("accuracy_member", "accuracy_other", "accuracy", "f1_member", "f1_other", "f1", "auroc"):
-            cells += markup.cell(number(test[key]), 3)
-        cells += markup.cell(number(scores["members"]), 3) + markup.cell(number(scores["others"]), 3)
-        cells += markup.cell(number(a["shadow"]), 3)
-        body.append(cells)
-    head = [
-        "Target",
-        "cases",
-        "acc. members",
-        "others",
-        "mean",
-        "F1: members",
-        "others",
-        "mean",
-        "AUROC",
-        "gap: members",
-        "others",
-        "shadow",
-    ]
-    notes = []
-    if any(min(a["cases"]["hidden"], a["cases"]["outside"]) < 6 for a in attacks):
-        notes.append("With fewer than 6 cases on a side the numbers say little.")
-    if settings.get("pool") == "all" and any(str(a["target"]).startswith("local/") for a in attacks):
-        notes.append(
-            "The others come from other sites, too: an attack can tell sites instead of members. <code>--pool own</code> "
-            "leaves these out."
-        )
-    classes = ", ".join(dict.fromkeys(c for a in attacks for c in a["classes"]))
-    return (
-        aid
-        + markup.table("Membership attack", head, body, kind="wide")
-        + _uncertainties(attacks)
-        + "".join(markup.note(note) for note in notes)
-        + markup.aid(
-            f"Attacked by the classes {markup.text(classes)}. “Cases”: members and others in the test. “Gap”: the target's "
-            "agreement with the truth on members and others; the difference is what the attack lives on. “Shadow”: its agreement with the target on cases that it "
-            "did not see."
-        )
-    )
-
-
 BINS = 20
 
 
-def _uncertainties(attacks: Sequence[Found]) -> str:
-    """The target's uncertainty of members and of others, a panel per target; "" for files of before it was kept."""
-    known = [a for a in attacks if (a.get("uncertainty") or {}).get("members")]
+def _uncertainties(known: Sequence[Found]) -> Markup:
+    """The target's uncertainty of members and of others, a panel per target."""
     every = [v for a in known for side in ("members", "others") for v in a["uncertainty"][side]]
-    if not every:
-        return ""
     high = max(every) or 1.0
     columns = min(3, len(known))
     side, top, tall = (WIDTH - 20) / columns - 46, 24.0, 92.0
@@ -529,30 +348,16 @@ def _uncertainties(attacks: Sequence[Found]) -> str:
     for n, (name, colour) in enumerate(_SIDES.items()):
         drawn.append(_rect(40 + 110 * n, bottom - 8, 10, 10, f"fill:{colour};fill-opacity:.42"))
         drawn.append(_text(55 + 110 * n, bottom, name))
-    svg = _svg(drawn, bottom + 8, f"Uncertainty of members and others: {len(known)} targets")
-    return markup.figure(
-        svg,
-        "Uncertainty of the target about members, its training cases, and others: the share of cases by uncertainty. Equal "
-        "shapes give an attack nothing to go by.",
-    )
+    return _svg(drawn, bottom + 8, f"Uncertainty of members and others: {len(known)} targets")
 
 
 _SIDES = {"members": "var(--c1)", "others": "var(--c0)"}
 
-SECTIONS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
-    "landscape": ("Loss landscape", _landscape),
-    "hessian": ("Hessian", _hessian),
-    "cka": ("Similarity of models (CKA)", _cka),
-    "membership": ("Membership inference", _membership),
-}
-"""kind -> its heading, and what draws it."""
 
-
-# ---------------------------------------------------------------------------------------------- SVG
-
-
-def _svg(drawn: Sequence[str], height: float, told: str) -> str:
-    return f'<svg class="plot" role="img" aria-label="{escape(told)}" viewBox="0 0 {WIDTH} {height:.0f}">{"".join(drawn)}</svg>'
+def _svg(drawn: Sequence[str], height: float, told: str) -> Markup:
+    return Markup(
+        f'<svg class="plot" role="img" aria-label="{escape(told)}" viewBox="0 0 {WIDTH} {height:.0f}">{"".join(drawn)}</svg>'
+    )
 
 
 def _text(
@@ -583,3 +388,12 @@ def _path(points: Sequence[Any], colour: str, width: float, *, dash: str = "", o
     more = f";stroke-dasharray:{dash}" if dash else ""
     more += f";opacity:{opacity:g}" if opacity < 1 else ""
     return f'<path d="{line}" style="fill:none;stroke:{colour};stroke-width:{width:g}{more}"/>'
+
+
+draw = SimpleNamespace(
+    landscapes=_heat_maps,
+    densities=_densities,
+    by_layer=_by_layer,
+    layer_matrix=_layer_matrix,
+    uncertainties=_uncertainties,
+)

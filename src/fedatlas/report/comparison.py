@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
+from markupsafe import Markup, escape
+
+from fedatlas.report.markup import render
+from fedatlas.report.tables import Metric, described
 
 MEAN, EXCLUDE, INCLUDE = "mean", "exclude*", "include*"
 LOWER = frozenset({"hd95", "hd", "asd", "rve", "hd_rows", "ece", "ece_mass", "brier"})
@@ -31,30 +34,45 @@ def markdown(found: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+class Section(NamedTuple):
+    """A part of a comparison's page. claim: what it repeats of a paper, plain text; content: HTML."""
+
+    name: str
+    title: str
+    claim: str
+    content: str
+
+
+class Claims(NamedTuple):
+    """What a page repeats of a paper. there: name of a table or figure -> section -> its title; without: name -> why the page
+    does not have it."""
+
+    paper: str
+    there: Mapping[str, Mapping[str, str]]
+    without: Mapping[str, str]
+
+
 def html(
     found: Mapping[str, Any],
-    figures: str = "",
-    style: str = "",
     *,
-    above: str = "",
+    verdict: Sequence[str] = (),
+    claims: Claims | None = None,
     captions: Mapping[str, str] | None = None,
+    sections: Sequence[Section] = (),
 ) -> str:
-    """The same as a page of its own, with the critical-difference diagram; it needs no network. figures: further
-    ones, as HTML, and what they need of CSS; above: what stands above the tables, HTML. captions: means, forgetting,
-    costs -> what these tables repeat of a paper, plain text."""
-    sections = []
-    for name, of in _parts(found).items():
-        caption = (captions or {}).get(name, "")
-        head = f'<p><b class="claim">{escape(caption)}</b></p>' if caption else ""
-        parts = [_html(part) if isinstance(part, str) else _html_table(part) for part in of]
-        sections.append(f'<section id="{name}">{head}{chr(10).join(parts)}</section>')
-    name = escape(found["name"] + (f", {found['profile']}" if found["profile"] else ""))
-    return (
-        '<!doctype html>\n<html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{name}</title><style>{style}{STYLE}</style>"
-        f"<main><h1>{name}</h1>{above}\n"
-        f"{chr(10).join(sections)}\n{critical_difference(found['ranks'])}\n{figures}</main></html>\n"
+    """The same as a page of its own, with the critical-difference diagram; it needs no network. captions: means, forgetting,
+    costs -> what these tables repeat of a paper, plain text; sections: what stands below the tables."""
+    return render(
+        "comparison.html",
+        name=found["name"] + (f", {found['profile']}" if found["profile"] else ""),
+        verdict=verdict,
+        claims=claims,
+        parts=_parts(found),
+        captions=captions or {},
+        inline=_inline,
+        groupby=groupby,
+        ranks=critical_difference(found["ranks"]),
+        sections=sections,
     )
 
 
@@ -285,6 +303,12 @@ def unit(found: Mapping[str, Any]) -> tuple[float, int]:
     layout = found["layout"]
     digits = 2 if layout["percent"] else 1 if found["metric"] in MILLIMETRES else 3
     return 100.0 if layout["percent"] else 1.0, digits if layout["decimals"] is None else layout["decimals"]
+
+
+def of_table(found: Mapping[str, Any]) -> Metric:
+    """How figures print the metric of a table, in the table's unit."""
+    metric = described(found["metric"])
+    return metric._replace(unit="%", decimals=1) if found["layout"]["percent"] else metric
 
 
 def _spread(values: Sequence[float], scale: float, digits: int) -> str:
@@ -594,86 +618,21 @@ def _table(table: Table) -> str:
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-STYLE = """
-:root { color-scheme: light dark; --line: #dfe4ea; --ink: #1b2128; --paper: #ffffff; --accent: #1f5fae }
-@media (prefers-color-scheme: dark) { :root { --line: #2d3540; --ink: #e8ecf1; --paper: #14181f; --accent: #7fb4f5 } }
-body { background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; margin: 2rem }
-main { max-width: 75rem; margin: auto }
-.verdict { padding: .2rem 1.1rem; border-left: 4px solid var(--accent) }
-.verdict p { font-size: 1.15rem; font-weight: 600; margin: .6rem 0 }
-.scroll { overflow-x: auto }
-figure { margin: 0 }
-.grid { display: grid; gap: .4rem; align-items: end; width: max-content }
-.grid p { margin: 0 }
-.grid .overlay { display: block; width: 10.5rem; height: 10.5rem; background: #000; border-radius: 4px }
-.grid .none { width: 10.5rem; height: 10.5rem; border: 1px solid var(--line); border-radius: 4px;
-  display: grid; place-content: center }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1.4rem; margin: .4rem 0 .8rem }
-.legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .4rem; border-radius: 2px }
-svg.plot { width: 100%; height: auto; font-family: system-ui, sans-serif }
-svg.plot:not(.wide) { min-width: 760px }
-.slim { display: none }
-.slim > svg { display: block; width: 100%; height: auto; margin: 0 0 12px }
-.key svg { max-width: 100%; height: auto; margin: 0 10px 4px 0 }
-@media screen and (max-width: 700px) {
-  svg.plot.wide { position: absolute; width: 0; height: 0 } .slim { display: block } body { margin: 1rem }
-}
-.tips circle { fill: transparent }
-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: left; white-space: nowrap }
-tr.groups th { text-align: center; border-bottom-width: 2px }
-.claim { color: var(--accent) }
-h2 .claim { font-size: 1rem; font-weight: 600; margin-left: .6rem }
-.note { padding: .5rem .9rem; border-left: 3px solid var(--accent) }
-.aid { max-width: 60rem }
-caption { text-align: left; font-weight: 600; padding: .3rem 0 }
-td.num { text-align: right }
-svg.ranks text { fill: var(--ink); font: 13px system-ui, sans-serif }
-svg.ranks line { stroke: var(--ink) }
-svg.ranks .group { stroke: var(--accent); stroke-width: 4 }
-"""
-
-
-def _html(text: str) -> str:
-    return f"<p>{_inline(text)}</p>"
-
-
-def _inline(text: str) -> str:
+def _inline(text: str) -> Markup:
     """Bold, emphasis, code and line breaks of our own Markdown."""
-    text = escape(text, quote=False).replace("\\*", "&#42;")
+    text = str(escape(text)).replace("\\*", "&#42;")
     for mark, tag in ((r"\*\*", "b"), (r"\*", "em"), ("`", "code")):
         text = re.sub(f"{mark}(.+?){mark}", rf"<{tag}>\1</{tag}>", text)
     text = re.sub("&lt;ins&gt;(.+?)&lt;/ins&gt;", r"<u>\1</u>", text)
-    return text.replace("\n", "<br>\n")
+    return Markup(text.replace("\n", "<br>\n"))
 
 
-def _html_table(table: Table) -> str:
-    head = "".join(f'<th scope="col">{_inline(cell)}</th>' for cell in table.head)
-    above = ""
-    if table.groups:
-        spans = [(name, len(list(members))) for name, members in groupby(table.groups)]
-        cells = "".join(
-            f'<th scope="colgroup" colspan="{count}">{_inline(name)}</th>'
-            if name
-            else f'<td colspan="{count}"></td>'
-            for name, count in spans
-        )
-        above = f'<tr class="groups">{cells}</tr>'
-    body = "".join(
-        f'<tr><th scope="row">{_inline(row[0])}</th>{"".join(f"<td>{_inline(c)}</td>" for c in row[1:])}</tr>'
-        for row in table.rows
-    )
-    return (
-        f'<div class="scroll"><table><thead>{above}<tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
-
-
-def critical_difference(ranks: Mapping[str, Any]) -> str:
+def critical_difference(ranks: Mapping[str, Any]) -> Markup:
     """The critical-difference diagram as SVG: arms at their mean ranks, bars join arms that do not differ. "" for
     fewer than two arms."""
     names = list(ranks["mean"])
     if len(names) < 2:
-        return ""
+        return Markup("")
     left, width, row = 190, 420, 20
     low, high = 1, len(names)
 
@@ -703,7 +662,7 @@ def critical_difference(ranks: Mapping[str, Any]) -> str:
         parts.append(_text(to - 5 if best else to + 5, y + 4, label, "end" if best else "start"))
     wide = max(left + width + 200, left + width * ((ranks["critical"] or 0) / (high - low)) + 20)
     told = "Critical-difference diagram of mean ranks"
-    return (
+    return Markup(
         f'<div class="scroll"><svg class="ranks" role="img" aria-label="{told}" width="{wide:.0f}" height="{under + row * half + 10}">'
         f"<title>{told}</title>{''.join(parts)}</svg></div>"
     )

@@ -13,13 +13,13 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from html import escape
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from contourpy import contour_generator
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import to_rgba
@@ -119,7 +119,7 @@ _RC = {
 }
 
 
-def stylesheet() -> str:
+def stylesheet() -> Markup:
     """The CSS variables of both themes."""
 
     def block(theme: int) -> str:
@@ -128,15 +128,19 @@ def stylesheet() -> str:
             pairs += [(f"{letter}{i}", colours[theme]) for i, colours in enumerate(palette)]
         return "".join(f"--{name}:{value};" for name, value in pairs)
 
-    return f":root{{{block(0)}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{block(1)}}}}}\n"
+    return Markup(
+        f":root{{{block(0)}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{block(1)}}}}}\n"
+    )
 
 
 def class_variable(run: Run, class_: str) -> str:
-    """The CSS variable of a class's colour; colours come round again after twelve classes."""
+    """The CSS variable of a class's colour; colours come round again after twelve classes. Of an unknown class the first."""
+    if class_ not in run.classes:
+        return "c0"
     return f"c{run.classes.index(class_) % len(CLASS_COLOURS)}"
 
 
-def heat_stylesheet(steps: int = 20) -> str:
+def heat_stylesheet(steps: int = 20) -> Markup:
     """Classes h0 … h20: the cells of heat maps for 0 to 1, with the ink that reads best on each."""
     ends = (((0xF3, 0xF7, 0xFC), (0x0B, 0x4F, 0x9E)), ((0x1B, 0x23, 0x2E), (0x8A, 0xC4, 0xFF)))
     blocks = []
@@ -147,7 +151,7 @@ def heat_stylesheet(steps: int = 20) -> str:
             ink = max(("#000000", "#ffffff"), key=lambda text, on=mixed: contrast(_rgb(text), on))
             rules.append(f".h{step}{{background:#{''.join(f'{v:02x}' for v in mixed)};color:{ink}}}")
         blocks.append("".join(rules))
-    return f"{blocks[0]}\n@media screen and (prefers-color-scheme:dark){{{blocks[1]}}}\n"
+    return Markup(f"{blocks[0]}\n@media screen and (prefers-color-scheme:dark){{{blocks[1]}}}\n")
 
 
 def contrast(first: Sequence[float], second: Sequence[float]) -> float:
@@ -168,7 +172,7 @@ def _rgb(colour: str) -> tuple[int, int, int]:
 # ---------------------------------------------------------------------------------------------- curves
 
 
-def loss_curves(run: Run) -> str:
+def loss_curves(run: Run) -> Markup:
     """The loss and every further term, per site over rounds."""
     terms = tables.loss_terms(run)
 
@@ -194,7 +198,7 @@ def _term_title(term: str, terms: Sequence[str]) -> str:
     return f"training loss: {term}" if term == tables.main_loss(terms) else term
 
 
-def site_curves(run: Run) -> str:
+def site_curves(run: Run) -> Markup:
     """Validation scores per site over rounds: classes annotated there, and classes never annotated there."""
     means, title = _round_means(run), tables.METRICS[run.measure].title
     sides = [known for known in (True, False) if any(key[1] is known for key in means)]
@@ -227,7 +231,7 @@ def site_curves(run: Run) -> str:
     return _svg(draw, f"{run.measure}-site", f"Validation {title} of the global model per site over rounds")
 
 
-def class_curves(run: Run) -> str:
+def class_curves(run: Run) -> Markup:
     """Validation scores over rounds, one panel per class: at sites that annotate it, and at those that do not."""
     means, title = _round_means(run), tables.METRICS[run.measure].title
     columns = _columns(len(run.classes), 3, 5)
@@ -284,7 +288,7 @@ def _round_means(run: Run) -> dict[tuple[int, bool, str, str], float | None]:
 # ---------------------------------------------------------------------------------------------- box plots
 
 
-def box_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
+def box_plots(run: Run, rows: Sequence[RowDict], split: str) -> Markup:
     """Dice per class over all scored cases in which it is there: a box for the global model, one per local model."""
     scored = (r for r in select(rows, metric="dice") if r["value"] is not None and tables.has_truth(r))
     dice = grouped(scored, "class", "model")
@@ -348,7 +352,7 @@ def _box(axis: Axes, rows: Sequence[RowDict], place: int, colour: str, *, filled
         _tip(axis, float(np.median(values)), place, told)
 
 
-def site_boxes(run: Run, rows: Sequence[RowDict], split: str) -> str:
+def site_boxes(run: Run, rows: Sequence[RowDict], split: str) -> Markup:
     """As `box_plots`, apart by site; a star where the site does not annotate the class."""
     chosen = (r for r in select(rows, metric="dice") if r["value"] is not None and tables.has_truth(r))
     found = grouped(chosen, "class", "site", "model")
@@ -387,7 +391,7 @@ class Panel(NamedTuple):
     boxes: Sequence[Box]
 
 
-def distributions(panels: Sequence[Panel], sites: Sequence[str], metric: str, name: str) -> str:
+def distributions(panels: Sequence[Panel], sites: Sequence[str], metric: str, name: str) -> Markup:
     """In every panel groups side by side, as arms or sites, each with a box for the global model and one per local model.
 
     sites: all of the federation, in their order, which gives local models their colours. metric: a key of METRICS.
@@ -473,7 +477,7 @@ def distributions(panels: Sequence[Panel], sites: Sequence[str], metric: str, na
     return _svg(draw, name, f"Box plots of {described.title} by class and model: {', '.join(groups)}")
 
 
-def dot_plots(run: Run, rows: Sequence[RowDict], split: str) -> str:
+def dot_plots(run: Run, rows: Sequence[RowDict], split: str) -> Markup:
     """AUROC per class: a row per model, in it a dot per site, its interval unless there are too many to tell apart,
     and the mean of the sites."""
     found = tables.class_values(rows, run.measure)
@@ -555,7 +559,7 @@ def _marker_only(run: Run, site: str) -> dict[str, object]:
     }
 
 
-def roc_curves(run: Run, split: str, model: str) -> str:
+def roc_curves(run: Run, split: str, model: str) -> Markup:
     """ROC curves of one model per class: all sites' images together, and every site alone."""
     together = tables.pooled(run, split, model)
     alone = _site_histograms(run, split, model)
@@ -623,7 +627,7 @@ def roc_curves(run: Run, split: str, model: str) -> str:
     )
 
 
-def reliability_plots(run: Run, split: str, model: str) -> str:
+def reliability_plots(run: Run, split: str, model: str) -> Markup:
     """Mean score against the share of positives per class and bin, with the share of images in each bin."""
     together = tables.pooled(run, split, model)
 
@@ -672,7 +676,7 @@ def _square_panels(
     y: str,
     name: str,
     description: str,
-) -> str:
+) -> Markup:
     """One panel per class over the unit square."""
     columns = max(3, _columns(len(run.classes), 3, 5))
 
@@ -726,7 +730,7 @@ def model_title(model: str) -> str:
 # ---------------------------------------------------------------------------------------------- cost
 
 
-def cost_figure(run: Run) -> str:
+def cost_figure(run: Run) -> Markup:
     """Seconds of every round by phase, and seconds of every site."""
     phases = list(dict.fromkeys(name for entry in run.rounds for name in entry.phases))
     numbers = [entry.number for entry in run.rounds]
@@ -757,7 +761,7 @@ def cost_figure(run: Run) -> str:
     return _svg(draw, "cost", "Seconds per round by phase, and seconds per round of every site")
 
 
-def presence_figure(run: Run) -> str:
+def presence_figure(run: Run) -> Markup:
     """Which sites answered each round: a bar where a site did, a cross where it was lost."""
     found = tables.presence(run)
 
@@ -803,7 +807,7 @@ def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return joined
 
 
-def traffic_figure(run: Run) -> str:
+def traffic_figure(run: Run) -> Markup:
     """What travelled per round: of all sites by kind, and of every site."""
     numbers = [entry.number for entry in run.rounds]
     kinds = {key: title for key, title in tables.TRAFFIC.items() if tables.traffic(run.rounds, key)}
@@ -841,7 +845,7 @@ def traffic_figure(run: Run) -> str:
 _UNITS = (("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
 
 
-def epsilon_curves(run: Run) -> str:
+def epsilon_curves(run: Run) -> Markup:
     """ε so far over rounds, and, where rounds were evaluated, the client-wise validation score against it."""
     spent, title = [(entry.number, entry.epsilon) for entry in run.rounds], tables.METRICS[run.measure].title
     bought = [
@@ -872,7 +876,7 @@ def epsilon_curves(run: Run) -> str:
 # ---------------------------------------------------------------------------------------------- overlays
 
 
-def plane(shown: Plane, colours: Mapping[str, str], titles: Mapping[str, str], description: str) -> str:
+def plane(shown: Plane, colours: Mapping[str, str], titles: Mapping[str, str], description: str) -> Markup:
     """A whole slice as SVG, in millimetres: the image in gray, every class's prediction filled in its colour, its truth as
     a dashed line in the same colour on black, and a bar for the scale. colours: class -> CSS colour; titles: class -> what a reader calls it, plain text."""
     height, width = (size * step for size, step in zip(shown.image.shape, shown.spacing, strict=True))
@@ -921,7 +925,7 @@ def labelled(
     around: np.ndarray,
     description: str,
     truth: Mapping[str, np.ndarray] | None = None,
-) -> str:
+) -> Markup:
     """One slice as SVG, in millimetres: the image in gray, every class filled and outlined in its colour, and the
     contours of the truth over it as dashed yellow lines.
 
@@ -946,7 +950,7 @@ def heated(
     truth: np.ndarray,
     spacing: tuple[float, float],
     description: str,
-) -> str:
+) -> Markup:
     """One slice as SVG, in millimetres: the image in gray, a map over it as colour, and the contour of the truth as a
     dashed yellow line. image, cam [H, W] in 0..1, truth [H, W] bool."""
     height, width = image.shape[0] * spacing[0], image.shape[1] * spacing[1]
@@ -977,18 +981,18 @@ def _slice(
     drawn: str,
     description: str,
     box: tuple[float, float] | None = None,
-) -> str:
+) -> Markup:
     """A slice in gray, in millimetres, with what is drawn over it. box: width and height, if not those of the image."""
     height, width = image.shape[0] * spacing[0], image.shape[1] * spacing[1]
     wide, high = box or (width, height)
-    return (
+    return Markup(
         f'<svg class="overlay" viewBox="0 0 {wide:.2f} {high:.2f}" role="img" aria-label="{escape(description)}">'
         f'<title>{escape(description)}</title><image width="{width:.2f}" height="{height:.2f}" '
         f'preserveAspectRatio="none" href="{_grey(image)}"/>{drawn}</svg>'
     )
 
 
-def example(entry: Example) -> str:
+def example(entry: Example) -> Markup:
     """One image as SVG, with its Grad-CAM map in colour over it and the map's half height as a line."""
     image, cam = entry.arrays()
     image, cam = _smaller(image), None if cam is None else _smaller(cam)
@@ -1003,7 +1007,7 @@ def example(entry: Example) -> str:
             f'<path d="{outline}" {line} stroke="#000" stroke-opacity=".5" stroke-width="2.4"/>'
             f'<path d="{outline}" {line} stroke="#ffd54a" stroke-width="1.1"/></g>'
         )
-    return (
+    return Markup(
         f'<svg class="overlay" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(description)}">'
         f'<title>{escape(description)}</title><image width="{width}" height="{height}" '
         f'preserveAspectRatio="none" href="{_grey(image)}"/>{over}</svg>'
@@ -1207,7 +1211,7 @@ def _tip(axis: Axes, x: float, y: float | None, text: str) -> None:
         _TIPS.get([]).append((axis, float(x), float(y), text))
 
 
-def _svg(draw: Callable[[], Figure], name: str, description: str) -> str:
+def _svg(draw: Callable[[], Figure], name: str, description: str) -> Markup:
     """A figure as an SVG element that stands in an HTML page, the same bytes for the same figure; and after it what a
     narrow screen shows in its place."""
     file = io.StringIO()
@@ -1240,7 +1244,7 @@ def _svg(draw: Callable[[], Figure], name: str, description: str) -> str:
         text,
         count=1,
     ).strip()
-    return wide + slim
+    return Markup(wide + slim)
 
 
 def _slim(figure: Figure, name: str, tips: Sequence[tuple[Axes, float, float, str]]) -> str:
@@ -1363,7 +1367,7 @@ class Swept(NamedTuple):
     levels: Mapping[str, Average]
 
 
-def sweep_curves(panels: Sequence[Swept], ticks: Mapping[float, str], label: str, name: str) -> str:
+def sweep_curves(panels: Sequence[Swept], ticks: Mapping[float, str], label: str, name: str) -> Markup:
     """Averages over a number in which arms differ: lines with ± SD, levels as dashed red lines with a band of ± SD,
     published averages as hollow markers, those of levels at the right edge. The axis is logarithmic where the numbers
     are positive and the largest is at least four times the smallest.
@@ -1470,7 +1474,7 @@ class Curve(NamedTuple):
         return [(number, float(np.mean([of[number] for of in found]))) for number in shared]
 
 
-def arm_curves(lines: Mapping[str, Curve], label: str) -> str:
+def arm_curves(lines: Mapping[str, Curve], label: str) -> Markup:
     """A panel per arm with its seeds and their mean, and the means of the others in grey. label: of the values."""
     means = {arm: curve.mean() for arm, curve in lines.items()}
     columns = min(3, len(lines))
@@ -1502,7 +1506,7 @@ def arm_curves(lines: Mapping[str, Curve], label: str) -> str:
     return _svg(draw, "arm-curves", f"Validation {label} over rounds: {', '.join(lines)}")
 
 
-def class_panels(panels: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], label: str) -> str:
+def class_panels(panels: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]], label: str) -> Markup:
     """A panel per class with a line per arm: class -> arm -> (round, value). label: of the values."""
     names = list(dict.fromkeys(arm for lines in panels.values() for arm in lines))
     columns = _columns(len(panels), 2, 3) if len(panels) > 1 else 1
@@ -1569,7 +1573,7 @@ def _names(panels: Sequence[Radar | Dots]) -> list[str]:
     return list(dict.fromkeys(line for panel in panels for line in panel.lines))
 
 
-def radar_plots(panels: Sequence[Radar], name: str) -> str:
+def radar_plots(panels: Sequence[Radar], name: str) -> Markup:
     """Closed lines around a centre; outside is better, also where the lower value is. A line is open where it lacks a
     value. name: of the figure, for its identifiers."""
     names = _names(panels)
@@ -1633,7 +1637,7 @@ def radar_plots(panels: Sequence[Radar], name: str) -> str:
     )
 
 
-def dot_panels(panels: Sequence[Dots], name: str) -> str:
+def dot_panels(panels: Sequence[Dots], name: str) -> Markup:
     """Means as dots with bars of ± SD, the arms beside each other at every axis. name: of the figure, for its
     identifiers."""
     names = _names(panels)
@@ -1670,7 +1674,7 @@ def dot_panels(panels: Sequence[Dots], name: str) -> str:
     return _svg(draw, name, f"{told} of {', '.join(names)}, side by side")
 
 
-def weight_panels(panels: Mapping[str, Mapping[str, Sequence[float]]], at: Sequence[float]) -> str:
+def weight_panels(panels: Mapping[str, Mapping[str, Sequence[float]]], at: Sequence[float]) -> Markup:
     """Weights of samples over their normalised uncertainty: title -> name of a line -> its values at `at`. All panels have
     the same lines."""
     columns = _columns(len(panels), 2, 3) if len(panels) > 1 else 1
@@ -1695,7 +1699,7 @@ def weight_panels(panels: Mapping[str, Mapping[str, Sequence[float]]], at: Seque
 
 def gradient_panels(
     arms: Mapping[str, Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]], quantiles: Sequence[str]
-) -> str:
+) -> Markup:
     """Of every arm two panels: the share "steeper" of every site over the rounds, and five quantiles of r: lines for the
     outer ones and the middle one, a band between the others. arms: arm -> site -> name -> (round, value)."""
     sites = list(dict.fromkeys(site for of_arm in arms.values() for site in of_arm))

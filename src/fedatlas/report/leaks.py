@@ -1,10 +1,11 @@
-"""The section of the report on images that give labels away."""
+"""The images of a run that give labels away."""
 
 from typing import NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
-from fedatlas.report import figures, markup
+from fedatlas.report import figures
 from fedatlas.report.tables import Run, opened
 
 FILE = "leaks.npz"
@@ -27,44 +28,24 @@ def there(run: Run) -> dict[str, int]:
     return {name: count for name, count in told.items() if count}
 
 
-def section(run: Run) -> str:
-    """Which cases they are, and a picture of the worst of each site whose files are in the run folder."""
-    parts = [
-        markup.aid(
-            "In these cases the labels can be told from where the image shows anything at all: on slices that show what "
-            "was drawn and nothing else, or where much is drawn on empty ground. A model learns that, and scores on such "
-            "cases do not count. The pictures are the worst slice of each site with the outline of what is drawn."
+def stored(run: Run, site: str) -> Stored | None:
+    """What a site kept; None where its files are not in the run folder."""
+    path = run.folder / "sites" / site / FILE
+    if not path.is_file():
+        return None
+    with opened(path) as found:
+        return Stored(
+            site,
+            tuple(map(str, found["cases"])),
+            tuple(map(str, found["texts"])),
+            np.asarray(found["image"]),
+            np.asarray(found["drawn"]).astype(bool),
+            (float(found["spacing"][0]), float(found["spacing"][1])),
         )
-    ]
-    for site, count in there(run).items():
-        path = run.folder / "sites" / site / FILE
-        if not path.is_file():
-            told = f"{markup.text(site)}: {markup.count(count, 'case')}. Which they are is kept at the site."
-            parts.append(markup.note(told))
-            continue
-        with opened(path) as stored:
-            kept = Stored(
-                site,
-                tuple(map(str, stored["cases"])),
-                tuple(map(str, stored["texts"])),
-                np.asarray(stored["image"]),
-                np.asarray(stored["drawn"]).astype(bool),
-                (float(stored["spacing"][0]), float(stored["spacing"][1])),
-            )
-        body = [
-            f'<th scope="row">{markup.text(case)}</th><td>{markup.text(text)}</td>'
-            for case, text in zip(kept.cases, kept.texts, strict=True)
-        ]
-        told = f"Site {site}: {markup.count(len(kept.cases), 'case')} that {'gives' if count == 1 else 'give'} labels away"
-        parts.append(markup.table(told, ["Case", "What was found"], body))
-        parts.append(
-            f'<div class="tiles"><figure>{_picture(kept)}<figcaption>{markup.text(kept.cases[0])}<br>'
-            f"<small>{markup.text(site)}</small></figcaption></figure></div>"
-        )
-    return "".join(parts)
 
 
-def _picture(kept: Stored) -> str:
+def picture(kept: Stored) -> Markup:
+    """The worst slice with the outline of what is drawn."""
     return figures.labelled(
         kept.image,
         {},

@@ -1,74 +1,83 @@
-"""The pieces of HTML that the pages of every task are made of; plain text becomes HTML by `text`."""
+"""The templates of the pages, and what they say of plain values. Plain text is escaped where a template puts it; what is HTML
+already has the type `Markup`. A name that a template uses and nobody gives is an error."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime
-from html import escape
+from functools import cache
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from fedatlas.evaluation.statistics import mean_of_defined, select
 from fedatlas.report import figures, tables
-from fedatlas.report.tables import Cell, Run
 
-RESUME = "<code>fedatlas run federation.yaml --resume</code>"
-
-
-def text(value: Any) -> str:
-    return "–" if value is None or value == "" else escape(str(value))
+RESUME = Markup("<code>fedatlas run federation.yaml --resume</code>")
+LATER = Markup("The final evaluation (rows.csv) is written when the run ends; {} finishes it.").format(RESUME)
 
 
-def facts(facts: Iterable[tuple[str, str]]) -> str:
-    """Names as plain text, values as HTML."""
-    listed = "".join(f"<div><dt>{text(name)}</dt><dd>{value}</dd></div>" for name, value in facts)
-    return f'<dl class="facts">{listed}</dl>'
+def render(template: str, **values: Any) -> Markup:
+    """A template of `templates/` with these values."""
+    return Markup(_environment().get_template(template).render(values))
 
 
-def aid(sentence: str) -> str:
-    return f'<p class="aid">{sentence}</p>'
-
-
-def note(html: str) -> str:
-    return f'<p class="note" role="note">{html}</p>'
-
-
-NO_ROWS = f"The final evaluation (rows.csv) is written when the run ends; {RESUME} finishes it."
-
-
-def no_rows() -> str:
-    return note(f"Not there yet. {NO_ROWS}")
-
-
-def details(title: str, content: str, *, open: bool = False) -> str:
-    return f"<details{' open' if open else ''}><summary>{title}</summary>{content}</details>"
-
-
-def figure(svg: str, caption: str) -> str:
-    """The page's script adds a button that saves the chart as PNG."""
-    return f'<figure class="chart"><figcaption>{caption}</figcaption><div class="scroll">{svg}</div></figure>'
-
-
-def table(
-    caption: str, head: Sequence[str], body: Iterable[str], *, kind: str = "", sort: bool = False
-) -> str:
-    """caption and head are plain text; body holds the cells of each row as HTML. The page's script adds a button that
-    saves the table as CSV."""
-    cells = [
-        f'<th scope="col">{f"<button type=button>{text(name)}</button>" if sort else f"<span>{text(name)}</span>"}</th>'
-        for name in head
-    ]
-    lines = "".join(f"<tr>{line}</tr>" for line in body)
-    classes = " ".join(filter(None, (kind, "sort" if sort else "")))
-    return (
-        f'<div class="scroll" role="region" aria-label="{text(caption)}" tabindex="0"><table class="{classes}">'
-        f"<caption>{text(caption)}</caption><thead><tr>{''.join(cells)}</tr></thead><tbody>{lines}</tbody></table></div>"
+@cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("fedatlas.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.do"],
     )
+    made.filters |= {"fixed": fixed, "shown": shown, "finite": tables.number, "as_model": figures.model_title}
+    made.tests["local"] = lambda model: str(model).startswith("local/")
+    made.globals |= {
+        "file": lambda name: Markup(made.loader.get_source(made, name)[0]),  # type: ignore[union-attr]
+        "resume": RESUME,
+        "later": LATER,
+        "no_rows": note(Markup("Not there yet. {}").format(LATER)),
+        "shade": lambda share: round(20 * min(max(share, 0.0), 1.0)),
+        "figures": figures,
+        "tables": tables,
+        "model_title": figures.model_title,
+        "mean_of_defined": mean_of_defined,
+        "select": select,
+    }
+    made.globals |= {of.__name__: of for of in (count, duration, figure, human, listed, note, si, slug, time)}
+    pieces = made.get_template("macros.html").module
+    made.globals |= {name: of for name, of in vars(pieces).items() if not name.startswith("_")}
+    return made
 
 
-def swatch(run: Run, class_: str) -> str:
-    name = figures.class_variable(run, class_) if class_ in run.classes else "c0"
-    return f'<span class="swatch" style="background:var(--{name})"></span>'
+# ---------------------------------------------------------------------------------------------- pieces
 
 
-def class_header(run: Run, class_: str) -> str:
-    return f'<th scope="row">{swatch(run, class_)}{text(run.title(class_))}</th>'
+def figure(svg: str, caption: str) -> Markup:
+    """A chart, an SVG element, with its caption; the page's script adds a button that saves it as PNG."""
+    return Markup(
+        '<figure class="chart"><figcaption>{}</figcaption><div class="scroll">{}</div></figure>'
+    ).format(caption, Markup(svg))
+
+
+def note(text: str) -> Markup:
+    """A sentence that stands out."""
+    return Markup('<p class="note" role="note">{}</p>').format(text)
+
+
+# ---------------------------------------------------------------------------------------------- plain values in words
+
+
+def shown(value: Any) -> Any:
+    """The value, or a dash where there is none."""
+    return "–" if value is None or value == "" else value
+
+
+def fixed(value: float | None, decimals: int) -> str:
+    """A number with so many decimals; a dash where it is none, or not finite."""
+    got = tables.number(value)
+    return "–" if got is None else f"{got:,.{decimals}f}"
 
 
 def spread(found: tables.Spread | None, decimals: int) -> str:
@@ -79,31 +88,17 @@ def spread(found: tables.Spread | None, decimals: int) -> str:
     return f"[{low}, {high}]" if found.interval else f"{low}–{high}"
 
 
-def number(value: float | None, decimals: int) -> str:
-    return "–" if tables.number(value) is None else f"{value:.{decimals}f}"
-
-
-def cell(value: float | None, decimals: int, unit: str = "") -> str:
-    if value is None:
-        return '<td class="num">–</td>'
-    return f'<td class="num" data-v="{value:.6g}">{value:,.{decimals}f}{unit}</td>'
-
-
-def bytes(value: float | None) -> str:
-    if value is None:
-        return '<td class="num">–</td>'
-    return f'<td class="num" data-v="{value:.0f}">{human(value)}<small>{value:,.0f} B</small></td>'
-
-
 def human(value: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
+    """Bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
             return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1000
-    raise AssertionError
+    return f"{value:.2f} TB"
 
 
 def si(value: float) -> str:
+    """A count with three digits."""
     for unit in ("", "k", "M"):
         if value < 1000:
             return f"{value:.3g}{unit}"
@@ -112,35 +107,38 @@ def si(value: float) -> str:
 
 
 def count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    """A number of things, as 1 class or 1,200 cases."""
+    plural = "" if count == 1 else "es" if what.endswith("s") else "s"
+    return f"{count:,} {what}{plural}"
 
 
 def listed(values: Iterable[str], most: int = 3) -> str:
+    """The first values, and how many more there are."""
     every = list(values)
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
-def some(items: Iterable[str]) -> str:
-    return listed(items, most=6)
-
-
 def letter(index: int) -> str:
+    """Of a footnote."""
     return chr(ord("a") + index) if index < 26 else f"n{index}"
 
 
 def slug(text: str) -> str:
+    """A text as an anchor."""
     return "".join(c if c.isalnum() else "-" for c in text)
 
 
 def time(value: Any) -> str:
+    """A moment of run.json, to the minute."""
     try:
         moment = datetime.fromisoformat(str(value))
     except ValueError:
-        return text(value)
-    return text(f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".strip())
+        return shown(value)
+    return f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".strip()
 
 
 def duration(info: Any) -> str | None:
+    """How long a run took; None where that is not known."""
     try:
         began = datetime.fromisoformat(str(info.get("started")))
         seconds = (datetime.fromisoformat(str(info.get("finished"))) - began).total_seconds()
@@ -148,28 +146,3 @@ def duration(info: Any) -> str | None:
         return None
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours} h {rest // 60:02d} min" if hours else f"{rest // 60} min {rest % 60:02d} s"
-
-
-def heat(
-    cell: Cell | None, outlined: bool, words: tuple[str, str], *, of: str = "case", zero: float = 0.0
-) -> str:
-    """A cell in colour from `zero` to 1. words: of an outlined cell, and of another; of: what the mean is over."""
-    kind = " own" if outlined else ""
-    word = words[0] if outlined else words[1]
-    if cell is None or cell.summary.mean is None:
-        why = "not scored" if cell is None else "not defined"
-        return f'<td class="blank{kind}" title="{why}; {word}">–<span class="sr"> {why}; {word}</span></td>'
-    step = round(20 * min(max((cell.summary.mean - zero) / (1 - zero), 0.0), 1.0))
-    return (
-        f'<td class="h{step}{kind}" title="{cell.summary.mean:.3f} over {count(cell.summary.n, of)}; {word}">{cell.summary.mean:.2f}'
-        f'<span class="sr"> {word}</span></td>'
-    )
-
-
-def footnote(anchor: str, letter: str, reason: str, total: int, places: dict[str, list[str]]) -> str:
-    """Why values are not defined, how many, and, folded, in which rows and models."""
-    listed = "; ".join(f"{place}: {', '.join(whose)}" for place, whose in places.items())
-    return (
-        f'<li id="{anchor}"><sup>{letter}</sup> {text(reason)}: {count(total, "value")} not defined, left out of '
-        f"the means.{details('Where', listed)}</li>"
-    )

@@ -4,7 +4,7 @@ import json
 import math
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -63,6 +63,11 @@ class Metric(NamedTuple):
     decimals: int
     higher_is_better: bool
 
+    @property
+    def label(self) -> str:
+        """Title and unit."""
+        return self.title + (f", {self.unit}" if self.unit else "")
+
 
 METRICS = {
     "dice": Metric("Dice", "", 3, True),
@@ -89,6 +94,11 @@ METRICS = {
 }
 
 
+def described(metric: str) -> Metric:
+    """How to print a metric; one that is not in METRICS has its own name."""
+    return METRICS.get(metric, Metric(metric, "", 3, True))
+
+
 @dataclass(frozen=True)
 class SiteInfo:
     """What run.json says of a site; counts are by class name, cases and patients by split.
@@ -106,6 +116,11 @@ class SiteInfo:
     voxels: Mapping[str, int] = field(default_factory=dict)
     spacing: tuple[tuple[float, ...], ...] = ()
     orientation: tuple[str, ...] = ()
+
+    @property
+    def spacings(self) -> list[str]:
+        """In words."""
+        return [" × ".join(f"{step:.3g}" for step in steps) for steps in self.spacing]
 
 
 @dataclass(frozen=True)
@@ -226,6 +241,14 @@ class Example:
     threshold: float | None
     kind: str
 
+    @property
+    def wrong(self) -> str:
+        """How the threshold errs on it; "" where it does not."""
+        there = self.kind.startswith("present")
+        if self.threshold is None or (self.score >= self.threshold) == there:
+            return ""
+        return "missed" if there else "false alarm"
+
     def arrays(self) -> tuple[np.ndarray, np.ndarray | None]:
         """image [H, W] in 0..1, and its Grad-CAM map in 0..1 where there is one. Raises RunFolderError where they
         do not fit together."""
@@ -312,6 +335,16 @@ class Run:
         return str((shown or {}).get(class_) or class_.replace("_", " "))
 
     @property
+    def titles(self) -> list[str]:
+        """The classes as a reader calls them."""
+        return [self.title(class_) for class_ in self.classes]
+
+    @property
+    def parties(self) -> list[str]:
+        """Whoever has a cost: the sites, and the one that merges them."""
+        return sorted({*self.info["sites"], *(site for entry in self.rounds for site in entry.cost)})
+
+    @property
     def records(self) -> tuple[Round, ...]:
         """The start, where it was kept, and every round."""
         return (*([self.start] if self.start else []), *self.rounds)
@@ -321,10 +354,14 @@ class Run:
         """The local models that were evaluated, in the order of the sites."""
         return tuple(m for m in models(self.rows or ()) if m.startswith("local/"))
 
+    def annotated_at(self, site: str) -> tuple[str, ...]:
+        """The classes that a site annotates; none of a site that is not known."""
+        return self.sites.get(site, SiteInfo()).annotated
+
     def annotates(self, model: str, class_: str) -> bool:
         """Did the training data of a model hold annotations of a class: any site's, or its own site's."""
         if model.startswith("local/"):
-            return class_ in self.sites.get(model.removeprefix("local/"), SiteInfo()).annotated
+            return class_ in self.annotated_at(model.removeprefix("local/"))
         return any(class_ in site.annotated for site in self.sites.values() if site.role != "test")
 
 
@@ -422,8 +459,28 @@ def overlays(run: Run, split: str) -> list[Overlay]:
     return found
 
 
-KINDS = ("present-high", "present-low", "absent-high", "absent-low")
-"""Of examples: the truth, and the end of the scores."""
+KINDS = {
+    "present-high": "Present, highest scores",
+    "present-low": "Present, lowest scores",
+    "absent-high": "Absent, highest scores",
+    "absent-low": "Absent, lowest scores",
+}
+"""Of examples: the truth, and the end of the scores -> title."""
+PICTURES = 128
+"""Examples on a page with which every kind has four; beyond it, two."""
+
+
+def examples_each(run: Run) -> int:
+    """How many examples of a kind the page shows."""
+    return 4 if 4 * len(KINDS) * len(run.classes) <= PICTURES else 2
+
+
+def first_with(run: Run, stored: Callable[..., Any], *more: Any) -> tuple[str, Any]:
+    """The split whose pictures the page shows, those of test cases if there are any, and what `stored` reads of it."""
+    for split in ("test", "validation"):
+        if found := stored(run, split, *more):
+            return split, found
+    return "", None
 
 
 def examples(run: Run, split: str, most: int) -> dict[str, dict[str, list[Example]]]:
@@ -475,6 +532,12 @@ def pick(stored: Sequence[Overlay]) -> list[tuple[str, Overlay]]:
     if len(once) == 1:
         return [("only", scored[0])]
     return sorted(once.values(), key=lambda item: RANKS.index(item[0]))
+
+
+def worst(stored: Sequence[Overlay], class_: str) -> Overlay | None:
+    """The lowest of the pictures that were chosen for a class; None where there are none."""
+    of_class = (entry for entry in stored if entry.class_ == class_)
+    return min(of_class, key=lambda entry: (entry.value, entry.site, entry.case), default=None)
 
 
 def number(value: Any) -> float | None:
@@ -861,17 +924,23 @@ def pooled(run: Run, split: str, model: str) -> dict[str, Histogram]:
 
 
 class Macro(NamedTuple):
-    """The mean over n classes of a value, which is within `error` of the exact one; None where n is 0."""
+    """The mean over n classes of a value, which is within `error` of the exact one; None, with a reason, where n is 0."""
 
     value: float | None
     error: float | None
     n: int
+    reason: str
 
 
 def pooled_macro(run: Run, split: str, model: str) -> Macro:
     """The mean over classes of AUROC over all sites' images of a split together."""
-    found = [e for h in pooled(run, split, model).values() if (e := h.auroc()).value is not None]
-    return Macro(mean_of_defined(e.value for e in found), mean_of_defined(e.error for e in found), len(found))
+    every = [h.auroc() for h in pooled(run, split, model).values()]
+    found = [e for e in every if e.value is not None]
+    value, error = (
+        mean_of_defined(values) for values in ((e.value for e in found), (e.error for e in found))
+    )
+    reasons = [e.reason for e in every] or ["needs the histograms of the final evaluation"]
+    return Macro(value, error, len(found), "" if found else reasons[0])
 
 
 class Confusion(NamedTuple):
@@ -881,6 +950,12 @@ class Confusion(NamedTuple):
     false_negative: int
     false_positive: int
     true_negative: int
+
+    def shares(self) -> list[float | None]:
+        """Sensitivity, specificity, precision and F1; None where nothing is divided by."""
+        tp, fn, fp, tn = self
+        parts = ((tp, tp + fn), (tn, tn + fp), (tp, tp + fp), (2 * tp, 2 * tp + fp + fn))
+        return [part / whole if whole else None for part, whole in parts]
 
 
 def confusion(histogram: Histogram, threshold: float) -> Confusion | None:
@@ -952,6 +1027,59 @@ def traffic(entries: Iterable[Round], key: str, site: str | None = None) -> floa
         for entry in entries
         for name, cost in entry.cost.items()
         if site in (None, name)
+    )
+
+
+def all_bytes(entries: Iterable[Round], site: str | None = None) -> float:
+    """Bytes of every kind, as `traffic`."""
+    entries = list(entries)
+    return sum(traffic(entries, key, site) for key in TRAFFIC)
+
+
+def costs(run: Run, site: str, key: str) -> list[float]:
+    """One number of a site's cost, of every round that has it."""
+    return [value for e in run.rounds if (value := number(e.cost.get(site, {}).get(key))) is not None]
+
+
+class SiteCost(NamedTuple):
+    """Over all rounds: how many a site trained in, the seconds of it and what share of them was optimizer steps in %,
+    the seconds of evaluation, and the peak of its memory in MiB; None where it is not known."""
+
+    rounds: int
+    training: float
+    in_steps: float | None
+    evaluation: float | None
+    peak: float | None
+
+
+def site_cost(run: Run, site: str) -> SiteCost | None:
+    """Time and memory of a site; None where it took part in no round."""
+    spent, evaluated = costs(run, site, "seconds"), costs(run, site, "evaluate_seconds")
+    if not spent and not evaluated:
+        return None
+    steps, training = (
+        sum(number(e.sites.get(site, {}).get("step_seconds")) or 0.0 for e in run.rounds),
+        sum(spent),
+    )
+    return SiteCost(
+        len(spent),
+        training,
+        100 * steps / training if training and steps else None,
+        sum(evaluated) or None,
+        max(costs(run, site, "peak_mb") + costs(run, site, "evaluate_peak_mb"), default=None),
+    )
+
+
+def phase_seconds(run: Run) -> dict[str, list[float]]:
+    """phase -> its seconds in every round that has them."""
+    phases = dict.fromkeys(name for entry in run.rounds for name in entry.phases)
+    return {p: [s for e in run.rounds if (s := number(e.phases.get(p))) is not None] for p in phases}
+
+
+def most_releases(entry: Round) -> float | None:
+    """The private updates that had left the site with most of them by a round."""
+    return max(
+        (v for site in entry.sites.values() if (v := number(site.get("releases"))) is not None), default=None
     )
 
 

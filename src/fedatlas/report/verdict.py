@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas.report import markup
 from fedatlas.report.comparison import LOWER, heading, unit
 
 
@@ -29,15 +28,6 @@ def verdict(found: Mapping[str, Any]) -> list[str]:
     if seeds == 1:
         told.append("One seed: how much another seed would change is not known.")
     return told
-
-
-def html(found: Mapping[str, Any]) -> str:
-    """The same for the top of the page: the first sentence large."""
-    told = verdict(found)
-    if not told:
-        return ""
-    rest = "".join(f"<li>{markup.text(sentence)}</li>" for sentence in told[1:])
-    return f'<div class="verdict"><p>{markup.text(told[0])}</p><ul>{rest}</ul></div>'
 
 
 def _ranked(found: Mapping[str, Any]) -> list[tuple[str, float]]:
