@@ -163,7 +163,7 @@ def test_dots_are_means_over_seeds_with_the_tables_average(tmp_path, monkeypatch
 
 
 def test_the_radar_is_drawn(tmp_path) -> None:
-    from fedatlas.report.figures import Radar, radar_plots
+    from fedatlas.report.figures.arms import Radar, radar_plots
 
     axes = ["kidney", "liver", "inferior vena cava and more"]
     lines = {"a": [1.0, 2.0, 3.0], "b": [4.0, 2.0, None]}

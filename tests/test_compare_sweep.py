@@ -186,7 +186,7 @@ def test_a_star_stands_for_the_sites_that_train(tmp_path) -> None:
 
 
 def test_the_axis_is_logarithmic_where_numbers_are_far_apart() -> None:
-    from fedatlas.report.figures import Average, Swept, sweep_curves
+    from fedatlas.report.figures.arms import Average, Swept, sweep_curves
 
     def places(numbers: tuple[float, ...]) -> list[float]:
         """Of the ticks, from 0 to 1."""

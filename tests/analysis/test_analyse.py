@@ -206,7 +206,7 @@ def test_a_method_with_several_models(run: Path, phantom: Path, phantom_cache: P
         values = attack["uncertainty"][side]
         assert len(values) == sum(attack["cases"][part] for part in parts) and values == sorted(values)
     drawn = section(read(path), "analyses").partition('id="analysis-membership"')[2]
-    assert "Uncertainty of members and others: 1 targets" in drawn and "fill:var(--c1)" in drawn
+    assert "Uncertainty of members and others: 1 targets" in drawn and "fill: var(--c1)" in drawn
     file = path / "analysis" / "membership.json"
     old = json.loads(file.read_text())
     del old["attacks"][0]["uncertainty"]

@@ -228,7 +228,7 @@ def test_an_example_without_a_map_and_a_large_one(copy: Path, undrawn: None) -> 
         if e.path == path
     )
     drawn = figures.example(entry)
-    assert 'viewBox="0 0 149 166"' in drawn and "cam" not in drawn
+    assert 'viewBox="0 0 149.00 166.00"' in drawn and "cam" not in drawn
     page.write(copy)
 
 

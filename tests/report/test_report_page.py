@@ -15,6 +15,8 @@ from synthetic_run import write_run
 from fedatlas.core.errors import RunFolderError
 from fedatlas.report import figures, page, tables
 from fedatlas.report.conclusion import conclude, sentences
+from fedatlas.report.figures import chart, slices
+from fedatlas.report.figures import theme as palette
 
 SMALL = {"classes": ("liver", "spleen", "left kidney"), "sites": ("alpha", "beta"), "rounds": 3, "cases": 3}
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -403,7 +405,7 @@ def test_charts_tell_their_values_and_fit_a_phone(finished: Path) -> None:
     for slim in charts:
         boxes = [float(v) for v in re.findall(r'viewBox="\S+ \S+ ([\d.]+) ', slim)]
         assert boxes and slim.count("<use href=") >= len(boxes) - slim.count('viewBox="0 0 ')
-        assert all(width < 0.6 * 72 * figures.WIDTH or "min-width" in slim for width in boxes)
+        assert all(width < 0.6 * 72 * chart.WIDTH or "min-width" in slim for width in boxes)
     run = tables.read(finished)
     logged = run.rounds[1].sites["alpha"]["marginal"]
     assert text.count(f'data-tip="alpha, marginal, round 2: {logged:.3f}"') == 2
@@ -537,7 +539,7 @@ def test_what_is_damaged_is_named(tmp_path: Path, finished: Path, spoil) -> None
 def test_an_overlay_is_a_whole_slice_in_millimetres(tmp_path: Path, finished: Path) -> None:
     mask = np.zeros((10, 40), bool)
     mask[2:4, 10:30] = True
-    path = figures._contours(mask, (3.0, 0.5))
+    path = slices.contours(mask, (3.0, 0.5))
     points = np.array([[float(v) for v in point.split()] for point in re.split("[ML]", path.strip("Z"))[1:]])
     assert points.min(0) == pytest.approx([10 * 0.5, 2 * 3.0])
     assert points.max(0) == pytest.approx([30 * 0.5, 4 * 3.0])
@@ -557,8 +559,8 @@ def test_an_overlay_is_a_whole_slice_in_millimetres(tmp_path: Path, finished: Pa
         assert [float(v) for v in box.groups()] == pytest.approx([width, height])
         assert text.count('class="truth"') == 3 and text.count('fill-opacity=".42"') == 3
     large = tables.Plane("axial", np.zeros((1000, 900), np.float32), (0.5, 0.5), {}, {})
-    small, spacing = figures._smaller_slice(large.image, large.spacing)
-    assert max(small.shape) <= figures.MOST and spacing == (2.0, 2.0)
+    by, small = slices.smaller(large.image, slices.MOST)
+    assert max(small.shape) <= slices.MOST and by == 4
     assert 'viewBox="0 0 450.00 500.00"' in figures.plane(large, {}, {}, "large")
 
 
@@ -615,17 +617,17 @@ def test_worst_median_and_best_are_taken_over_sites() -> None:
 
 def test_colours_are_legible_in_both_themes() -> None:
     for theme in (0, 1):
-        paper = figures._rgb(figures.THEME["paper"][theme])
+        paper = palette.rgb(palette.THEME["paper"][theme])
         for name in ("ink", "muted", "accent", "bad"):
-            assert figures.contrast(figures._rgb(figures.THEME[name][theme]), paper) >= 4.5, name
-        for colours in (*figures.CLASS_COLOURS, *figures.SITE_COLOURS):
-            assert figures.contrast(figures._rgb(colours[theme]), paper) >= 3, colours
+            assert palette.contrast(palette.rgb(palette.THEME[name][theme]), paper) >= 4.5, name
+        for colours in (*figures.CLASS_COLOURS, *palette.SITE_COLOURS):
+            assert palette.contrast(palette.rgb(colours[theme]), paper) >= 3, colours
     rules = re.findall(r"background:(#\w{6});color:(#\w{6})", figures.heat_stylesheet())
     assert len(rules) == 42
     for ground, ink in rules:
-        assert figures.contrast(figures._rgb(ground), figures._rgb(ink)) >= 4.5
-    lights = [light for palette in (figures.THEME.values(), figures.CLASS_COLOURS, figures.SITE_COLOURS,
-                                    figures.PHASE_COLOURS) for light, _ in palette]  # fmt: skip
+        assert palette.contrast(palette.rgb(ground), palette.rgb(ink)) >= 4.5
+    lights = [light for palette in (palette.THEME.values(), figures.CLASS_COLOURS, palette.SITE_COLOURS,
+                                    palette.PHASE_COLOURS) for light, _ in palette]  # fmt: skip
     assert len(lights) == len(set(lights)), "a light colour stands for one CSS variable"
 
 
@@ -671,7 +673,7 @@ def test_a_browser_draws_the_page(finished: Path, tmp_path: Path, theme: str) ->
     pixels = imread(shot)[..., :3]
     assert pixels.shape[:2] == (4000, 1300)
     assert np.allclose(
-        pixels[2, 2], np.array(figures._rgb(figures.THEME["paper"][theme == "dark"])) / 255, atol=0.02
+        pixels[2, 2], np.array(palette.rgb(palette.THEME["paper"][theme == "dark"])) / 255, atol=0.02
     )
     filled = [part.std() > 0.01 for part in np.array_split(pixels, 20)]
     assert sum(filled) >= 18, "most of the page carries content"

@@ -11,7 +11,7 @@ from fedatlas.compare.running import Cells, average
 from fedatlas.evaluation.statistics import cell_means, class_means, select
 from fedatlas.federation.file import selects
 from fedatlas.report import markup
-from fedatlas.report.figures import Curve, arm_curves, class_panels
+from fedatlas.report.figures.arms import Curve, arm_curves, class_panels
 from fedatlas.report.tables import described
 from fedatlas.transport.rounds import read_json
 

@@ -8,7 +8,7 @@ from fedatlas.federation.file import make_method
 from fedatlas.methods.shared.sharpness import RATIOS
 from fedatlas.methods.ufps import UFPS
 from fedatlas.report import markup
-from fedatlas.report.figures import gradient_panels
+from fedatlas.report.figures.arms import gradient_panels
 from fedatlas.transport.rounds import read_json
 
 LOGGED = ("steeper", *RATIOS)

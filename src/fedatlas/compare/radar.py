@@ -10,7 +10,7 @@ from fedatlas.compare.plan import Comparison
 from fedatlas.evaluation.statistics import mean_of_defined
 from fedatlas.report import markup
 from fedatlas.report.comparison import LOWER, MEAN, heading, of_column, of_table
-from fedatlas.report.figures import Dots, Radar, dot_panels, radar_plots
+from fedatlas.report.figures.arms import Dots, Radar, dot_panels, radar_plots
 
 LEAST_AXES = 3
 Side = Literal["sites", "classes"]

@@ -6,7 +6,7 @@ from fedatlas.compare.plan import Comparison
 from fedatlas.federation.file import make_method
 from fedatlas.methods.ufps import UFPS, WeightScheduler, weigher
 from fedatlas.report import markup
-from fedatlas.report.figures import weight_panels
+from fedatlas.report.figures.arms import weight_panels
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of a schedule's rounds, at which its weights are drawn."""

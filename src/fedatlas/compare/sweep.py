@@ -13,7 +13,7 @@ from fedatlas.compare.plan import EXCHANGE, Comparison, Sweep
 from fedatlas.federation.file import Federation, make_method, resolved, shareable
 from fedatlas.report import markup
 from fedatlas.report.comparison import INCLUDE, MEAN, heading, of_column, of_table
-from fedatlas.report.figures import Average, Swept, sweep_curves
+from fedatlas.report.figures.arms import Average, Swept, sweep_curves
 
 
 class Kinds(NamedTuple):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup, escape
 
+from fedatlas.report.figures.arms import rank_diagram
 from fedatlas.report.markup import render
 from fedatlas.report.tables import Metric, described
 
@@ -71,7 +72,7 @@ def html(
         captions=captions or {},
         inline=_inline,
         groupby=groupby,
-        ranks=critical_difference(found["ranks"]),
+        ranks=rank_diagram(found["ranks"]) if len(found["ranks"]["mean"]) > 1 else "",
         sections=sections,
     )
 
@@ -625,53 +626,3 @@ def _inline(text: str) -> Markup:
         text = re.sub(f"{mark}(.+?){mark}", rf"<{tag}>\1</{tag}>", text)
     text = re.sub("&lt;ins&gt;(.+?)&lt;/ins&gt;", r"<u>\1</u>", text)
     return Markup(text.replace("\n", "<br>\n"))
-
-
-def critical_difference(ranks: Mapping[str, Any]) -> Markup:
-    """The critical-difference diagram as SVG: arms at their mean ranks, bars join arms that do not differ. "" for
-    fewer than two arms."""
-    names = list(ranks["mean"])
-    if len(names) < 2:
-        return Markup("")
-    left, width, row = 190, 420, 20
-    low, high = 1, len(names)
-
-    def x(rank: float) -> float:
-        return left + width * (rank - low) / (high - low)
-
-    groups = ranks["groups"]
-    axis, under = 60, 60 + 14 + 9 * len(groups)
-    half = (len(names) + 1) // 2
-    parts = [_line(x(low), axis, x(high), axis)]
-    for tick in range(low, high + 1):
-        parts += [_line(x(tick), axis - 6, x(tick), axis), _text(x(tick), axis - 10, str(tick), "middle")]
-    if ranks["critical"] is not None:
-        end = x(low) + width * ranks["critical"] / (high - low)
-        parts += [_line(x(low), 22, end, 22), _line(x(low), 18, x(low), 26), _line(end, 18, end, 26)]
-        parts.append(_text(x(low), 12, f"critical difference {ranks['critical']:.2f}", "start"))
-    for index, group in enumerate(groups):
-        y = axis + 10 + 9 * index
-        ends = [x(ranks["mean"][group[end]]) for end in (0, -1)]
-        parts.append(_line(ends[0] - 3, y, ends[1] + 3, y, "group"))
-    for index, name in enumerate(names):
-        here, best = x(ranks["mean"][name]), index < half
-        y = under + row * (index if best else len(names) - 1 - index) + row / 2
-        to = left - 10 if best else left + width + 10
-        parts += [_line(here, axis, here, y), _line(here, y, to, y)]
-        label = f"{name} {ranks['mean'][name]:.2f}"
-        parts.append(_text(to - 5 if best else to + 5, y + 4, label, "end" if best else "start"))
-    wide = max(left + width + 200, left + width * ((ranks["critical"] or 0) / (high - low)) + 20)
-    told = "Critical-difference diagram of mean ranks"
-    return Markup(
-        f'<div class="scroll"><svg class="ranks" role="img" aria-label="{told}" width="{wide:.0f}" height="{under + row * half + 10}">'
-        f"<title>{told}</title>{''.join(parts)}</svg></div>"
-    )
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, kind: str = "") -> str:
-    of = f' class="{kind}"' if kind else ""
-    return f'<line{of} x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
