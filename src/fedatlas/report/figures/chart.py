@@ -278,7 +278,7 @@ def arm_keys(names: Sequence[str], **more: Any) -> list[Key]:
     return [line_key(short(name, 40), **arm_style(names, name, **more)) for name in names]
 
 
-LOST = {"color": BAD, "marker": "x", "linestyle": "none", "markeredgewidth": 1.8}
+LOST: dict[str, Any] = {"color": BAD, "marker": "x", "linestyle": "none", "markeredgewidth": 1.8}
 """The mark of a site that was lost."""
 
 _TIPS: ContextVar[list[tuple[Axes, float, float, str]]] = ContextVar("tips")

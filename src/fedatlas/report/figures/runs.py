@@ -282,7 +282,7 @@ def presence_figure(run: Run) -> Markup:
         for what in ("lost", "lost in evaluation")
     }
     crosses, rings = at.values()
-    ring = {"marker": "o", "linestyle": "none", "color": PAPER, "markeredgecolor": BAD}
+    ring: dict[str, Any] = {"marker": "o", "linestyle": "none", "color": PAPER, "markeredgecolor": BAD}
 
     def panel(axis: Axes, _: None) -> None:
         for place, (site, rounds) in enumerate(found.items()):

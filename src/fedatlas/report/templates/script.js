@@ -19,13 +19,13 @@ const made = (tag, kind, text) => Object.assign(document.createElement(tag), {cl
 const save = (name, href) => Object.assign(document.createElement("a"), {download: name, href}).click();
 const named = text => text.trim().toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) || "fedatlas";
 const words = cell => { const c = cell.cloneNode(true); c.querySelectorAll("sup,.sr,.get").forEach(n => n.remove()); return c.textContent.trim(); };
-const csv = table => [...table.tHead.rows, ...table.tBodies[0].rows].map(row => [...row.cells].map(cell =>
+const csv = table => [table.tHead.rows[table.tHead.rows.length - 1], ...table.tBodies[0].rows].map(row => [...row.cells].map(cell =>
   `"${(cell.dataset.v ?? words(cell)).replaceAll('"', '""')}"`).join(",")).join("\n") + "\n";
 for (const table of document.querySelectorAll("table")) {
-  const title = table.caption.textContent, button = made("button", "get", "CSV");
+  const title = table.caption?.textContent ?? table.closest("section").id, button = made("button", "get", "CSV");
   button.type = "button";
   button.addEventListener("click", () => save(`${named(title)}.csv`, URL.createObjectURL(new Blob([csv(table)], {type: "text/csv"}))));
-  table.caption.append(button);
+  (table.caption ?? table.createCaption()).append(button);
   if (table.classList.contains("filter")) {
     const box = Object.assign(made("input", "find", ""), {type: "search", placeholder: "filter rows", ariaLabel: "Filter rows"});
     box.addEventListener("input", () => { const wanted = box.value.toLowerCase();
