@@ -33,7 +33,7 @@ def words(file: Path) -> str:
     """The text of a page that is well formed and asks no network."""
     text = file.read_text()
     outline = Outline(text)
-    assert "http" not in text
+    assert "://" not in text
     for target in outline.targets:
         assert target.startswith("data:image/png;base64,") or (file.parent / target).exists(), target[:80]
     return " ".join(outline.text)
