@@ -15,7 +15,7 @@ from synthetic_run import write_run
 from fedatlas.core.errors import RunFolderError
 from fedatlas.report import figures, page, tables
 from fedatlas.report.conclusion import conclude, sentences
-from fedatlas.report.figures import chart, slices
+from fedatlas.report.figures import analyses, chart, slices
 from fedatlas.report.figures import theme as palette
 
 SMALL = {"classes": ("liver", "spleen", "left kidney"), "sites": ("alpha", "beta"), "rounds": 3, "cases": 3}
@@ -637,6 +637,14 @@ def test_no_colour_of_a_figure_is_left_fixed(finished: Path) -> None:
     assert "var(--c0)" in plots
     assert "var(--s0)" in plots
     assert set(re.findall(r"(?:fill|stroke): #\w+", plots)) == set()
+
+
+def test_maps_follow_the_theme_and_tell_their_values() -> None:
+    text = analyses.layer_matrix(["<a>", "b"], [[1.0, 0.5], [None, 1.0]], "layers")
+    Outline(text)
+    assert "color-mix(in srgb,var(--accent) 50%,var(--paper))" in text and "<image" not in text
+    assert re.findall(r"(?:fill|stroke): #\w+", text) == []
+    assert 'data-tip="&lt;a&gt;, b: 0.50"' in text and 'data-tip="b, &lt;a&gt;: –"' in text
 
 
 # ------------------------------------------------------------------------------------------- in a real browser
