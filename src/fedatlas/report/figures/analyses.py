@@ -29,6 +29,7 @@ def _map(axis: Axes, x: Any, y: Any, values: np.ndarray, shades: Sequence[str], 
 def _scale(figure: Figure, axes: Sequence[Axes], cells: Any, ticks: Mapping[float, str], told: str) -> None:
     """A bar with the colours of a map, below the panels. ticks: place in 0..1 -> text."""
     bar = figure.colorbar(cells, ax=list(axes), location="bottom", aspect=60, fraction=0.06, shrink=0.5)
+    assert bar.solids is not None
     bar.solids.set_rasterized(False)  # else its colours would be those of the light theme
     bar.set_ticks(list(ticks), labels=list(ticks.values()))
     bar.set_label(told)
