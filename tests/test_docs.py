@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import last_state
 from set_cases import scan as write_scan
 
-from fedatlas.federation.file import load_federation, parse_federation
+from fedatlas.federation.file import load_federation
 from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import wire
 
@@ -64,7 +65,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
     from fedatlas import methods
-    from fedatlas.federation.session import run_federation
 
     page = (ROOT / "docs" / "how-to" / "add-a-method.md").read_text()
     code = re.findall(r"```python\n(.*?)```", page, re.S)[0]
@@ -74,11 +74,9 @@ def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(methods.REGISTRY, "mymomentum", "example_method:FedAvgM")
 
     def last(method: dict[str, object]) -> dict[str, object]:
-        path = tmp_path / str(len(list(tmp_path.iterdir())))
-        run_federation(
-            parse_federation(small | {"method": method}, base=Path()), path, tell=lambda text: None
+        tree = wire.decode(
+            last_state(small | {"method": method}, tmp_path / str(len(list(tmp_path.iterdir()))))
         )
-        tree = wire.decode((path / "models" / "last.fa").read_bytes())
         assert isinstance(tree, dict)
         return tree
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import last_state
 from torch import nn
 
 from fedatlas.core.contract import Method, State, at_site, sends_of
@@ -419,26 +420,16 @@ def test_a_damaged_newest_round_falls_back_to_the_one_before(tmp_path) -> None:
 
 def test_a_worker_that_is_killed_is_replaced_and_asked_again(small, tmp_path) -> None:
     """As the system does for memory: the call is done again by a new process, to the same bits."""
-    from pathlib import Path as Folder
-
-    from fedatlas.federation.file import parse_federation
-    from fedatlas.federation.session import run_federation
-
     killed: list[int] = []
 
-    def last(path: Folder, workers: int) -> bytes:
-        small["engine"]["workers"] = workers
-        federation = parse_federation(small, base=Folder())
-        run_federation(federation, path, tell=lambda text: None, after_round=murder if workers else None)
-        return (path / "models" / "last.fa").read_bytes()
-
     def murder(record, best) -> None:
-        for pid in children():
-            os.kill(pid, 9)
-            killed.append(pid)
+        if record.number == 1:
+            killed.append(children()[0])
+            os.kill(killed[0], 9)
 
-    whole = last(tmp_path / "whole", 0)
-    assert last(tmp_path / "killed", 2) == whole and killed
+    whole = last_state(small, tmp_path / "whole")
+    small["engine"]["workers"] = 2
+    assert last_state(small, tmp_path / "killed", after_round=murder) == whole and killed
 
 
 def children() -> list[int]:
