@@ -1,29 +1,32 @@
-"""Faults in a federation whose parties are real processes on both engines; every party is started as a user does.
+"""Federations whose parties are real processes on both engines, on loopback; every party is started as a user does.
 
-What the rules say goes on must end in the same bits: as the undisturbed run, or as a run in which the lost site was
-absent for that round.
+Every registered method gives the bits of the local engine; a line in the registry is enough to be tested here. Four
+methods run by default, all of them with `-m slow`. What the rules for faults say goes on must end in the same bits, too:
+as the undisturbed run, or as a run in which the lost site was absent for that round.
 """
 
 import contextlib
-import copy
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from deployments import Deployment
+from deployments import Deployment, computed
+from method_cases import PAIRS, with_method
+from runs import last_state, phantom_federation
 from test_local import Tampered
 
 from fedatlas.cli import main
 from fedatlas.core.errors import FederationError, RunFolderError, SiteLost
+from fedatlas.evaluation.statistics import read_rows
 from fedatlas.federation.audit import logs_of
 from fedatlas.federation.deploy import ENGINES, News, ahead_of, gather_trial, init
 from fedatlas.federation.file import parse_federation
@@ -32,39 +35,91 @@ from fedatlas.transport.egress import EgressLog
 from fedatlas.transport.relay import skewed
 from fedatlas.transport.rounds import RunFolder, read_json
 
-ROUNDS = 2
-
 
 @pytest.fixture(scope="module", params=sorted(ENGINES))
-def started(request, tmp_path_factory) -> Iterator[Callable[[dict[str, Any]], Deployment]]:
+def deployed(
+    request: pytest.FixtureRequest,
+    phantom: Path,
+    findings: Path,
+    phantom_cache: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Deployment]:
+    """A real server of every engine, with sites that hold the phantom's scans and images with findings: one deployment
+    takes the federations of all tests, which accept theirs."""
     pytest.importorskip({"nvflare": "nvflare", "flower": "flwr"}[request.param])
-    made: list[Deployment] = []
+    folder = tmp_path_factory.mktemp(request.param)
+    both = shutil.copytree(phantom, folder / "data")
+    for root in findings.glob("site-*"):
+        shutil.copytree(root, both / root.name, dirs_exist_ok=True)
+    deployment = Deployment(request.param, phantom_federation(both, phantom_cache), folder)
+    yield deployment
+    deployment.close()
 
-    def give(small: dict[str, Any]) -> Deployment:
-        if not made:
-            made.append(
-                Deployment(request.param, small, tmp_path_factory.mktemp(request.param), pooled=False)
-            )
-        made[0].accept(small)
-        return made[0]
 
-    yield give
-    for deployment in made:
-        deployment.close()
+# --------------------------------------------------------------------------------------------- every method
+
+BY_DEFAULT = (
+    ("condistfl", "segmentation"),
+    ("fedavg", "segmentation"),
+    ("fedpsl", "classification"),
+    ("standalone", "segmentation"),
+)
+CASES = [pair if pair in BY_DEFAULT else pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS]
+
+
+@pytest.fixture
+def federation(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A small federation of the test's method and task, with two rounds."""
+    name, task = request.node.callspec.params["name"], request.node.callspec.params["task"]
+    chosen = request.getfixturevalue("small" if task == "segmentation" else "small_images")
+    return with_method(chosen, name)
+
+
+@pytest.mark.parametrize(("name", "task"), CASES)
+def test_equal_bits_on_every_engine(
+    name: str, task: str, deployed: Deployment, federation: dict[str, Any], tmp_path: Path
+) -> None:
+    federation["evaluation"]["models"] = ["best", "last"]
+    parsed = parse_federation(federation, base=Path())
+    run_federation(parsed, tmp_path / "local", tell=lambda text: None)
+    first = tmp_path / f"{name}-{task}-{deployed.engine}"
+    deployed.accept(federation)
+    deployed.run(parsed, first)
+    for file in ("last.fa", "best.fa"):
+        assert (first / "models" / file).read_bytes() == (tmp_path / "local" / "models" / file).read_bytes()
+    values = [
+        sorted(
+            (r["site"], r["class"], r["split"], r["model"], r["metric"], str(r["value"]))
+            for r in read_rows(path / "rows.csv")
+        )
+        for path in (first, tmp_path / "local")
+    ]
+    assert values[0] == values[1] and values[0]
+    for site in deployed.sites:
+        lines = logs_of(deployed.out / site)[site]
+        mine = [line for line in lines if line["run"].startswith(first.name)]
+        assert not any(line["broken"] for line in lines)
+        assert {"hello", "join", "evaluate"} <= {line["function"] for line in mine}
+        assert mine[-1]["method"] == name
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+ROUNDS = 2
 
 
 def mainly_on(*engines: str) -> pytest.MarkDecorator:
     """Tests on these engines by default, and on the others in the slow suite: every party is a process that takes
     seconds to start, and what is tested is the same code of ours on all of them."""
     chosen = [pytest.param(e, marks=[] if e in engines else pytest.mark.slow) for e in sorted(ENGINES)]
-    return pytest.mark.parametrize("started", chosen, indirect=True)
+    return pytest.mark.parametrize("deployed", chosen, indirect=True)
 
 
 @pytest.fixture
 def busy(small) -> dict[str, Any]:
     """A federation whose rounds last long enough to be disturbed in the middle."""
     small |= {"rounds": ROUNDS}
-    small["local"]["steps"] = 120  # some seconds
+    small["local"]["steps"] = 40  # four times what `in_the_middle` waits for, or more
     small["evaluation"] |= {"models": ["last"], "every": 10}
     return small
 
@@ -83,32 +138,27 @@ def local(small: dict[str, Any], path: Path, absent: tuple[str, int] | None = No
 
 
 def run_here(small: dict[str, Any], path: Path, absent: tuple[str, int] | None) -> bytes:
-
     def gather(federation: Any, folder: RunFolder, tell: Any) -> Parties:
         parties = gather_local(federation, folder, tell)
         lose = lambda q: "absent" if (q.site, q.round) == absent else None  # noqa: E731
-        return Parties(
-            parties.design,
-            parties.summaries,
-            parties.training,
-            Tampered(parties.transport, lose),
-            parties.about,
-        )  # type: ignore[arg-type]
+        return replace(parties, transport=Tampered(parties.transport, lose))  # type: ignore[arg-type]
 
-    federation = parse_federation(copy.deepcopy(small), base=Path())
-    run_federation(federation, path, tell=lambda text: None, gather=gather)
-    return (path / "models" / "last.fa").read_bytes()
+    return last_state(small, path, gather=gather)
 
 
-def in_the_middle(path: Path, round: int, do: Callable[[], None], after: float = 0.5) -> threading.Thread:
-    """Does something while the sites train in a round: `after` seconds after they were asked."""
+def in_the_middle(
+    deployed: Deployment, site: str, path: Path, round: int, do: Callable[[], None]
+) -> threading.Thread:
+    """Does something while a site trains in a round: when its process has computed for a tenth of a second."""
 
     def wait() -> None:
         asked = path / "scratch" / "train" / f"{round:06d}-000" / "local_update" / "to-all.fa"
         end = time.monotonic() + 120
         while not asked.exists() and time.monotonic() < end:
-            time.sleep(0.02)
-        time.sleep(after)
+            time.sleep(0.01)
+        before = computed(worker := deployed.worker(site))
+        while computed(worker) < before + 0.1 and time.monotonic() < end:
+            time.sleep(0.01)
         do()
 
     thread = threading.Thread(target=wait, daemon=True)
@@ -117,20 +167,20 @@ def in_the_middle(path: Path, round: int, do: Callable[[], None], after: float =
 
 
 @mainly_on("flower")
-def test_a_training_process_that_is_killed_costs_nothing(started, busy, tmp_path) -> None:
+def test_a_training_process_that_is_killed_costs_nothing(deployed: Deployment, busy, tmp_path) -> None:
     """As the system does for memory: the engine's job lives on, and the call is done again."""
-    deployment = started(busy)
+    deployed.accept(busy)
     killed: list[int] = []
 
     def kill() -> None:
-        pid = deployment.worker("s1")
+        pid = deployed.worker("s1")
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         killed.append(pid)
 
     path = tmp_path / "run"
-    thread = in_the_middle(path, 2, kill)
-    assert deployment.run(parse_federation(busy, base=Path()), path) == local(busy, tmp_path / "local")
+    thread = in_the_middle(deployed, "s1", path, 2, kill)
+    assert deployed.run(parse_federation(busy, base=Path()), path) == local(busy, tmp_path / "local")
     thread.join()
     assert killed
     log = read_json(path / "rounds" / "0002" / "log.json")
@@ -138,49 +188,51 @@ def test_a_training_process_that_is_killed_costs_nothing(started, busy, tmp_path
 
 
 @mainly_on("nvflare")
-def test_a_hospital_that_loses_power_comes_back(started, busy, tmp_path) -> None:
+def test_a_hospital_that_loses_power_comes_back(deployed: Deployment, busy, tmp_path) -> None:
     busy["faults"] = {"on_lost": "wait", "deadline": 100}
-    deployment = started(busy)
+    deployed.accept(busy)
     killed: list[str] = []
 
     def crash() -> None:
-        deployment.kill("s2")
+        deployed.kill("s2")
         killed.append("s2")
         time.sleep(1)
-        deployment.start("s2")
+        deployed.start("s2")
 
     path = tmp_path / "run"
-    thread = in_the_middle(path, 2, crash)
-    assert deployment.run(parse_federation(busy, base=Path()), path) == local(busy, tmp_path / "local")
+    thread = in_the_middle(deployed, "s2", path, 2, crash)
+    assert deployed.run(parse_federation(busy, base=Path()), path) == local(busy, tmp_path / "local")
     thread.join()
     assert killed
 
 
 @mainly_on("flower")
-def test_a_server_that_is_killed_is_started_again_and_asked_again(started, busy, tmp_path) -> None:
-    deployment = started(busy)
+def test_a_server_that_is_killed_is_started_again_and_asked_again(
+    deployed: Deployment, busy, tmp_path
+) -> None:
+    deployed.accept(busy)
     told: list[str] = []
 
     def crash() -> None:
-        deployment.kill("server")
-        deployment.start("server")
+        deployed.kill("server")
+        deployed.start("server")
 
     path = tmp_path / "run"
-    thread = in_the_middle(path, 2, crash)
-    bits = deployment.run(parse_federation(busy, base=Path()), path, tell=told.append)
+    thread = in_the_middle(deployed, "s0", path, 2, crash)
+    bits = deployed.run(parse_federation(busy, base=Path()), path, tell=told.append)
     thread.join()
     assert bits == local(busy, tmp_path / "local")
     assert any("a new one is started, nothing is lost" in text for text in told), told
 
 
 @mainly_on()
-def test_a_slow_site_is_dropped_for_the_round(started, busy, tmp_path) -> None:
+def test_a_slow_site_is_dropped_for_the_round(deployed: Deployment, busy, tmp_path) -> None:
     """It stops in the middle of round 2 and is continued after the deadline: it is in round 3 again."""
     busy |= {"rounds": 3, "faults": {"on_lost": "drop", "min_sites": 2, "deadline": 20}}
-    deployment = started(busy)
+    deployed.accept(busy)
 
     def stall() -> None:
-        pid = deployment.worker("s0")
+        pid = deployed.worker("s0")
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         end = time.monotonic() + 120
@@ -190,8 +242,8 @@ def test_a_slow_site_is_dropped_for_the_round(started, busy, tmp_path) -> None:
             os.kill(pid, signal.SIGCONT)
 
     path = tmp_path / "run"
-    thread = in_the_middle(path, 2, stall)
-    bits = deployment.run(parse_federation(busy, base=Path()), path)
+    thread = in_the_middle(deployed, "s0", path, 2, stall)
+    bits = deployed.run(parse_federation(busy, base=Path()), path)
     thread.join()
     lost = [read_json(path / "rounds" / f"000{n}" / "log.json")["lost"] for n in (1, 2, 3)]
     assert lost[0] == lost[2] == {} and list(lost[1]) == ["s0"] and "deadline" in lost[1]["s0"]
@@ -209,55 +261,59 @@ def stop_after(round: int) -> Callable[[Any, Any], None]:
 
 
 @mainly_on("flower")
-def test_a_run_does_not_go_on_without_what_a_site_remembers(started, busy, tmp_path) -> None:
+def test_a_run_does_not_go_on_without_what_a_site_remembers(deployed: Deployment, small, tmp_path) -> None:
     """The moments of a site's optimizer are in its kit; the local engine does not have them, and says so."""
-    deployment = started(busy)
-    federation = parse_federation(busy, base=Path())
+    deployed.accept(small)
+    federation = parse_federation(small, base=Path())
     path = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
-        deployment.run(federation, path, after_round=stop_after(1))
+        deployed.run(federation, path, after_round=stop_after(1))
     with pytest.raises(RunFolderError, match="site s0: does not hold the private memory with which round 1"):
         run_federation(federation, path, tell=lambda text: None, resume=True)
-    assert deployment.run(federation, path, resume=True) == local(busy, tmp_path / "local")
+    assert deployed.run(federation, path, resume=True) == local(small, tmp_path / "local")
 
 
-def test_another_federation_file_is_refused_with_its_difference(started, busy, tmp_path) -> None:
-    deployment = started(busy)
-    busy["local"]["lr"] = 0.5
+def test_another_federation_file_is_refused_with_its_difference(
+    deployed: Deployment, small, tmp_path
+) -> None:
+    deployed.accept(small)
+    small["local"]["lr"] = 0.5
     with pytest.raises(FederationError) as caught:
-        deployment.run(parse_federation(busy, base=Path()), tmp_path / "run")
+        deployed.run(parse_federation(small, base=Path()), tmp_path / "run")
     text = str(caught.value)
     assert "site s0: has agreed to another federation file" in text
     assert "local.lr: 0.01 at the site, 0.5 at the server" in text and "fedatlas deploy accept" in text
-    assert "local.lr: 0.01 here, 0.5 at the server" in (deployment.out / "s0" / "errors.log").read_text()
+    assert "local.lr: 0.01 here, 0.5 at the server" in (deployed.out / "s0" / "errors.log").read_text()
 
 
-def test_a_second_party_of_one_name_is_refused(started, busy, tmp_path) -> None:
+def test_a_second_party_of_one_name_is_refused(deployed: Deployment, capsys) -> None:
     """The same kit twice on one machine: the second does not start. A copy of it elsewhere: the run is not disturbed."""
-    deployment = started(busy)
-    start = [sys.executable, "-m", "fedatlas.cli", "deploy", "start"]
-    data = f"--data={deployment.data['s0']}"
-    done = subprocess.run([*start, str(deployment.out / "s0"), data], capture_output=True, text=True)
-    assert done.returncode == 1 and "is running already" in done.stderr
+    kit, data = deployed.out / "s0", deployed.data["s0"]
+    assert main(["deploy", "start", str(kit), f"--data={data}"]) == 1
+    assert "is running already" in capsys.readouterr().err
 
 
-def test_a_site_that_is_not_there_is_told(started, busy, tmp_path) -> None:
-    busy["faults"] = {"deadline": 20}
-    deployment = started(busy)
-    deployment.kill("s1")
+def test_a_site_that_is_not_there_is_told(deployed: Deployment, small, tmp_path) -> None:
+    """The last test of a deployment: until the site is back, the engine's job is without it."""
+    small["faults"] = {"deadline": 5}
+    deployed.accept(small)
+    deployed.kill("s1")
     try:
         with pytest.raises(SiteLost, match="hello: no usable answer from\n  s1: "):
-            deployment.run(parse_federation(busy, base=Path()), tmp_path / "run")
+            deployed.run(parse_federation(small, base=Path()), tmp_path / "run")
     finally:
-        deployment.start("s1")
+        deployed.start("s1")
 
 
 @pytest.mark.parametrize(("first", "second"), [("nvflare", "flower")])
 def test_a_run_goes_on_with_any_other_engine(first, second, small, tmp_path) -> None:
-    """A round here, a round on one engine, a round on the other: the bits of a run that was never stopped."""
+    """A round here, a round on one engine, a round on the other: the bits of a run that was never stopped. Each brings
+    servers and sites of its own, which end with the run."""
     for package in ("nvflare", "flwr"):
         pytest.importorskip(package)
-    federation = parse_federation(small := small | {"rounds": 3}, base=Path())
+    small |= {"rounds": 3, "sites": small["sites"][:2]}
+    small["evaluation"] |= {"models": ["last"], "every": 10}
+    federation = parse_federation(small, base=Path())
     path, quiet = tmp_path / "run", {"tell": lambda text: None, "resume": True}
     with pytest.raises(KeyboardInterrupt):
         run_federation(federation, path, after_round=stop_after(1), **quiet)
