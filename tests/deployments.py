@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from fedatlas.federation.deploy import Deployed, _with_pool, accept, free_ports, init, join, write_shared
 from fedatlas.federation.file import Federation, make_method, parse_federation
@@ -160,3 +162,12 @@ def computed(pid: int | None) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def until(done: Callable[[], object], seconds: float = 40.0, what: str | Callable[[], str] = "") -> None:
+    """Waits until something is so, and fails with what it is if it is not within so many seconds."""
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            pytest.fail(f"{what if isinstance(what, str) else what()}: not within {seconds:g} s")
+        time.sleep(0.05)

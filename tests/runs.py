@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fedatlas.core.tensors import to_tree
-from fedatlas.federation.file import parse_federation
+from fedatlas.federation.file import Federation, parse_federation
 from fedatlas.federation.session import run_federation
 from fedatlas.phantoms.organs import phantom_sites
 from fedatlas.transport import wire
@@ -40,14 +40,14 @@ class _Killed(Exception):
     pass
 
 
-def last_state(values: dict[str, Any], path: Path, **how: Any) -> bytes:
-    """The bytes of the last round's state, as its file would hold them.
+def last_state(chosen: dict[str, Any] | Federation, path: Path, **how: Any) -> bytes:
+    """The bytes of the last round's state of a federation, or of its plain values, as its file would hold them.
 
     The run begins, or goes on from its last complete round, and is killed before it writes the last one: the sites have
     moved on, and nothing is evaluated in the end. So the same call again goes on from the round before.
     """
-    federation, found = parse_federation(values, base=Path()), list[bytes]()
-    save = RunFolder.save
+    federation = parse_federation(chosen, base=Path()) if isinstance(chosen, dict) else chosen
+    found, save = list[bytes](), RunFolder.save
 
     def killed_at_the_last(self: RunFolder, record: Round, *more: Any) -> None:
         if record.number == federation.rounds:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from deployments import until
 
 pytest.importorskip("flwr")
 
@@ -27,6 +28,7 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from fedatlas.core.errors import FederationError
+from fedatlas.federation.deploy import free_ports
 from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY, Launch, Plan
 from fedatlas.transport.flower import app as flower_app
@@ -37,16 +39,6 @@ from fedatlas.transport.relay import Ask, ServerRelay, SiteRelay
 SITES = ("site-a", "site-b")
 NO_PROXY_THERE = "http://127.0.0.1:9"
 """A proxy as hospitals name one; connections within this machine must not look for it."""
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for made in sockets:
-        made.bind(("127.0.0.1", 0))
-    ports = [made.getsockname()[1] for made in sockets]
-    for made in sockets:
-        made.close()
-    return ports
 
 
 def new_plan(sites: Sequence[str] = SITES) -> Plan:
@@ -73,7 +65,7 @@ class Process:
         return self.log.read_text(errors="replace")
 
     def until(self, wanted: str, seconds: float = 40.0) -> None:
-        wait(lambda: wanted in self.text(), seconds, lambda: f"no {wanted!r} in:\n{self.text()[-3000:]}")
+        until(lambda: wanted in self.text(), seconds, lambda: f"no {wanted!r} in:\n{self.text()[-3000:]}")
 
     def end(self) -> int:
         self.process.terminate()
@@ -82,13 +74,6 @@ class Process:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
-
-
-def wait(done: Callable[[], bool], seconds: float = 40.0, why: Callable[[], str] = lambda: "") -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, f"nothing within {seconds} s. {why()}"
-        time.sleep(0.05)
 
 
 class Deployment:
@@ -185,7 +170,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         for name in ("server", *SITES):
             made.start(name)
         made.submit()
-        wait(
+        until(
             lambda: made.relay.present == sorted(SITES),
             60.0,
             lambda: "".join(process.text()[-2000:] for process in made.processes.values()),
@@ -259,7 +244,7 @@ def test_a_node_started_again_in_the_middle_is_asked_again(running: Deployment) 
         assert HELD.wait(20.0)
         assert running.processes["site-a"].end() == 0
         running.start("site-a")
-        wait(lambda: running.processes["site-a"].text().count("attends the server") == 2)
+        until(lambda: running.processes["site-a"].text().count("attends the server") == 2)
     finally:
         RELEASED.set()
         thread.join(60.0)
@@ -340,11 +325,11 @@ def test_a_key_taken_out_shuts_its_site_out_and_a_renewed_one_lets_it_in(running
     request = flower.renew(kit)
     answer = flower.sign(request, authority, running.root, 30)
     running.processes["site-b"].until("the server no longer knows this node")
-    wait(lambda: running.relay.present == ["site-a"])
+    until(lambda: running.relay.present == ["site-a"])
     running.processes["site-b"].end()
     flower.install(kit, answer)
     running.start("site-b")
-    wait(lambda: running.relay.present == sorted(SITES))
+    until(lambda: running.relay.present == sorted(SITES))
     assert running.ask(b"x") == {site: f"{site}|x|".encode() for site in SITES}
 
 
@@ -353,7 +338,7 @@ def test_a_job_that_was_stopped_has_ended(running: Deployment) -> None:
     running.job.stop()
     assert "stopped" in running.job.ended()
     running.submit()
-    wait(lambda: running.relay.jobs > jobs and running.relay.connected)
+    until(lambda: running.relay.jobs > jobs and running.relay.connected)
     assert running.ask(b"x") == {site: f"{site}|x|".encode() for site in SITES}
 
 
@@ -367,10 +352,10 @@ def test_a_server_killed_and_started_again_is_found_by_its_nodes(tmp_path: Path)
         for name in ("server", *SITES):
             made.start(name)
         made.submit()
-        wait(lambda: made.relay.present == sorted(SITES), 60.0)
+        until(lambda: made.relay.present == sorted(SITES), 60.0)
         made.processes["server"].process.kill()
         made.processes["server"].process.wait()
-        wait(lambda: made.job.ended() is not None, 60.0)
+        until(lambda: made.job.ended() is not None, 60.0)
         made.start("server")
         made.submit()
         jobs = made.relay.jobs

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from deployments import until
 
 from fedatlas.core.errors import FederationError
+from fedatlas.federation.deploy import free_ports
 from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY, Job, Launch, Plan
 from fedatlas.transport.frames import Question
@@ -27,19 +29,6 @@ psutil = pytest.importorskip("psutil")
 
 SITES = ("site-1", "site-2", "site-3")
 RUNNING = SITES[:2]
-
-
-def free_port() -> int:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return made.getsockname()[1]
-
-
-def until(done: Callable[[], object], seconds: float, what: str) -> None:
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
-        time.sleep(0.05)
 
 
 def echo(question: Question) -> str | None:
@@ -119,7 +108,7 @@ class Deployment:
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     root = tmp_path_factory.mktemp("nvflare")
-    made = Deployment(root, Plan("federation", "127.0.0.1", free_port(), free_port(), SITES, days=30))
+    made = Deployment(root, Plan("federation", "127.0.0.1", *free_ports(2), SITES, days=30))
     nvflare.provision(made.plan, made.out)
     try:
         made.start("server", nvflare.server_process(made.out / "server"))
@@ -365,7 +354,7 @@ def test_names_that_the_engine_does_not_take(tmp_path: Path, sites: tuple[str, .
 
 
 def test_no_server_no_job(tmp_path: Path) -> None:
-    nvflare.provision(Plan("federation", "localhost", free_port(), free_port(), ("a",)), tmp_path)
+    nvflare.provision(Plan("federation", "localhost", *free_ports(2), ("a",)), tmp_path)
     with pytest.raises(FederationError, match="is it running"):
         nvflare.submit(tmp_path / "server", tmp_path / "authority", tmp_path / "relay", ["a"])
 
