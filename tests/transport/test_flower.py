@@ -3,6 +3,7 @@
 The servers and nodes here are real processes on this machine; a site's own process is played by the test.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -395,9 +396,35 @@ def test_a_node_killed_in_the_middle_is_asked_again(tmp_path: Path) -> None:
         made.close()
 
 
-@pytest.mark.parametrize("fault", ["expired", "another authority", "another host"])
-def test_a_server_whose_certificate_is_not_good_is_refused(tmp_path: Path, fault: str) -> None:
+@contextlib.contextmanager
+def tls_end(engine: Path, host: str, port: int) -> Iterator[list[bytes]]:
+    """A server with the certificate of a kit, in place of Flower's; what is said to it by who takes the certificate."""
+    context, heard = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), list[bytes]()
+    context.load_cert_chain(engine / "server.crt", engine / "server.key")
+    plain = socket.create_server((host, port))
 
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = plain.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                heard.append(context.wrap_socket(connection, server_side=True).recv(100))
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield heard
+    finally:
+        plain.shutdown(socket.SHUT_RDWR)
+        plain.close()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("fault", ["expired", "another authority", "another host", None])
+def test_a_server_whose_certificate_is_not_good_is_refused(tmp_path: Path, fault: str | None) -> None:
+    """And one whose certificate is good is not."""
     made = Deployment(tmp_path / "one", serve)
     engine = made.root / "server" / "engine"
     try:
@@ -409,16 +436,18 @@ def test_a_server_whose_certificate_is_not_good_is_refused(tmp_path: Path, fault
         days = -1 if fault == "expired" else 1
         certificate = flower.certificate_for(key, "localhost", folder, days)
         (engine / "server.crt").write_bytes(pki.pem(certificate))
-        if fault == "another host":
-            about = made.root / "site-a" / "engine" / "site.json"
-            about.write_text(json.dumps({"site": "site-a", "server": f"127.0.0.2:{made.plan.port}"}))
-            server = engine / "server.json"
-            server.write_text(json.dumps(json.loads(server.read_text()) | {"host": "0.0.0.0"}))
-        made.start("server").until("Application startup complete")
-        node = made.start("site-a", no_proxy="127.0.0.2,127.0.0.1")
-        node.until("CERTIFICATE_VERIFY_FAILED")
-        assert node.process.wait(20) == 1
-        assert "Activated" not in made.processes["server"].text()
+        host = "127.0.0.2" if fault == "another host" else "127.0.0.1"
+        about = made.root / "site-a" / "engine" / "site.json"
+        about.write_text(json.dumps({"site": "site-a", "server": f"{host}:{made.plan.port}"}))
+        with tls_end(engine, host, made.plan.port) as heard:
+            node = made.start("site-a", no_proxy="127.0.0.2,127.0.0.1")
+            if fault is None:
+                until(lambda: heard, what=node.text)
+                assert heard[0].startswith(b"POST /v1/fleet/")
+                return
+            node.until("CERTIFICATE_VERIFY_FAILED")
+            assert node.process.wait(20) == 1
+        assert heard == []
     finally:
         made.close()
 
