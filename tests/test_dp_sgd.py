@@ -17,7 +17,7 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.options import from_dict
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Descent, Local
+from fedatlas.learning.loop import Local, Stepper
 from fedatlas.losses import LossChoice, supervised
 from fedatlas.losses.onehot import DiceBCE
 from fedatlas.methods.pseudo_labels import PseudoLabels
@@ -57,10 +57,10 @@ def stepped(
     net: nn.Module, batch: Batch, loss: Any, how: DPSGD | None, seed: int = 0, **local: Any
 ) -> Tensors:
     """The net after two steps. how: None: plain ones."""
-    by = Descent(net, Local(**{"optimizer": "sgd", "lr": 0.1, **local}), CPU)
+    by = Stepper(net, Local(**{"optimizer": "sgd", "lr": 0.1, **local}), CPU)
     private = None if how is None else Private(how, dp_sgd._seeded(generator("noise", seed)), Spent())
     for count in range(2):
-        by.at(count, of=2)
+        by.set_rate(count, of=2)
         if private is None:
             by.step(loss(net, batch))
         else:
@@ -104,7 +104,7 @@ def gradient(batch: Batch, how: DPSGD) -> Tensor:
     """What one step moved the net by: the gradient, at a rate of 1."""
     net, local = unet(), Local(optimizer="sgd", lr=1, momentum=0, weight_decay=0)
     before = flat(tensors_of(net))
-    by, private = Descent(net, local, CPU), Private(how, dp_sgd._seeded(generator("noise")), Spent())
+    by, private = Stepper(net, local, CPU), Private(how, dp_sgd._seeded(generator("noise")), Spent())
     by.move(private.gradients(by, sampled, batch))
     return before - flat(tensors_of(net))
 

@@ -12,7 +12,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError
 from fedatlas.core.seeds import generator, isolated
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Descent, Local, Loop, lr_factor, train
+from fedatlas.learning.loop import Local, Loop, Stepper, lr_factor, train
 
 LOCALS = {
     "adamw": Local(lr=0.05, batch=3, steps=4),
@@ -164,7 +164,7 @@ def test_a_second_optimizer_follows_the_schedule_and_keeps_its_own_state() -> No
 def test_gradients_of_modules_are_clipped_each_by_itself() -> None:
     local = dataclasses.replace(LOCALS["sgd"], clip=0.01)
     net = make()
-    by = Descent(net, local, torch.device("cpu"), clipped=(net[0], net[2]))  # type: ignore[index]
+    by = Stepper(net, local, torch.device("cpu"), clipped=(net[0], net[2]))  # type: ignore[index]
     by.gradients(terms(net, site().batches(batch=3, steps=1)[0]))
     by.clip()
     for layer in (net[0], net[2]):  # type: ignore[index]
@@ -178,7 +178,7 @@ def test_a_scaled_loss_changes_nothing_and_an_overflow_moves_nothing(clip: float
     ends = []
     for scale in (None, 2.0**10):
         net = make()
-        by = Descent(net, dataclasses.replace(LOCALS["sgd"], clip=clip), torch.device("cpu"))
+        by = Stepper(net, dataclasses.replace(LOCALS["sgd"], clip=clip), torch.device("cpu"))
         if scale:
             by.scaler = torch.amp.GradScaler("cpu", init_scale=scale)  # type: ignore[assignment]
         for batch in site().batches(batch=3, steps=3):

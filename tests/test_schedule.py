@@ -11,7 +11,7 @@ from torch import nn
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import from_dict
-from fedatlas.learning.loop import Descent, Local, in_steps, lr_factor, make_optimizer
+from fedatlas.learning.loop import Local, Stepper, in_steps, lr_factor, make_optimizer
 
 VECTORS = Path(__file__).parent / "vectors"
 UFPS = {
@@ -90,10 +90,10 @@ def test_a_warm_up_begins_and_ends_where_it_is_told_to() -> None:
 def test_steps_follow_the_schedule_and_eps_arrives() -> None:
     net = nn.Linear(1, 1)
     local = in_steps(Local(**UFPS, warmup_from=1e-6, eps=1e-5), 4)
-    descent = Descent(net, local, torch.device("cpu"))
+    descent = Stepper(net, local, torch.device("cpu"))
     assert descent.optimizer.defaults["eps"] == 1e-5
     for index in (0, 39, 45):
-        descent.at(index, of=100)
+        descent.set_rate(index, of=100)
         assert descent.rate == rates(local, 100)[index]
     assert make_optimizer(net, Local()).defaults["eps"] == torch.optim.AdamW(net.parameters()).defaults["eps"]
 

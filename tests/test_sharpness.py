@@ -17,7 +17,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError, NameMismatch, WireError
 from fedatlas.core.seeds import isolated
 from fedatlas.core.tensors import load, n_bytes, tensors_of
-from fedatlas.learning.loop import Descent, Local, Loss
+from fedatlas.learning.loop import Local, Loss, Stepper
 from fedatlas.methods.shared.sharpness import (
     FARTHEST,
     RATIOS,
@@ -113,7 +113,7 @@ def test_a_step_is_the_published_one(row: str) -> None:
     descent = batch_of(every["x_descent"], every["y"])
     if row != "ufps_usam_nomask":
         descent = ascent
-    one_step(Descent(net, SGD, CPU), entropy, (ascent, descent), PUBLISHED[row])
+    one_step(Stepper(net, SGD, CPU), entropy, (ascent, descent), PUBLISHED[row])
     close(values_of(net), under(v, "w_after/"))
 
 
@@ -159,7 +159,7 @@ LOCALS = {
 
 
 def one_step(
-    by: Descent,
+    by: Stepper,
     loss: Loss,
     views: tuple[Batch, Batch],
     how: Sharpness,
@@ -185,11 +185,11 @@ def trained(
     **given: Any,
 ) -> Model:
     """how: None: by plain steps."""
-    by = Descent(norm_net(), local, CPU)
+    by = Stepper(norm_net(), local, CPU)
     if scale is not None:
         by.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     for index, batch in enumerate(batches()):
-        by.at(index, of=4)
+        by.set_rate(index, of=4)
         if how is not None:
             one_step(by, entropy, views(batch), how, **given)
             continue
@@ -312,7 +312,7 @@ def test_the_scale_of_the_loss_changes_nothing() -> None:
 def test_an_overflow_lowers_the_scale_and_moves_nothing() -> None:
     net, (batch, *_) = norm_net(), batches()
     before = values_of(net)
-    by = Descent(net, SGD, CPU)
+    by = Stepper(net, SGD, CPU)
     by.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     sharp, masks = Sharp(by, Sharpness()), SparseMask(Sparsity(), None, None, update=True, rng=rng())
 
@@ -338,7 +338,7 @@ def test_weights_and_buffers_come_back_when_the_loss_fails() -> None:
 
     before = tensors_of(net)
     with pytest.raises(RuntimeError, match="no"):
-        one_step(Descent(net, SGD, CPU), fails, (batch, batch), Sharpness())
+        one_step(Stepper(net, SGD, CPU), fails, (batch, batch), Sharpness())
     assert same(tensors_of(net), before)
     assert not same(calls[0], calls[1])
 
@@ -352,7 +352,7 @@ def test_terms_are_of_the_descent_and_ascent_is_told() -> None:
 
     ascent, _ = noisy(batch)
     expected, clean = (3 * entropy(copy.deepcopy(net), seen).detach() for seen in (ascent, batch))
-    told = one_step(Descent(net, SGD, CPU), terms, noisy(batch), Sharpness())
+    told = one_step(Stepper(net, SGD, CPU), terms, noisy(batch), Sharpness())
     assert set(told) == {"loss", "a", "b", "ascent"}
     assert torch.equal(told["ascent"], expected)
     assert torch.equal(told["loss"], told["a"] + told["b"])
@@ -385,7 +385,7 @@ def test_ratios_are_of_the_descents_batch_before_clipping() -> None:
     told = {}
     for clip in (None, 1e-3):
         local = dataclasses.replace(SGD, clip=clip)
-        told[clip] = one_step(Descent(norm_net(), local, CPU), entropy, noisy(batch), how, measure=True)
+        told[clip] = one_step(Stepper(norm_net(), local, CPU), entropy, noisy(batch), how, measure=True)
     net = norm_net()
     values = dict(net.named_parameters())
     g = dict(
@@ -405,7 +405,7 @@ def test_ratios_are_of_the_descents_batch_before_clipping() -> None:
         "not 1, as against a clipped one"
     )
     with pytest.raises(FederationError, match="fp16"):
-        by = Descent(net, SGD, CPU)
+        by = Stepper(net, SGD, CPU)
         by.local = dataclasses.replace(SGD, precision="fp16")
         Sharp(by, how, measure=True)
 
@@ -427,7 +427,7 @@ def test_what_is_not_trained_is_not_perturbed() -> None:
         given.append(gradient)
         return constant(True)(gradient)
 
-    one_step(Descent(net, SGD, CPU, optimizer=optimizer), loss, (batch, batch), Sharpness(), mask)
+    one_step(Stepper(net, SGD, CPU, optimizer=optimizer), loss, (batch, batch), Sharpness(), mask)
     moved = {name for name in seen[0] if not torch.equal(seen[0][name], seen[1][name])}
     assert moved == {"4.weight", "4.bias"}
     assert set(given[0]) == {"4.weight", "4.bias", "idle_weight"}
@@ -443,7 +443,7 @@ def test_a_random_direction_is_as_long_as_the_perturbation() -> None:
     assert bool((drawn["b"] != 0).all())
     how = Sharpness(direction="random")
     with pytest.raises(FederationError, match="no generator"):
-        Sharp(Descent(norm_net(), SGD, CPU), how)
+        Sharp(Stepper(norm_net(), SGD, CPU), how)
     random = trained(SGD, how, rng=(first := rng()))
     assert not same(random, trained(SGD, Sharpness()))
     assert same(random, trained(SGD, how, rng=rng())) and not torch.equal(

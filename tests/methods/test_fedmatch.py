@@ -13,7 +13,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import NameMismatch
 from fedatlas.core.tensors import Tensors, dense, sparse, tensors_of
 from fedatlas.learning.augment import OFF
-from fedatlas.learning.loop import Descent, Local
+from fedatlas.learning.loop import Local, Stepper
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedmatch import (
     FedMatch,
@@ -160,7 +160,7 @@ def test_each_loss_moves_its_own_part() -> None:
     method = FedMatch(confidence=0.5, strong=OFF)
     local = dataclasses.replace(LOCAL, lr=1e-2)
     L_u = method.L_u(sigma, helpers, torch.Generator(), torch.zeros(2, dtype=torch.float64))
-    first, second = (Descent(net, local, torch.device("cpu")) for net in (sigma, psi))
+    first, second = (Stepper(net, local, torch.device("cpu")) for net in (sigma, psi))
     before_s, before_p = tensors_of(sigma), tensors_of(psi)
     first.step(output(batch.image, sigma, psi, learn="sigma").square().mean())
     middle_s, middle_p = tensors_of(sigma), tensors_of(psi)

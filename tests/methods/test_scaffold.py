@@ -15,7 +15,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.tensors import Tensors, load, tensors_of
-from fedatlas.learning.loop import Descent, Local, Loop
+from fedatlas.learning.loop import Local, Loop, Stepper
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.scaffold import MEMORY, Control, Scaffold, gradient_at, moved
@@ -81,7 +81,7 @@ def descend(toy: Toy, net: Weight, control: Control, local: Local) -> None:
         step(toy, net, control, loop)
 
 
-def step(toy: Toy, net: Weight, control: Control, by: Descent) -> None:
+def step(toy: Toy, net: Weight, control: Control, by: Stepper) -> None:
     g_i = by.gradients(toy.f(net, None))
     control.see(g_i, by.rate)
     by.move(control.corrected(g_i))
@@ -162,7 +162,7 @@ def test_a_scaled_loss_changes_nothing(clip: float | None) -> None:
             net, {"w": torch.tensor([-2.0]), "idle": torch.zeros(1)}, {"w": torch.tensor([-1.0])}
         )
         local = dataclasses.replace(PLAIN, clip=clip)
-        by = Descent(net, local, torch.device("cpu"))
+        by = Stepper(net, local, torch.device("cpu"))
         if scale:
             by.scaler = torch.amp.GradScaler("cpu", init_scale=scale)  # type: ignore[assignment]
         for _ in range(2):

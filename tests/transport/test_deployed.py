@@ -28,9 +28,10 @@ from fedatlas.cli import main
 from fedatlas.core.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.evaluation.statistics import read_rows
 from fedatlas.federation.audit import logs_of
-from fedatlas.federation.deploy import ENGINES, News, ahead_of, gather_trial, init
+from fedatlas.federation.deploy import News, ahead_of, gather_trial, init
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import Parties, gather_local, run_federation
+from fedatlas.transport.deployment import ENGINES
 from fedatlas.transport.egress import EgressLog
 from fedatlas.transport.relay import skewed
 from fedatlas.transport.rounds import RunFolder, read_json

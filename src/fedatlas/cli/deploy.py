@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedatlas.cli import shared
+from fedatlas.transport.deployment import ENGINES
 
 NAME = "deploy"
 SENTENCE = "A federation across machines."
@@ -25,7 +26,7 @@ def options(made: argparse.ArgumentParser) -> None:
     one = part("init", call_init, "Make a folder per party, with keys and certificates, here and offline.")
     shared.federation(one, "--override")
     one.add_argument("-o", "--out", type=Path, required=True, help="the deployment's folder; must be new")
-    one.add_argument("--engine", choices=["nvflare", "flower"], default="nvflare", help="default: nvflare")
+    one.add_argument("--engine", choices=sorted(ENGINES), default="nvflare", help="default: nvflare")
     one.add_argument(
         "--host", default="localhost", help="name or address of the server, as hospitals reach it (localhost)"
     )

@@ -10,6 +10,7 @@ from typing import Any
 from fedatlas.cli import shared
 from fedatlas.cli.progress import Progress
 from fedatlas.core.errors import FedAtlasError
+from fedatlas.transport.deployment import ENGINES
 
 NAME = "run"
 SENTENCE = "Train a federation, evaluate it, write its report."
@@ -25,7 +26,7 @@ def options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--engine",
         default="local",
-        choices=["local", "nvflare", "flower", "nvflare-local", "flower-local"],
+        choices=["local", *ENGINES, *(f"{name}-local" for name in ENGINES)],
         help="how sites are reached; …-local starts real servers and clients on this machine (default: local)",
     )
     made.add_argument("--deploy", type=Path, help="the deployment's folder, with --engine nvflare or flower")

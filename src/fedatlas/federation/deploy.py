@@ -26,29 +26,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
 from fedatlas import __version__
 from fedatlas.core.errors import FedAtlasError, FederationError
-from fedatlas.transport.deployment import RELAY, Job, Launch, Plan
+from fedatlas.transport.deployment import ENGINES, RELAY, Engine, Job, Launch, Plan
 from fedatlas.transport.frames import Question
 from fedatlas.transport.local import Workers
 from fedatlas.transport.relay import ServerRelay, SiteRelay, skewed
-
-ENGINES = {"nvflare": "fedatlas.transport.nvflare.engine", "flower": "fedatlas.transport.flower.engine"}
-"""The distributed engines: name -> the module that offers what `transport.deployment` says."""
 
 RESERVED = ("server", "authority")
 Tell = Callable[[str], None]
 
 
-def adapter(engine: str) -> Any:
+def adapter(engine: str) -> Engine:
     """The module of an engine. Raises FederationError for an unknown name."""
     if engine not in ENGINES:
         raise FederationError(f"engine {engine!r} does not exist; known: local, {', '.join(ENGINES)}")
-    return importlib.import_module(ENGINES[engine])
+    return cast(Engine, importlib.import_module(ENGINES[engine]))
 
 
 # ---------------------------------------------------------------------------------------------------- making kits

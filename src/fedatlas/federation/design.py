@@ -138,6 +138,7 @@ class Design:
     def __init__(self, federation: Federation, space: LabelSpace, channels: int) -> None:
         self.federation, self.space, self.channels = federation, space, channels
         self.method, self.task = make_method(federation), task_of(federation)
+        self._shapes: dict[str, nn.Module] = {}
 
     @property
     def pooled(self) -> bool:
@@ -168,9 +169,11 @@ class Design:
 
     def shapes(self, name: str = "main") -> nn.Module:
         """A net of the federation without values, see `build_net`."""
-        return build_net(
-            self.federation, self.method, name, channels=self.channels, space=self.space, shapes=True
-        )
+        if name not in self._shapes:
+            self._shapes[name] = build_net(
+                self.federation, self.method, name, channels=self.channels, space=self.space, shapes=True
+            )
+        return self._shapes[name]
 
     def step_memory(self) -> StepMemory:
         """Of a site's training, see `step_memory`."""

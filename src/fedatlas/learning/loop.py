@@ -91,11 +91,10 @@ class Local:
                 raise FederationError(f"local: {name} is {value} and lr is {self.lr}; give at most lr")
 
 
-class Descent:
-    """One optimizer of a net: the gradients of a loss, and steps along them, with the schedule, the scaling of the loss
-    (fp16) and the clipping that `local` names.
+class Stepper:
+    """An optimizer of a net with its schedule, loss scaling (fp16) and clipping, as `local` names them.
 
-    local: as `in_steps` gives it. optimizer: of some parameters of `net`, in place of the one that `local` names. clipped:
+    local: with warm-up and restarts counted in steps (`in_steps`). optimizer: of some parameters of `net`, in place of the one that `local` names. clipped:
     modules whose gradients are clipped each by itself; None: those of all parameters are clipped together.
 
     Raises FederationError for fp16 without a GPU.
@@ -123,10 +122,11 @@ class Descent:
         self.named: dict[str, nn.Parameter] = {n: p for n, p in net.named_parameters() if id(p) in own}
         """The parameters that it moves, by their names in the net."""
         self.factor = 1.0
-        """The learning rate of this step over `local.lr`."""
-        self._scaled = False
+        """The learning rate of this step, divided by `local.lr`."""
+        self._unstepped = False
+        """Whether the last gradients were read and never stepped along; the scaler then wants `update` before the next."""
 
-    def at(self, step: int, *, of: int) -> None:
+    def set_rate(self, step: int, *, of: int) -> None:
         """Sets the learning rate of step `step`, counted from 0, out of `of`; a group of parameters with an
         "initial_lr" has that in place of `local.lr`."""
         self.factor = lr_factor(self.local, step, of)
@@ -135,7 +135,7 @@ class Descent:
 
     @property
     def rate(self) -> float:
-        """The learning rate of this step."""
+        """The learning rate of this step (of the first group of parameters)."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def autocast(self) -> torch.autocast:
@@ -149,7 +149,8 @@ class Descent:
 
     def gradients(self, loss: Value) -> Tensors:
         """The gradient of a loss, by the names of the parameters, without those on which the loss does not depend; {}
-        where it overflows in fp16. It is not clipped, and moves nothing."""
+        where it overflows in fp16. Nothing moves. They are the parameters' own `.grad`: `clip` changes them in place, and the next
+        backward pass replaces them."""
         self._backward(loss)
         held = {name: p.grad for name, p in self.named.items() if p.grad is not None}
         if self.scaler.is_enabled() and not all(bool(g.isfinite().all()) for g in held.values()):
@@ -170,29 +171,29 @@ class Descent:
                 nn.utils.clip_grad_norm_(parameters, self.local.clip)
 
     def _backward(self, loss: Value) -> None:
-        if self._scaled:  # gradients that moved nothing
+        if self._unstepped:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         self.scaler.scale(total(loss)).backward()
         self.scaler.unscale_(self.optimizer)
-        self._scaled = self.scaler.is_enabled()
+        self._unstepped = self.scaler.is_enabled()
 
     def _move(self) -> None:
         self.clip()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self._scaled = False
+        self._unstepped = False
 
 
-class Loop(Descent):
+class Loop(Stepper):
     """The batches of one round at a site, to be read once, and the optimizer of the net that learns from them.
 
     When the last batch is done the optimizer's state goes to `site.memory`, and the means of what was noted are logged. A
-    loop that is left before keeps and logs nothing.
+    loop that is left early, by `break` or an exception, keeps and logs nothing.
 
-    round, rounds: counted from 0; they place the round on the learning-rate schedule. memory: the key in `site.memory`
+    round: this one, counted from 0; rounds: how many there are. They place the round on the learning-rate schedule. memory: the key in `site.memory`
     under which the optimizer's state is kept. prefix: begins the names in the log, where a site trains several nets.
-    optimizer, clipped: see `Descent`.
+    optimizer, clipped: see `Stepper`.
 
     Reading the batches raises FloatingPointError where a mean is not finite.
     """
@@ -214,26 +215,27 @@ class Loop(Descent):
         local = in_steps(local, len(self.batches))
         super().__init__(net.train(), local, site.device, optimizer=optimizer, clipped=clipped)
         self.site, self.prefix = site, prefix
-        self.first, self.all = round * len(self.batches), rounds * len(self.batches)
+        self.first_step, self.all_steps = round * len(self.batches), rounds * len(self.batches)
         self.means: dict[str, float] = {}
         """The means of what was noted, after the last batch."""
         self._sums: dict[str, Tensor] = {}
-        self._kept: dict[str, Descent] = {}
-        self._keep(memory, self)
+        self._steppers: dict[str, Stepper] = {}
+        self._add(memory, self)
 
-    def also(self, net: nn.Module, *, memory: str, optimizer: torch.optim.Optimizer | None = None) -> Descent:
+    def also(self, net: nn.Module, *, memory: str, optimizer: torch.optim.Optimizer | None = None) -> Stepper:
         """A second optimizer, which follows the schedule of the loop and has a state of its own."""
-        second = Descent(net, self.local, self.device, optimizer=optimizer)
-        self._keep(memory, second)
+        second = Stepper(net, self.local, self.device, optimizer=optimizer)
+        self._add(memory, second)
         return second
 
     def step(self, loss: Value) -> None:
-        """As `Descent.step`, and notes the loss."""
+        """As `Stepper.step`, and notes the loss."""
         self.note(loss)
         super().step(loss)
 
     def note(self, value: Value | None = None, /, **numbers: Tensor) -> None:
-        """Adds to the means of the round what is of this batch: a loss, as "loss", with its terms, and other numbers."""
+        """Adds to the means of the round what is of this batch: a loss, as "loss", with its terms, and other numbers. The means
+        are over all batches, also those in which a number was not noted."""
         if value is not None:
             numbers = {"loss": total(value)} | (value if isinstance(value, dict) else {}) | numbers
         for name, number in numbers.items():
@@ -247,26 +249,26 @@ class Loop(Descent):
         seconds = 0.0
         for count, batch in enumerate(self.batches):
             began = time.perf_counter()
-            for descent in self._kept.values():
-                descent.at(self.first + count, of=self.all)
+            for stepper in self._steppers.values():
+                stepper.set_rate(self.first_step + count, of=self.all_steps)
             yield batch
             seconds += time.perf_counter() - began
-        if self.local.opt_state == "persist":
-            for key, descent in self._kept.items():
-                self.site.memory[key] = optimizer_tree(descent.optimizer, descent.net)
         self.means = {name: float(value) / len(self) for name, value in self._sums.items()}
         bad = sorted(name for name, value in self.means.items() if not math.isfinite(value))
         if bad:
             raise FloatingPointError(
                 f"{', '.join(bad)} not finite within {len(self)} steps; lower the learning rate or clip"
             )
+        if self.local.opt_state == "persist":
+            for key, stepper in self._steppers.items():
+                self.site.memory[key] = optimizer_tree(stepper.optimizer, stepper.net)
         named = {f"{self.prefix}{name}": value for name, value in self.means.items()}
         self.site.log(**named, steps=len(self), step_seconds=seconds)
 
-    def _keep(self, key: str, descent: Descent) -> None:
-        self._kept[key] = descent
+    def _add(self, key: str, stepper: Stepper) -> None:
+        self._steppers[key] = stepper
         if self.local.opt_state == "persist" and key in self.site.memory:
-            restore_optimizer(descent.optimizer, descent.net, self.site.memory[key])
+            restore_optimizer(stepper.optimizer, stepper.net, self.site.memory[key])
 
 
 def train(
@@ -300,7 +302,7 @@ def total(loss: Value) -> Tensor:
 
 
 def autocast(local: Local, device: torch.device) -> torch.autocast:
-    """The arithmetic of the forward pass."""
+    """The autocast context of the forward pass; off for float32."""
     dtype = torch.float16 if local.precision == "fp16" else torch.bfloat16
     return torch.autocast(device.type, dtype=dtype, enabled=local.precision != "float32")
 
@@ -322,7 +324,7 @@ def in_steps(local: Local, per_round: int) -> Local:
 
 
 def lr_factor(local: Local, step: int, total: int) -> float:
-    """The learning rate of a step, counted from 0, over `local.lr`. local: as `in_steps` gives it."""
+    """The learning rate of a step, counted from 0, divided by `local.lr`. local: as `in_steps` gives it."""
     if step < local.warmup:
         if local.warmup_from is None:
             return (step + 1) / (local.warmup + 1)

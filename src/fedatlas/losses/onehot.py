@@ -149,9 +149,9 @@ def rce(
     return torch.stack(terms).sum()
 
 
-def arce_coefficient(round: int, rounds: int, alpha: float = 0.01, growing: bool = True) -> float:
-    """What `rce` is multiplied by in a round r of R: alpha exp(-20 (1 - r / R)), or alpha."""
-    return alpha * math.exp(-20 * (1 - round / rounds)) if growing else alpha
+def arce_coefficient(r: int, rounds: int, alpha: float = 0.01, growing: bool = True) -> float:
+    """What `rce` is multiplied by in round r of R, counted from 1: alpha exp(-20 (1 - r / R)), or alpha."""
+    return alpha * math.exp(-20 * (1 - r / rounds)) if growing else alpha
 
 
 def channel_target(target: Tensor, known: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, Tree, parts, tensors_of
-from fedatlas.learning.loop import Descent, Local, Loop, Loss, Value, make_optimizer, total
+from fedatlas.learning.loop import Local, Loop, Loss, Stepper, Value, make_optimizer, total
 from fedatlas.losses import LossChoice
 from fedatlas.losses.marginal import MarginalDiceCE
 from fedatlas.methods.shared.averaging import Weighted, Weighting, site_weights
@@ -280,7 +280,7 @@ def train_experts(
     S1 = Loop(site, net, local, optimizer=first, memory=f"{memory}optimizer", **place)
     S2 = S1.also(net, optimizer=second, memory=f"{memory}auxiliary optimizer") if auxiliary else None
 
-    def step(by: Descent, loss: Value) -> Tensor:
+    def step(by: Stepper, loss: Value) -> Tensor:
         gradients = by.gradients(loss)
         by.move(gradients if correct is None else correct(gradients, by.rate))
         return total(loss).detach()

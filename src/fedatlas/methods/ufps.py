@@ -4,7 +4,8 @@ Jiang, Ma, Zeng, Ying. UFPS: a unified framework for partially annotated federat
 distribution. Patterns 2024, with its supplement; the algorithms are numbered as in the preprint.
 
 Every site trains a teacher on its own labels, all teachers are handed to all sites once, and every batch is completed by
-their pseudo labels (`teachers`). On top of that, each from a round of its own on:
+their pseudo labels (`teachers`). On top of that, each in rounds of its own (of 500, by default: WS 10 to 199, aRCE from 200,
+GMT, UA and sUSAM from 300; `fedatlas check` says yours):
 
     unified label learning
         GMT    the global model of the round teaches, its boundaries refined by the teachers      gmt, Eq. (5)
@@ -86,7 +87,7 @@ from fedatlas.methods.ufps_options import (
 )
 
 BANK = "ufps.uncertainty"
-"""The key in a site's memory of the uncertainties of all samples so far, in their order."""
+"""The key in a site's memory of the uncertainties of all samples so far, in the order in which they were seen."""
 PARTS = ("encoder", "decoder", "head", "deep_supervision")
 """Parts that nets commonly have."""
 MASKS = "ufps.masks"
@@ -141,8 +142,9 @@ class UFPS(Weighted):
     def round(self, state: UFPSState, clients: Clients) -> UFPSState:
         """Alg. 2, lines 3 to 28, with Alg. 1 before the first round."""
         r, w_0, M_G = state.round + 1, state.model, state.disagree
-        to = with_teachers(clients, state, self.teacher_update)  # line 1
-        replies = to.call(  # lines 3 to 17, and of the round before lines 24 and 27
+        taught = with_teachers(clients, state, self.teacher_update)  # line 1
+        # what is sent, w_0 and M_G, is lines 24 and 27 of the round before
+        replies = taught.call(  # lines 3 to 17
             self.local_update,
             each=self.drawn(clients),
             model=w_0,
@@ -150,15 +152,15 @@ class UFPS(Weighted):
             round=state.round,
             rounds=state.rounds,
         )
-        A, each = site_weights(replies, self.weights), {}
+        A, own_weights = site_weights(replies, self.weights), {}
         if self.ua is not None and runs(self.ua, r, state.rounds):  # line 18
             mu, sigma = replies.plain("mean"), replies.plain("variance")
             A_w = A_hat(mu, sigma, A, self.ua)  # line 21, Eq. (7)
-            each = dict.fromkeys(part_names(clients.network(), self.ua.parts), A_w)
-        w_0 = average(replies.each("model"), A, each=each)  # lines 19, 22
+            own_weights = dict.fromkeys(part_names(clients.network(), self.ua.parts), A_w)
+        w_0 = average(replies.each("model"), A, each=own_weights)  # lines 19, 22
         if self.exchanged and runs(self.sam, r, state.rounds):  # line 25
             M_G = global_mask(replies, clients.network()) or M_G  # line 26, Eq. (12)
-        return UFPSState(w_0, r, state.rounds, disagree=M_G, **to.left())
+        return UFPSState(w_0, r, state.rounds, disagree=M_G, **taught.left())
 
     def drawn(self, clients: Clients) -> dict[str, dict[str, Any]] | None:
         """The sites that take part in a round; None: all."""
@@ -179,8 +181,9 @@ class UFPS(Weighted):
         rounds: int,
         teachers: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
-        """Alg. 3: one round at a site. model: of the round, the global one. disagree: M_G, packed. teachers: the other
-        sites', given once, then remembered."""
+        """Alg. 3: one round at a site. model: of the round, the global one. disagree: M_G, packed. round: counted from 0, as
+        everywhere but in the paper, whose r is round + 1. teachers: those of the other sites, in the site's first call alone;
+        with its own one, which it kept, they all make labels in every round."""
         remember(site, teachers)
         net, r = site.network(model), round + 1
         maker = Maker(site, self.teachers, self.local)
@@ -190,7 +193,7 @@ class UFPS(Weighted):
             F_G = site.network(model).eval().requires_grad_(False)
         U_bank = cast(Tensor, site.memory.get(BANK, torch.zeros(0)))
         seen: list[Tensor] = []
-        agreed: list[Tensor] = []
+        intersected: list[Tensor] = []
         w_of = self.w(U_bank, r, rounds)  # Eq. (8)
         l_seg = losses.make(self.loss, site.labels.space)
         sam = self.sam if runs(self.sam, r, rounds) else None
@@ -200,19 +203,19 @@ class UFPS(Weighted):
             sharp = Sharp(loop, sam.sharpness, rng=site.rng, measure=sam.gradients)
             if sam.masks == "sparse":
                 M_G = unpack_bits(disagree, own_parameters(net)) if disagree else None
-                kept, update = site.memory.get(MASKS), r % sam.every == 1 % sam.every
+                kept, update = site.memory.get(MASKS), r % sam.every == 1 % sam.every  # r mod r_fre = 1
                 masks = SparseMask(sam.sparsity, kept, M_G, update=update, rng=site.rng)
 
         for batch in loop:  # line 2
             w_U = None
-            if maker.models and (F_G is not None or self.gathers):
+            if maker.models and (F_G is not None or self.gathers):  # GMT and U need all teachers
                 q_T = q = maker.merged(batch.image)  # lines 3, 5
-                lent = q_T.masks
+                pseudo = q_T.masks
                 if F_G is not None and gmt is not None:  # line 6
                     q = global_labels(F_G, batch.image, q_T.taught, maker)  # line 7
-                    lent, enough = refined(q.masks, q_T.masks, gmt)  # line 8, Eq. (5)
-                    agreed.append(enough)
-                batch = maker.complete(batch, lent)  # line 9
+                    pseudo, is_intersection = refined(q.masks, q_T.masks, gmt)  # line 8, Eq. (5)
+                    intersected.append(is_intersection)
+                batch = maker.complete(batch, pseudo)  # line 9
                 if self.gathers:
                     judged = q_T if self.uncertainty.source == "teachers" else q
                     U = uncertainty(judged, self.uncertainty)  # line 4, Eq. (6)
@@ -236,7 +239,7 @@ class UFPS(Weighted):
                 M = None
                 if masks is not None:
                     M = masks(nabla_f)  # lines 19 to 27
-                elif sam.masks == "local" and nabla_f:
+                elif sam.masks == "local" and nabla_f:  # {} after an overflow in fp16
                     M = top(nabla_f, sam.sparsity.top)
                 told = sharp.step(f, descent, eps, M)  # lines 28 to 31, Eq. (14)
                 loop.note(**told, ascent=value)
@@ -246,8 +249,8 @@ class UFPS(Weighted):
             U_bank = torch.cat([U_bank, *seen])
             site.memory[BANK] = U_bank
             site.log(uncertainty=float(torch.cat(seen).mean()))
-        if agreed:
-            site.log(refined=float(torch.cat(agreed).double().mean()))
+        if intersected:
+            site.log(refined=float(torch.cat(intersected).double().mean()))
         answer: dict[str, Any] = {"model": tensors_of(net), "n": site.n_train}
         if self.ua is not None:
             answer |= {"mean": 0.0, "variance": 0.0}

@@ -1,10 +1,14 @@
-"""What every distributed engine offers, as plain values: a plan of who takes part, processes to start, a job."""
+"""Distributed engines: which there are, and what the module of each offers (`Engine`).
 
-from collections.abc import Mapping
+A new one is a folder of `fedatlas.transport` with a module `engine`, and a line in ENGINES."""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+ENGINES = {"nvflare": "fedatlas.transport.nvflare.engine", "flower": "fedatlas.transport.flower.engine"}
+"""Name of an engine -> the module that is its `Engine`."""
 RELAY = "FEDATLAS_RELAY"
 """The environment variable in which an engine's process finds the file that names our socket."""
 
@@ -42,4 +46,36 @@ class Job(Protocol):
 
     def stop(self) -> None:
         """Ends it, and waits until the engine can take another."""
+        ...
+
+
+class Engine(Protocol):
+    """What the module of an engine offers. A kit is the folder of a party: the server or a site."""
+
+    def provision(self, plan: Plan, out: Path) -> None:
+        """Makes a kit for every party in `out`, with its keys, and the authority that signs certificates."""
+        ...
+
+    def server_process(self, kit: Path) -> Launch:
+        """The engine's process at the coordinator."""
+        ...
+
+    def site_process(self, kit: Path) -> Launch:
+        """The engine's process at a hospital. It finds our socket by the variable RELAY of its environment."""
+        ...
+
+    def submit(self, kit: Path, authority: Path, relay: Path, sites: Sequence[str]) -> Job:
+        """Starts the job that carries questions to these sites, and answers back, over the socket that `relay` names."""
+        ...
+
+    def renew(self, kit: Path) -> Path:
+        """Makes a new private key in a kit; returns the file to be signed, which holds no secret."""
+        ...
+
+    def sign(self, request: Path, authority: Path, out: Path, days: int) -> Path:
+        """Answers what `renew` made; returns the file for the party."""
+        ...
+
+    def install(self, kit: Path, answer: Path) -> None:
+        """Takes what `sign` made into use."""
         ...

@@ -52,7 +52,7 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, Tree
 from fedatlas.learning import loop
-from fedatlas.learning.loop import Descent, Local, Loss
+from fedatlas.learning.loop import Local, Loss, Stepper
 from fedatlas.transport.protection import privacy
 
 MEMORY = "dp_sgd"
@@ -96,7 +96,7 @@ class Private:
         self.how, self.normal, self.spent = how, normal, spent
         self.watching = True
 
-    def gradients(self, by: Descent, loss: Loss, batch: Batch) -> Tensors:
+    def gradients(self, by: Stepper, loss: Loss, batch: Batch) -> Tensors:
         """The gradients of a step on a batch, by the names of the parameters. The loss is not told: it is not private.
 
         Raises FederationError where the net's buffers moved, FloatingPointError where a gradient is not finite.
@@ -122,7 +122,7 @@ class Private:
                 value.add_(self.normal(value.shape).to(value), alpha=sigma)
         return {name: value.div_(len(batch.image)) for name, value in sums.items()}
 
-    def clipped(self, by: Descent, loss: Loss, sample: Batch) -> Tensors:
+    def clipped(self, by: Stepper, loss: Loss, sample: Batch) -> Tensors:
         """g_i min(1, clip / ||g_i||), of one sample."""
         with by.autocast():
             value = loss(by.net, sample)

@@ -34,7 +34,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError, NameMismatch, WireError
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, Tree, require_same
-from fedatlas.learning.loop import Descent, Loss, total
+from fedatlas.learning.loop import Loss, Stepper, total
 
 Masks = dict[str, Tensor]
 """Boolean tensors of the shapes of the parameters, by their names."""
@@ -201,7 +201,7 @@ class Sharp:
     """
 
     def __init__(
-        self, by: Descent, how: Sharpness, *, rng: torch.Generator | None = None, measure: bool = False
+        self, by: Stepper, how: Sharpness, *, rng: torch.Generator | None = None, measure: bool = False
     ) -> None:
         if measure and by.local.precision == "fp16":
             raise FederationError(
