@@ -71,7 +71,7 @@ def federation(
     folder: Path, *, method: Any = None, faults: Faults | None = None, **terms: Any
 ) -> SiteClients:
     method = method or Drift()
-    agreed = Terms(sites=4, weights=method.summed, sending=frozenset({"step"}), **terms)
+    agreed = Terms(sites=4, weights=method.summed, model_functions=frozenset({"step"}), **terms)
     hosts = {
         name: Host(
             name,
@@ -305,21 +305,21 @@ class Pooled(Drift):
 @pytest.mark.parametrize(
     ("method", "given", "text"),
     [
-        (Richer(), {"summed": Secure()}, "needs the model of every site by itself"),
-        (Classes(), {"summed": Secure()}, "answers step with classes beside one model"),
+        (Richer(), {"secure_sum": Secure()}, "needs the model of every site by itself"),
+        (Classes(), {"secure_sum": Secure()}, "answers step with classes beside one model"),
         (Classes(), {"private": Privacy(clip=1, noise=1)}, "answers step with classes"),
         (Pooled(), {"private": Privacy(clip=1, noise=1)}, "has no site to protect"),
-        (Drift(), {"summed": Secure(), "comm": Comm(up="int8")}, "cannot be compressed"),
+        (Drift(), {"secure_sum": Secure(), "comm": Comm(up="int8")}, "cannot be compressed"),
         (Drift(), {"private": Privacy(clip=1, noise=1, mode="central")}, "without secure aggregation"),
         (
             Drift(),
-            {"private": Privacy(clip=1, noise=1, mode="central"), "summed": Secure()},
+            {"private": Privacy(clip=1, noise=1, mode="central"), "secure_sum": Secure()},
             "needs equal weights",
         ),
-        (Drift(), {"summed": Secure(threshold=2)}, "2"),
+        (Drift(), {"secure_sum": Secure(threshold=2)}, "2"),
     ],
 )
 def test_what_does_not_go_together_is_told(method, given: dict, text: str) -> None:
-    given = {"comm": Comm(), "private": None, "summed": None} | given
+    given = {"comm": Comm(), "private": None, "secure_sum": None} | given
     with pytest.raises(FederationError, match=text):
         terms_of(method, "drift", **given, sites=4)

@@ -187,7 +187,7 @@ class SiteClients:
     def _summed(self, function: str, chosen: Sequence[str], payload: Payload, record: Call) -> Spool:
         """The call with its answers summed under masks: one reply, of nobody."""
         attempt = f"{self.about.get('run', '')}/{self._round}/{self._call}"
-        value = self.pipeline.summed(
+        value = self.pipeline.secure_sum(
             lambda name, sites, payload: self._ask(name, sites, payload, record),
             function,
             chosen,
@@ -266,7 +266,7 @@ class SiteClients:
         at each site."""
         began = time.monotonic()
         open_, reasons = dict(questions), dict[str, str]()
-        most = [self.pipeline.most(question, arguments[site])[1] for site, question in open_.items()]
+        most = [self.pipeline.limits(question, arguments[site])[1] for site, question in open_.items()]
         make_room(self.scratch, sum(most))
         while open_:
             silent = {}

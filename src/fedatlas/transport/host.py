@@ -224,7 +224,7 @@ class Host:
             return self._error(to, error)
 
     def _require_known(self, function: str) -> None:
-        known = (*self.functions, *self.pipeline.steps)
+        known = (*self.functions, *self.pipeline.secure_calls)
         if function not in known:
             raise FedAtlasError(
                 f"site {self.name}: asked to run {function!r}; allowed: {', '.join(sorted(known))}"
@@ -233,8 +233,8 @@ class Host:
     def _answer(self, received: Received, version: str | None) -> Answer:
         """Runs what is asked for, with the site's memory, and keeps what it leaves there."""
         to = received.call
-        if to.function in self.pipeline.steps:
-            return self.pipeline.step(received)
+        if to.function in self.pipeline.secure_calls:
+            return self.pipeline.answer_secure(received)
         parts = (self.seed, self.name, to.round, to.call)
         site = HostedSite(
             name=self.name,

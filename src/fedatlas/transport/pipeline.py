@@ -11,12 +11,12 @@
 
     answer      the method's replies                           the function's answer
                   ▲                                              │ SitePipeline.protect
-    check         │                                              │   as the method declares it
-    protect       │                                              │   privacy
-    compress      │ ServerPipeline.read                          │   or mask, for a secure sum
-    check         │   the same, undone from below                │   as it is sent
-    encode        │                                              │ Answer.encoded
-    log           │                                              ▼ SitePipeline.leave
+                  │ ServerPipeline.read                          │   check: as the method declares it
+                  │   restore what was compressed                │   privacy: clip, add noise
+                  │   (masked answers: secure_sum)               │   mask for a secure sum, or compress
+                  │   check, by names, kinds and shapes          │   check: as it is sent
+                  │   before a tensor is decoded                 │ Answer.encoded: encode
+                  │                                              ▼ SitePipeline.leave: log
                 file ◄────────────── engine ─────────────────── file
 
 An engine sees opaque bytes, a method plain tensors; neither knows of the stages between. A stage that a federation file
@@ -25,7 +25,7 @@ leaves a site that was not checked in the form in which it leaves, and the serve
 site, checks the same again before it decodes a tensor.
 
 What the stages do is in `stages`, the form of a reply in `reply`, what is checked and logged in `egress`, bytes in
-`wire`. Shapes: K sites.
+`wire`.
 """
 
 import hashlib
@@ -53,14 +53,18 @@ from fedatlas.transport.wire import Data, Message
 # ------------------------------------------------------------------------------------------------------- what is agreed
 
 PLAIN_ANSWER = {"model": "model", "n": "cases"}
+"""The only answer that privacy and secure sums can protect."""
 
 
 @dataclass(frozen=True)
 class Terms:
     """What a federation file says about what travels; both ends go by it.
 
-    sites: K. weights: how a sum of models weighs them, None if the method needs each by itself. sending: the functions
-    that answer with a model, whose answers pass through the stages.
+    Terms are what both ends agree on; a `Policy` is what a site lets out; a `Declaration` is what an answer is checked
+    against, at both ends.
+
+    sites: how many take part. weights: "cases" or "equal", by which models are summed; None: the method needs each by
+    itself. model_functions: the functions that answer with a model, whose answers pass through the stages.
     """
 
     comm: Comm = field(default_factory=lambda: Comm())  # type: ignore[call-arg]
@@ -68,37 +72,43 @@ class Terms:
     secure: Secure | None = None
     sites: int = 1
     weights: str | None = None
-    sending: frozenset[str] = frozenset()
+    model_functions: frozenset[str] = frozenset()
 
     def sums(self, function: str) -> bool:
         """Are the answers to this function summed under masks?"""
-        return self.secure is not None and function in self.sending
+        return self.secure is not None and function in self.model_functions
 
     def private(self, function: str) -> bool:
         """Do clipping and noise protect the answer to this function?"""
-        return self.privacy is not None and function in self.sending
+        return self.privacy is not None and function in self.model_functions
 
-    def compresses(self, function: str, payload: Mapping[str, Any]) -> bool:
-        """Does the model that answers this function travel as a compressed change of the one in the payload?"""
-        return self.comm.up != "none" and function in self.sending and isinstance(payload.get("model"), dict)
+    def compresses(self, function: str, arguments: Mapping[str, Any]) -> bool:
+        """Does the model that answers this function travel as a compressed change of the one in its arguments?"""
+        return (
+            self.comm.up != "none"
+            and function in self.model_functions
+            and isinstance(arguments.get("model"), dict)
+        )
 
-    def kinds(self, function: str, declared: Mapping[str, str], payload: Mapping[str, Any]) -> dict[str, str]:
-        """Key -> kind of what is sent in the place of an answer that is declared so; see `egress.problem_of`."""
+    def kinds(
+        self, function: str, declared: Mapping[str, str], arguments: Mapping[str, Any]
+    ) -> dict[str, str]:
+        """Key -> kind of what really travels when a function declares `declared`; see `egress.problem_of`."""
         if self.secure and function in STEPS:
             return {"answer": STEPS[function]}
         if self.sums(function):
             return {"masked": "masked"}
-        return {**declared, "model": "compressed"} if self.compresses(function, payload) else dict(declared)
+        return {**declared, "model": "compressed"} if self.compresses(function, arguments) else dict(declared)
 
 
 def terms_of(
-    method: Method, name: str, comm: Comm, private: Privacy | None, summed: Secure | None, sites: int
+    method: Method, name: str, comm: Comm, private: Privacy | None, secure_sum: Secure | None, sites: int
 ) -> Terms:
     """Raises FederationError where the method, or the rest of the file, does not go with what is asked."""
     weights: str | None = method.summed
     sends = sends_of(method)
-    sending = frozenset(function for function, keys in sends.items() if "model" in keys.values())
-    if private or summed:
+    model_functions = frozenset(function for function, keys in sends.items() if "model" in keys.values())
+    if private or secure_sum:
         asked = "privacy" if private else "secure aggregation"
         if method.pooled:
             raise FederationError(
@@ -111,12 +121,12 @@ def terms_of(
                     f"{asked}: method {name} answers {function} with {other or 'several models'} beside one model "
                     "and the number of cases, and that would not be protected; choose a method that averages models"
                 )
-    if comm.up != "none" and not sending:
+    if comm.up != "none" and not model_functions:
         raise FederationError(
             f"comm.up is {comm.up}: method {name} answers with changes in a form of its own, which is not compressed "
             "again; use none"
         )
-    if summed:
+    if secure_sum:
         if weights is None:
             raise FederationError(
                 f"secure aggregation: method {name} needs the model of every site by itself, and secure aggregation "
@@ -126,10 +136,10 @@ def terms_of(
             raise FederationError(
                 f"comm.up is {comm.up}: what is masked for secure aggregation cannot be compressed; use none"
             )
-        secure.threshold_of(summed, sites)
+        secure.threshold_of(secure_sum, sites)
     if private:
-        privacy.check(private, secure=summed is not None, equal_weights=weights == "equal")
-    return Terms(comm, private, summed, sites, weights, sending)
+        privacy.check(private, secure=secure_sum is not None, equal_weights=weights == "equal")
+    return Terms(comm, private, secure_sum, sites, weights, model_functions)
 
 
 @dataclass(frozen=True)
@@ -152,22 +162,22 @@ class Policy:
     terms: Terms = field(default_factory=Terms)
 
 
-def _model_in(payload: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The model that a payload carries to all sites: its argument "model", or that of its only member to evaluate on the
-    federation's grid. What is scored on the files' own grid is sent exactly."""
-    if isinstance(payload.get("model"), dict):
-        return payload["model"]
-    members = payload.get("members")
-    if isinstance(members, list) and len(members) == 1 and payload.get("grid") == "federation":
+def _model_in(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The model that goes to all sites: the argument "model", or, for an evaluation of one model on the federation's grid,
+    that model. Ensembles, and what is scored on the files' own grid, travel exactly."""
+    if isinstance(arguments.get("model"), dict):
+        return arguments["model"]
+    members = arguments.get("members")
+    if isinstance(members, list) and len(members) == 1 and arguments.get("grid") == "federation":
         return members[0]["model"]
     return None
 
 
-def _with_model(payload: Mapping[str, Any], model: Any) -> dict[str, Any]:
-    """The payload with another form of its `_model_in`."""
-    if isinstance(payload.get("model"), dict):
-        return {**payload, "model": model}
-    return {**payload, "members": [payload["members"][0] | {"model": model}]}
+def _with_model(arguments: Mapping[str, Any], model: Any) -> dict[str, Any]:
+    """The arguments with another form of their `_model_in`."""
+    if isinstance(arguments.get("model"), dict):
+        return {**arguments, "model": model}
+    return {**arguments, "members": [arguments["members"][0] | {"model": model}]}
 
 
 # ----------------------------------------------------------------------------------------------------------- the server
@@ -189,9 +199,9 @@ class ServerPipeline:
         if model is None or self.terms.comm.down == "none":
             return Payload(arguments, arguments, own)
         sent = _with_model(arguments, self.held.send(model))
-        # an evaluation names the model that it is of: what it evaluates are its members
-        held = {"model": self.held.model} if isinstance(arguments.get("model"), dict) else {}
-        return Payload(sent, arguments | held, own)
+        # `evaluate` names its model inside `members`
+        as_held = {"model": self.held.model} if isinstance(arguments.get("model"), dict) else {}
+        return Payload(sent, arguments | as_held, own)
 
     def whole(self, payload: Payload) -> dict[str, Any] | None:
         """All arguments of a call with the model whole, for a site that does not hold what the others do; None where
@@ -207,8 +217,8 @@ class ServerPipeline:
         write_atomic(path, data, durable=False)
         return len(data)
 
-    def most(self, question: Question, arguments: Mapping[str, Any]) -> tuple[int, int]:
-        """The bytes that names and plain values, and that tensors may have in the answer to a question.
+    def limits(self, question: Question, arguments: Mapping[str, Any]) -> tuple[int, int]:
+        """Upper bounds in bytes of an answer to a question: of its names and plain values, and of its tensors.
 
         arguments: those of the function at that site."""
         kinds, asked = self._expected(question, arguments)
@@ -217,8 +227,8 @@ class ServerPipeline:
     def read(
         self, question: Question, arguments: Mapping[str, Any], instance: str | None
     ) -> tuple[dict[str, Any], int]:
-        """The reply to a question, see `reply.opened`, and the bytes in which it came; the model in it is expanded, in
-        its file too. Nothing is read that is larger than what is declared, and no tensor before names, kinds and shapes
+        """The reply to a question, see `reply.opened`, and the bytes in which it came; a compressed model in it is
+        restored, and the file rewritten with it. Nothing is read that is larger than what is declared, and no tensor before names, kinds and shapes
         were seen to be right.
 
         instance: the installation that may answer; None: any. Raises Refused, WireError, NameMismatch or
@@ -239,6 +249,7 @@ class ServerPipeline:
             or egress.problem_of_log(forms["log"])
             or self._problem_of_releases(function, forms["log"])
         )
+        # tensors are decoded only where names, kinds and shapes are right
         tree: Any = message.tree(copy=False) if problem is None else {"value": {}}
         problem = problem or egress.problem_of(tree["value"], kinds, self.declaration, asked)
         if problem:
@@ -261,7 +272,7 @@ class ServerPipeline:
             return stages.problem_of_releases(log)
         return "it counts releases, which are of privacy" if "releases" in log else None
 
-    def summed(
+    def secure_sum(
         self,
         ask: Callable[[str, Sequence[str], Payload], Replies],
         function: str,
@@ -269,8 +280,8 @@ class ServerPipeline:
         payload: Payload,
         attempt: str,
     ) -> dict[str, Any]:
-        """The one answer, of nobody, to a call whose answers are summed under masks: the weighted mean of the models,
-        and the sum of the weights. ask, payload: as in `stages.secure_sum`; attempt: names the call in its run."""
+        """The one reply, which belongs to no site, to a call whose answers are summed under masks: the weighted mean of the
+        models, and the sum of the weights. ask, payload: as in `stages.secure_sum`; attempt: names the call in its run."""
         assert self.terms.secure is not None
         context = f"{attempt}/{secrets.token_hex(8)}"
         model, weight = stages.secure_sum(
@@ -279,7 +290,8 @@ class ServerPipeline:
         return {"model": model, "n": weight}
 
     def epsilon(self, releases: Sequence[int], answered: int) -> float | None:
-        """ε so far, of the site with most releases; None without privacy."""
+        """ε so far, of the site with most releases; None without privacy. releases: how many noised models each site has sent;
+        answered: how many sites did in the last round."""
         private, sites = self.terms.privacy, self.terms.sites
         if private is None or not releases:
             return None
@@ -326,8 +338,8 @@ class SitePipeline:
         )
 
     @property
-    def steps(self) -> Iterable[str]:
-        """Functions that are of a stage, and not of the method: `step` answers them."""
+    def secure_calls(self) -> Iterable[str]:
+        """Functions that are of a stage, and not of the method: `answer_secure` answers them."""
         return STEPS if self.member else ()
 
     def mark(self, call: CallId, shared: Data, own: Data | None) -> str:
@@ -339,7 +351,8 @@ class SitePipeline:
         return digest.hexdigest()
 
     def sent_before(self, call: CallId, mark: str) -> Data | None:
-        """The very reply that was sent to this question before, which leaves again; None if a new one is to be made."""
+        """The very reply that was sent to this question before, which leaves again, because a second noisy copy would tell more
+        than the first; None if a new one is to be made."""
         if self.releases is None or not mark:
             return None
         before = self.releases.sent_before(call.round, call.call, mark)
@@ -365,8 +378,8 @@ class SitePipeline:
             arguments = _with_model(arguments, self.held.receive(model))
         return Received(call, arguments, for_stages)
 
-    def step(self, received: Received) -> reply.Answer:
-        """The answer to one of `steps`."""
+    def answer_secure(self, received: Received) -> reply.Answer:
+        """The answer to one of `secure_calls`."""
         assert self.member is not None
         value = self.member.step(received.call.function, received.arguments)
         self._check(value, self.terms.kinds(received.call.function, {}, received.arguments), received)
@@ -386,7 +399,7 @@ class SitePipeline:
                 row["case"] = row["case"] and self.policy.case_name(row["case"])
         self._check(value, declared, received)
         egress.check_log(log, what=self._what(call))
-        if call.function not in self.terms.sending:
+        if call.function not in self.terms.model_functions:
             return reply.Answer(value, log)
         value = self._staged(received, value, memory)
         self._check(value, self.terms.kinds(call.function, declared, received.arguments), received)
