@@ -9,14 +9,14 @@ import numpy as np
 import yaml
 
 from fedatlas.compare import Comparison
-from fedatlas.compare.cams import LEVEL
-from fedatlas.compare.gradients import LOGGED
 from fedatlas.compare.overlays import VERSION, Shown, Solids, _to_arrays, cases_of, keep, subjects
-from fedatlas.compare.teaching import KINDS, Taught
-from fedatlas.compare.teaching import _to_arrays as of_taught
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.evaluation.statistics import POST, write_rows
 from fedatlas.federation.file import Federation, hash_of, resolved
+from fedatlas.papers.fedmenu.cams import LEVEL
+from fedatlas.papers.ufps.gradients import LOGGED
+from fedatlas.papers.ufps.teaching import KINDS, Taught
+from fedatlas.papers.ufps.teaching import _to_arrays as of_taught
 
 FINISHED = "then"
 

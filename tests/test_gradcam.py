@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedatlas.analysis.gradcam import gradcam
-from fedatlas.analysis.subencoders import activation, has_subencoders
 from fedatlas.core.errors import FederationError
 from fedatlas.core.seeds import generator, isolated
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
 from fedatlas.nets.menunet import MENUNet, MENUNetModule
+from fedatlas.papers.fedmenu.subencoders import activation, has_subencoders
 
 
 def small(**options: object) -> Classifier:

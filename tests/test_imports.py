@@ -1,6 +1,7 @@
 """Imports run one way only, and the command line starts without anything heavy."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,8 @@ MAY_IMPORT = {
     "methods": "core losses learning methods.shared",
     "federation": "core losses nets learning data evaluation transport transport.protection methods",
     "analysis.runs": "core losses learning data evaluation transport analysis federation",
-    "compare": "core learning data analysis evaluation report transport methods methods.shared federation",
+    "compare": "core data evaluation report transport federation",
+    "papers": "core nets learning evaluation report transport methods methods.shared federation compare",
 }
 """Package -> all others that it may import. No engine imports a method, no method an engine; what stands below knows nothing
 of what stands above. The command line alone may import everything."""
@@ -124,19 +126,18 @@ def test_a_method_imports_no_other_method(path: Path) -> None:
     )
 
 
-FIGURES_OF_A_PAPER = {"compare.gradients", "compare.schedules", "compare.teaching"}
-"""What these draw are options of UFPS, which they take from its class."""
 ITS_DEFAULT = {"federation.file": "fedavg"}
 """The method of a federation file that names none."""
 
 
 def test_nobody_outside_methods_names_a_method() -> None:
-    """No name of a method is compared with or looked up, and no class of one is used. Sentences may name a paper."""
+    """No name of a method is compared with or looked up, and no class of one is used. Sentences may name a paper. Modules of
+    `papers` may: what they draw are options of their method, which they take from its class."""
     from fedatlas import methods
 
     classes = {target.rpartition(":")[2] for target in methods.REGISTRY.values()}
     for module, path in modules():
-        if package_of(module).startswith("methods") or module in FIGURES_OF_A_PAPER:
+        if package_of(module).partition(".")[0] in ("methods", "papers"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{module}:{getattr(node, 'lineno', '')}"
@@ -152,6 +153,18 @@ def test_nobody_outside_methods_names_a_method() -> None:
             ):
                 shared = node.module.startswith("fedatlas.methods.shared")
                 assert shared, f"{where} imports {node.module}; take a method by `methods.get`"
+
+
+def test_comparisons_name_no_paper() -> None:
+    """Only the places of parts in `papers` hold such a name."""
+    for module, path in modules():
+        if package_of(module) != "compare":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words = set(re.findall(r"\w+", node.value)) & {"ufps", "fedmenu", "menunet"}
+                place = node.value.startswith("fedatlas.papers.") and module == "compare.parts"
+                assert not words or place, f"{module}:{node.lineno} names {words}"
 
 
 def test_the_test_of_names_sees_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import yaml
 from fedatlas.compare import collect, load_comparison, run_comparison
 from fedatlas.compare.overlays import subjects
 from fedatlas.compare.parts import PARTS, Page
-from fedatlas.compare.teaching import KINDS, teaching
+from fedatlas.papers.ufps.teaching import KINDS, teaching
 
 
 def test_a_run_shows_who_teaches_and_how_steep_gradients_are(

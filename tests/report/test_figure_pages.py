@@ -16,15 +16,15 @@ from method_cases import with_method
 from PIL import Image
 from test_report_page import Outline
 
-from fedatlas.analysis.subencoders import activation
-from fedatlas.compare.cams import _window, cut
-from fedatlas.compare.figures import run_figures, write_figures
 from fedatlas.compare.overlays import Shown, Solids, median_cases, ras_spacing, to_ras
 from fedatlas.core.errors import DataError, RunFolderError
 from fedatlas.core.seeds import generator, isolated
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
 from fedatlas.nets.menunet import MENUNet
+from fedatlas.papers.fedmenu.cams import _window, cut
+from fedatlas.papers.fedmenu.pages import run_figures, write_figures
+from fedatlas.papers.fedmenu.subencoders import activation
 from fedatlas.report import page, tables
 from fedatlas.report.meshes import TRANSPARENT
 

@@ -19,7 +19,7 @@ def options(made: argparse.ArgumentParser) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    from fedatlas.compare.figures import run_figures
+    from fedatlas.papers.fedmenu.pages import run_figures
     from fedatlas.report.page import write
 
     if (arguments.run / "run.json").exists():

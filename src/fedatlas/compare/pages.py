@@ -19,7 +19,7 @@ PUBLISHED = ("docs", "results.md")
 def write_page(comparison: Comparison, found: Mapping[str, Any], tell: Tell = lambda text: None) -> Path:
     """comparison.html beside the runs: the verdict, the tables, the critical-difference diagram, and the parts of `parts.PARTS` that the
     plan has, each named after what it repeats of the paper; figure-2.html to figure-4.html beside it, see
-    `figures.write_figures`."""
+    `parts.Page.beside`."""
     file = comparison.folder / (f"{comparison.name}.html" if comparison.shared else "comparison.html")
     file.parent.mkdir(parents=True, exist_ok=True)
     page = Page(comparison, found, file, tell)

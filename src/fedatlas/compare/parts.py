@@ -1,10 +1,11 @@
 """The parts of a comparison's page: for each, what the plan must contain, and the function that draws it.
 
 A file's `claims` name these parts. The same functions say whether a plan has a part, refuse a claim that it does not
-meet, and choose what the page shows.
+meet, and choose what the page shows. A part that a single paper has is in `papers/`, and named here by its place.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,19 +13,14 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from fedatlas.compare.cams import has_organs
 from fedatlas.compare.curves import class_figure, curve_figure, lacks_curves
-from fedatlas.compare.figures import write_figures
-from fedatlas.compare.gradients import gradients, lacks_gradients
 from fedatlas.compare.grid import picture_grid
 from fedatlas.compare.overlays import Shown, Subject, overlays, subjects
 from fedatlas.compare.pictures import box_plots
 from fedatlas.compare.plan import Comparison, of_findings
 from fedatlas.compare.radar import dots, lacks_dots, lacks_radar, radars
 from fedatlas.compare.running import Tell
-from fedatlas.compare.schedules import lacks_schedules, schedules
 from fedatlas.compare.sweep import lacks_sweeps, sweeps
-from fedatlas.compare.teaching import lacks_teaching, teaching, teaching_figure
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import not_known
 from fedatlas.report import markup
@@ -58,21 +54,8 @@ class Page:
 
     @cached_property
     def beside(self) -> dict[int, Path]:
-        """Number -> the page beside this one, see `figures.write_figures`."""
-        shown, problems = self.pictures
-        names = {number: claimed(self.comparison, part) for number, part in BESIDE.items()}
-        return write_figures(
-            self.subjects,
-            shown,
-            problems,
-            self.file.parent,
-            arms=self.comparison.arms,
-            name=self.comparison.name,
-            back={"comparison": self.file.name},
-            prefix=f"{self.comparison.name}-" if self.comparison.shared else "",
-            claims=names,
-            tell=self.tell,
-        )
+        """Number -> the page beside this one, which this writes."""
+        return _load(PAGES)(self)
 
 
 class Part(NamedTuple):
@@ -88,15 +71,17 @@ def _always(comparison: Comparison) -> str:
     return ""
 
 
-def _of_voxels(comparison: Comparison) -> str:
+def of_voxels(comparison: Comparison) -> str:
+    """Why a plan has no outlines of cases to show; "" where it has them."""
     if comparison.first.task == "segmentation" and not of_findings(comparison):
         return ""
     return f"{comparison.metric} has no values by case, or there are no outlines to show"
 
 
-def _of_volumes(comparison: Comparison) -> str:
+def of_volumes(comparison: Comparison) -> str:
+    """Why a plan has no volumes to show; "" where it has them."""
     preprocessing = comparison.first.preprocessing
-    if (why := _of_voxels(comparison)) or preprocessing is None or preprocessing.size is None:
+    if (why := of_voxels(comparison)) or preprocessing is None or preprocessing.size is None:
         return why
     return "the images are pictures (preprocessing.size), not volumes"
 
@@ -104,15 +89,10 @@ def _of_volumes(comparison: Comparison) -> str:
 def _with_local(comparison: Comparison) -> str:
     models = [next(iter(of.values())).evaluation.models for of in comparison.federations.values()]
     return (
-        _of_voxels(comparison)
+        of_voxels(comparison)
         if any("local" in of for of in models)
         else "no arm has local in evaluation.models"
     )
-
-
-def _with_subencoders(comparison: Comparison) -> str:
-    federations = (next(iter(of.values())) for of in comparison.federations.values())
-    return _of_voxels(comparison) if any(map(has_organs, federations)) else "no arm has the net menunet"
 
 
 def _analysed(comparison: Comparison, *, kind: str) -> str:
@@ -128,7 +108,8 @@ def _boxes(page: Page) -> str:
     return markup.figure(boxes, caption) if boxes else ""
 
 
-def _link(page: Page, *, number: int, told: str) -> str:
+def link(page: Page, *, number: int, told: str) -> str:
+    """A link to a page beside this one, as HTML; "" where there is none, or nothing on it."""
     if number not in page.beside or not (page.pictures[0] or page.pictures[1]):
         return ""
     return Markup('<p>On a page of its own: <a href="{}">{}</a>.</p>').format(page.beside[number].name, told)
@@ -137,11 +118,7 @@ def _link(page: Page, *, number: int, told: str) -> str:
 def _pictures(page: Page) -> str:
     shown, problems = page.pictures
     grid = picture_grid(page.comparison.arms, page.found, shown, problems)
-    return grid + _link(page, number=2, told="the same, a row per arm") if grid else ""
-
-
-def _teaching(page: Page) -> str:
-    return teaching_figure(*teaching(page.comparison, page.subjects, page.tell))
+    return grid + link(page, number=2, told="the same, a row per arm") if grid else ""
 
 
 def _analysis(page: Page, *, kind: str) -> str:
@@ -154,48 +131,68 @@ def _analysis(page: Page, *, kind: str) -> str:
     return drawn + markup.note(Markup("Not there yet; it is made by {}.").format(Markup(", ").join(commands)))
 
 
-PARTS: Mapping[str, Part] = {
-    "means": Part("Means", _always, None),
-    "forgetting": Part("Forgetting", _with_local, None),
-    "costs": Part("Cost", _always, None),
-    "curves": Part("Validation over the rounds", lacks_curves, lambda page: curve_figure(page.found)),
-    "class-curves": Part("Validation of every class", lacks_curves, lambda page: class_figure(page.found)),
-    "sweeps": Part("Over a number", lacks_sweeps, lambda page: sweeps(page.comparison, page.found)),
-    "radar-sites": Part(
-        "Over sites", partial(lacks_radar, side="sites"), lambda page: radars(page.found, "sites")
-    ),
-    "radar-classes": Part(
-        "Over classes", partial(lacks_radar, side="classes"), lambda page: radars(page.found, "classes")
-    ),
-    "dots-sites": Part(
-        "Site by site", partial(lacks_dots, side="sites"), lambda page: dots(page.found, "sites")
-    ),
-    "dots-classes": Part(
-        "Class by class", partial(lacks_dots, side="classes"), lambda page: dots(page.found, "classes")
-    ),
-    "boxes": Part("Global and local models", _of_voxels, _boxes),
-    "schedules": Part("Weights of samples", lacks_schedules, lambda page: schedules(page.comparison)),
-    "gradients": Part(
-        "Gradients at perturbed weights",
-        lacks_gradients,
-        lambda page: gradients(page.comparison, page.seeds),
-    ),
-    **{
-        kind: Part(title, partial(_analysed, kind=kind), partial(_analysis, kind=kind))
-        for kind, title in TITLES.items()
-    },
-    "pictures": Part("Pictures", _of_voxels, _pictures),
-    "surfaces": Part(
-        "In three dimensions", _of_volumes, partial(_link, number=3, told="surfaces of the same cases")
-    ),
-    "gradcam": Part(
-        "Grad-CAM", _with_subencoders, partial(_link, number=4, told="Grad-CAM of the sub-encoders")
-    ),
-    "pseudo-labels": Part("Pseudo labels", lacks_teaching, _teaching),
-}
+class _Parts(Mapping[str, Part]):
+    """Name -> part. One that is written as "module:object" is imported when it is asked for."""
+
+    def __init__(self, parts: Mapping[str, Part | str]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> Part:
+        part = self._parts[name]
+        return _load(part) if isinstance(part, str) else part
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _load(target: str) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+PARTS: Mapping[str, Part] = _Parts(
+    {
+        "means": Part("Means", _always, None),
+        "forgetting": Part("Forgetting", _with_local, None),
+        "costs": Part("Cost", _always, None),
+        "curves": Part("Validation over the rounds", lacks_curves, lambda page: curve_figure(page.found)),
+        "class-curves": Part(
+            "Validation of every class", lacks_curves, lambda page: class_figure(page.found)
+        ),
+        "sweeps": Part("Over a number", lacks_sweeps, lambda page: sweeps(page.comparison, page.found)),
+        "radar-sites": Part(
+            "Over sites", partial(lacks_radar, side="sites"), lambda page: radars(page.found, "sites")
+        ),
+        "radar-classes": Part(
+            "Over classes", partial(lacks_radar, side="classes"), lambda page: radars(page.found, "classes")
+        ),
+        "dots-sites": Part(
+            "Site by site", partial(lacks_dots, side="sites"), lambda page: dots(page.found, "sites")
+        ),
+        "dots-classes": Part(
+            "Class by class", partial(lacks_dots, side="classes"), lambda page: dots(page.found, "classes")
+        ),
+        "boxes": Part("Global and local models", of_voxels, _boxes),
+        "schedules": "fedatlas.papers.ufps.schedules:PART",
+        "gradients": "fedatlas.papers.ufps.gradients:PART",
+        **{
+            kind: Part(title, partial(_analysed, kind=kind), partial(_analysis, kind=kind))
+            for kind, title in TITLES.items()
+        },
+        "pictures": Part("Pictures", of_voxels, _pictures),
+        "surfaces": "fedatlas.papers.fedmenu.pages:SURFACES",
+        "gradcam": "fedatlas.papers.fedmenu.pages:GRADCAM",
+        "pseudo-labels": "fedatlas.papers.ufps.teaching:PART",
+    }
+)
 """Name -> part, in the order of the page; what a file's `claims` may name."""
 BESIDE = {2: "pictures", 3: "surfaces", 4: "gradcam"}
 """The number of a page beside this one -> the part that it belongs to."""
+PAGES = "fedatlas.papers.fedmenu.pages:beside"
+"""What writes these pages."""
 
 
 def claimed(comparison: Comparison, part: str) -> str:

@@ -12,7 +12,6 @@ from matplotlib.colors import to_rgba
 from matplotlib.ticker import MaxNLocator
 
 from fedatlas.report.figures.chart import (
-    Key,
     arm_keys,
     arm_style,
     chart,
@@ -34,7 +33,6 @@ from fedatlas.report.figures.theme import (
     MUTED,
     PAPER,
     class_colour,
-    site_colour,
 )
 
 # ---------------------------------------------------------------------------------------------- over a number
@@ -332,60 +330,3 @@ def rank_diagram(ranks: Mapping[str, Any]) -> Markup:
 
     told = "Critical-difference diagram of mean ranks"
     return chart("ranks", told, [None], panel, columns=1, height=0.2 * (deep + 2.0))
-
-
-# ---------------------------------------------------------------------------------------------- of UFPS
-
-
-def weight_panels(panels: Mapping[str, Mapping[str, Sequence[float]]], at: Sequence[float]) -> Markup:
-    """Weights of samples over their normalised uncertainty: title -> name of a line -> its values at `at`. All panels have
-    the same lines."""
-
-    def panel(axis: Axes, title: str) -> None:
-        for index, values in enumerate(panels[title].values()):
-            axis.plot(at, values, linewidth=1.5, color=class_colour(index))
-        axis.set_title(wrapped(title, 44))
-        axis.set_xlabel("normalised uncertainty")
-        axis.set_ylabel("weight")
-
-    lines = next(iter(panels.values()))
-    keys = [line_key(name, color=class_colour(index)) for index, name in enumerate(lines)]
-    told = f"Weights of samples by their uncertainty: {', '.join(panels)}"
-    return chart("weights", told, panels, panel, columns=_columns(panels), height=2.6, keys=keys)
-
-
-def gradient_panels(
-    arms: Mapping[str, Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]], quantiles: Sequence[str]
-) -> Markup:
-    """Of every arm two panels: the share "steeper" of every site over the rounds, and five quantiles of r: lines for the
-    outer ones and the middle one, a band between the others. arms: arm -> site -> name -> (round, value)."""
-    sites = list(dict.fromkeys(site for of_arm in arms.values() for site in of_arm))
-    low, quarter, half, three_quarters, high = quantiles
-
-    def look(site: str) -> dict[str, Any]:
-        index = sites.index(site)
-        return {"color": site_colour(index), "marker": MARKERS[index % len(MARKERS)]}
-
-    def panel(axis: Axes, of: tuple[str, bool]) -> None:
-        arm, share = of
-        for site, found in arms[arm].items():
-            axis.plot(*zip(*found["steeper" if share else half], strict=True), **look(site))
-            if share:
-                continue
-            rounds = [number for number, _ in found[half]]
-            below, above = ([value for _, value in found[name]] for name in (quarter, three_quarters))
-            colour = look(site)["color"]
-            axis.fill_between(rounds, below, above, facecolor=to_rgba(colour, 0.16), edgecolor="none")
-            for name in (low, high):
-                line(axis, found[name], color=colour, linewidth=0.7, linestyle=(0, (3, 2)))
-        axis.axhline(0.5 if share else 0.0, color=MUTED, linewidth=0.8)
-        if share:
-            axis.set_ylim(0, 1)
-        axis.set_title(f"{short(arm, 40)}: {'share with r > 0' if share else 'r'}")
-        whole_numbers(axis)
-        axis.set_xlabel("round")
-
-    keys: list[Key] = [line_key(short(site, 30), **look(site)) for site in sites]
-    told = f"Ratios of gradients over rounds: {', '.join(arms)}"
-    panels = [(arm, share) for arm in arms for share in (True, False)]
-    return chart("gradients", told, panels, panel, columns=2, height=2.7, keys=keys)

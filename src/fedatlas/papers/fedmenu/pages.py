@@ -12,17 +12,20 @@ cases is kept in the run folders.
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedatlas.compare.cams import Cam, cams, explained
 from fedatlas.compare.overlays import VERSION, Shown, Solids, Subject, keep, median_cases, predicted
+from fedatlas.compare.parts import BESIDE, Page, Part, claimed, link, of_volumes, of_voxels
+from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell, kept_model
 from fedatlas.core.errors import RunFolderError
 from fedatlas.evaluation.statistics import read_rows, select
 from fedatlas.federation.file import load_federation
+from fedatlas.papers.fedmenu.cams import Cam, cams, explained, has_organs
 from fedatlas.report import gallery
 from fedatlas.report.figures import CLASS_COLOURS, heated, labelled
 from fedatlas.report.meshes import Solid, inline, limits, render, surface
@@ -73,6 +76,32 @@ def write_figures(
     for number in set(TITLES) - set(files):
         (folder / f"{prefix}figure-{number}.html").unlink(missing_ok=True)
     return files
+
+
+def beside(page: Page) -> dict[int, Path]:
+    """Writes the pages beside that of a comparison; returns number -> page, see `write_figures`."""
+    comparison, (shown, problems) = page.comparison, page.pictures
+    return write_figures(
+        page.subjects,
+        shown,
+        problems,
+        page.file.parent,
+        arms=comparison.arms,
+        name=comparison.name,
+        back={"comparison": page.file.name},
+        prefix=f"{comparison.name}-" if comparison.shared else "",
+        claims={number: claimed(comparison, part) for number, part in BESIDE.items()},
+        tell=page.tell,
+    )
+
+
+def _with_subencoders(comparison: Comparison) -> str:
+    federations = (next(iter(of.values())) for of in comparison.federations.values())
+    return of_voxels(comparison) if any(map(has_organs, federations)) else "no arm has the net menunet"
+
+
+SURFACES = Part("In three dimensions", of_volumes, partial(link, number=3, told="surfaces of the same cases"))
+GRADCAM = Part("Grad-CAM", _with_subencoders, partial(link, number=4, told="Grad-CAM of the sub-encoders"))
 
 
 def run_figures(path: Path, tell: Tell = lambda text: None) -> dict[int, Path]:

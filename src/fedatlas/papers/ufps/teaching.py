@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedatlas.compare.overlays import VERSION, Cases, Subject, grey, keep, ras_spacing, there, to_ras, turned
+from fedatlas.compare.parts import Page, Part
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell
 from fedatlas.core.errors import DataError, FedAtlasError
@@ -47,7 +48,7 @@ class Taught:
     intersected: bool
 
 
-def lacks_teaching(comparison: Comparison) -> str:
+def _lacks(comparison: Comparison) -> str:
     """Why the page has no pseudo labels; "" where it has them."""
     return "" if _taught(comparison) else "no arm has the method ufps with gmt"
 
@@ -180,7 +181,7 @@ def _from_arrays(kept: Any) -> Taught:
     return Taught(str(kept["case"]), kept["image"], (first, second), masks, share, intersected)
 
 
-def teaching_figure(found: Mapping[str, Mapping[str, Taught]], problems: Mapping[str, Sequence[str]]) -> str:
+def _figure(found: Mapping[str, Mapping[str, Taught]], problems: Mapping[str, Sequence[str]]) -> str:
     """A grid with a row per arm and site, as HTML; "" where there is nothing to say."""
     if not found and not problems:
         return ""
@@ -208,3 +209,10 @@ def teaching_figure(found: Mapping[str, Mapping[str, Taught]], problems: Mapping
     )
     notes = [f"No pseudo labels of {', '.join(of)}: {why}" for why, of in problems.items()]
     return gallery.grid([told], ["image", *KINDS.values()], rows, legend=colours, notes=notes, first="8rem")
+
+
+def _draw(page: Page) -> str:
+    return _figure(*teaching(page.comparison, page.subjects, page.tell))
+
+
+PART = Part("Pseudo labels", _lacks, _draw)

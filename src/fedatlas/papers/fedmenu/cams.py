@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedatlas.analysis.subencoders import LEVEL, activation, has_subencoders
 from fedatlas.compare.overlays import VERSION, Cases, Shown, Subject, keep, there
 from fedatlas.compare.running import Tell
 from fedatlas.core.errors import DataError, FedAtlasError
@@ -24,6 +23,7 @@ from fedatlas.evaluation.pictures import grey, ras_spacing, to_ras, turned
 from fedatlas.federation.file import Federation
 from fedatlas.federation.trained import Trained
 from fedatlas.learning.inference import neighbours
+from fedatlas.papers.fedmenu.subencoders import LEVEL, activation, has_subencoders
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,1 @@
+"""Figures of UFPS that show options which this method alone has."""
