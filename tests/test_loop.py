@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from fakes import same
 from torch import Tensor, nn
 
 from fedatlas.core.batch import Batch
@@ -58,10 +59,6 @@ def make() -> nn.Module:
 def terms(net: nn.Module, batch: Batch) -> dict[str, Tensor]:
     z = net(batch.image)
     return {"near": (z - batch.target).square().mean(), "small": 0.1 * z.abs().mean()}
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def two_rounds(local: Local, how: Any) -> tuple[Tensors, Site]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import same
 from torch import Tensor, nn
 
 from fedatlas import nets
@@ -66,10 +67,6 @@ def close(a: Model, b: Model) -> None:
     assert set(a) == set(b)
     for name, value in a.items():
         torch.testing.assert_close(value, b[name].to(value.dtype), atol=1e-6, rtol=0, msg=name)
-
-
-def same(a: Model, b: Model) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def values_of(net: nn.Module) -> Model:

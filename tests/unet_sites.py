@@ -7,14 +7,13 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from image_sites import Server
-from torch import Tensor, nn
+from fakes import HeldSite, Server
+from torch import nn
 
 from fedatlas import nets
-from fedatlas.core.batch import Batch
-from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import generator
-from fedatlas.core.tensors import Tensors, from_tree, load, to_tree
+from fedatlas.core.tensors import from_tree, to_tree
 from fedatlas.learning.loop import Local
 
 SPACE = LabelSpace(("background", "kidney", "liver", "spleen"))
@@ -27,46 +26,25 @@ def unet(**options: Any) -> nn.Module:
     return nets.build("unet", chosen, in_channels=1, classes=len(SPACE), spatial_dims=2, seed=3)
 
 
-class UNetSite:
+class UNetSite(HeldSite):
     """n slices of 16 x 16; only annotated classes are drawn."""
 
-    device = torch.device("cpu")
-
     def __init__(self, name: str, annotated: set[int], n: int, make: Callable[[], nn.Module] = unet) -> None:
+        super().__init__(name, annotated, n, make, space=SPACE)
         rng = generator(name, "data")
-        self.name, self.n_train, self.make = name, n, make
-        self.labels = SiteLabels(SPACE, frozenset(annotated))
         self.image = torch.randn(n, 1, 16, 16, generator=rng)
         drawn = torch.randint(0, len(SPACE), (n, 4, 4), generator=rng).repeat_interleave(4, 1)
         drawn = drawn.repeat_interleave(4, 2)
         self.target = torch.where(torch.tensor(self.labels.known)[drawn], drawn, 0)
         self.known = torch.tensor([self.labels.known] * n)
-        self.n_labelled = self.n_positive = self.known.sum(0)
-        self.memory: dict[str, Any] = {}
-        self.round = 0
 
     @property
     def rng(self) -> torch.Generator:
         return generator(self.name, self.round, "site")
 
-    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
-        net = self.make()
-        if model is not None:
-            load(net, model)
-        return net.train()
-
-    def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> list[Batch]:
-        rng = generator(self.name, self.round)
-        return [
-            self.batch(torch.randint(0, self.n_train, (batch,), generator=rng)) for _ in range(steps or 1)
-        ]
-
-    def batch(self, chosen: Tensor) -> Batch:
-        return Batch(
-            self.image[chosen], self.target[chosen], self.known[chosen], [str(int(i)) for i in chosen]
-        )
-
-    def log(self, **numbers: float) -> None: ...
+    @rng.setter
+    def rng(self, given: Any) -> None:
+        """Of every round it is a new one."""
 
 
 class UNetServer(Server):
@@ -117,7 +95,3 @@ def resumed(method: Any, rounds: int) -> Any:
         for name, memory in memories.items():
             at.members[name].memory = memory
     return state
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)

@@ -1,14 +1,12 @@
 """A site with labels of voxels, made of tensors, and a net for it."""
 
-from typing import Any
-
 import torch
+from fakes import HeldSite
 from torch import Tensor, nn
 
-from fedatlas.core.batch import Batch
-from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import generator
-from fedatlas.core.tensors import Tensors, load
+from fedatlas.core.tensors import load
 
 SPACE = LabelSpace(("background", "liver", "tumour", "spleen", "cyst", "kidney"), groups=((1, 2), (5, 4)))
 """The kidney's group names it before its cyst, whose class comes first. Heads: liver, tumour, spleen, cyst, kidney."""
@@ -31,34 +29,14 @@ class Pointwise(nn.Module):
         return self.conv(x)
 
 
-class VoxelSite:
+class VoxelSite(HeldSite):
     """Three images of 4 x 4."""
 
-    device = torch.device("cpu")
-    n_train = 3
-
     def __init__(self, name: str, annotated: set[int], space: LabelSpace = SPACE) -> None:
-        self.name, self.labels = name, SiteLabels(space, frozenset(annotated))
+        super().__init__(name, annotated, 3, lambda: Pointwise(len(space)), space=space)
         rng, C = generator(name, "data"), len(space)
         self.image = torch.randn(3, 1, 4, 4, generator=rng)
         self.target = torch.randint(0, C, (3, 4, 4), generator=rng)
         if not space.exclusive:
             self.target = torch.randint(0, 2, (3, C, 4, 4), generator=rng).float()
         self.known = torch.tensor([self.labels.known] * 3)
-        self.n_labelled = self.n_positive = self.known.sum(0)
-        self.memory: dict[str, Any] = {}
-        self.rng, self.round = generator(name), 0
-
-    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
-        net = Pointwise(len(self.labels.space))
-        if model is not None:
-            load(net, model)
-        return net.train()
-
-    def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> list[Batch]:
-        rng = generator(self.name, self.round)
-        chosen = [torch.randint(0, 3, (batch,), generator=rng) for _ in range(steps or 1)]
-        return [Batch(self.image[i], self.target[i], self.known[i], ["?"] * batch) for i in chosen]
-
-    def log(self, **numbers: float) -> None:
-        pass

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from image_sites import Server
-from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, same
+from fakes import Server, same
+from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site
 from torch import Tensor, nn
 
 from fedatlas import nets

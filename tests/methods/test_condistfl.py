@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_local_updates import FakeClients, FakeSite, federation, play, same, small_unet
+from fakes import Server, same
+from test_local_updates import Drawn, federation, play, small_unet
 from torch import Tensor, nn
 
 from fedatlas import losses
@@ -55,7 +56,7 @@ def batch_of(space: LabelSpace, size: tuple[int, ...] = (8, 8)) -> Batch:
     return Batch(image, target if space.exclusive else masks, known, ["", ""])
 
 
-class Masks(FakeSite):
+class Masks(Drawn):
     """A site whose classes overlap."""
 
     def batches(self, **asked: Any) -> list[Batch]:  # type: ignore[override]
@@ -65,8 +66,8 @@ class Masks(FakeSite):
         return batches
 
 
-def overlapping() -> FakeClients:
-    return FakeClients(
+def overlapping() -> Server:
+    return Server(
         Masks("x", {0, 1}, 3, small_unet, MASKS), Masks("y", {2, 3}, 5, small_unet, MASKS), Masks("z", {1, 2}, 2, small_unet, MASKS)
     )  # fmt: skip
 
@@ -135,7 +136,7 @@ def test_the_teacher_is_shown_the_same_batch_without_gradients() -> None:
 def test_the_teacher_computes_in_the_precision_of_the_student() -> None:
     found: list[torch.dtype] = []
 
-    class Watched(FakeSite):
+    class Watched(Drawn):
         def network(self, *given: Any, **more: Any) -> nn.Module:
             net = super().network(*given, **more)
             net.register_forward_hook(lambda module, image, outputs: found.append(outputs.dtype))
@@ -144,14 +145,14 @@ def test_the_teacher_computes_in_the_precision_of_the_student() -> None:
     for precision, dtype in (("bf16", torch.bfloat16), ("float32", torch.float32)):
         found.clear()
         method = ConDistFL(local=Local(batch=2, steps=2, precision=precision))  # type: ignore[arg-type]
-        play(method, FakeClients(Watched("x", {1}, 3, small_unet)), rounds=1)
+        play(method, Server(Watched("x", {1}, 3, small_unet)), rounds=1)
         assert found == [dtype] * 4
 
 
 def test_the_teacher_has_no_optimizer_and_does_not_move() -> None:
     nets_made: list[nn.Module] = []
 
-    class Watched(FakeSite):
+    class Watched(Drawn):
         def network(self, *given: Any, **more: Any) -> nn.Module:
             nets_made.append(super().network(*given, **more))
             return nets_made[-1]
@@ -160,7 +161,7 @@ def test_the_teacher_has_no_optimizer_and_does_not_move() -> None:
         return small_unet(norm="batch")
 
     site = Watched("x", {1}, 3, make)
-    play(ConDistFL(local=LOCAL), FakeClients(site), rounds=1, net=make())
+    play(ConDistFL(local=LOCAL), Server(site), rounds=1, net=make())
     teacher, student = nets_made
     assert same(tensors_of(teacher), tensors_of(make())) and not same(tensors_of(student), tensors_of(make()))
     assert not teacher.training and not any(p.requires_grad for p in teacher.parameters())
@@ -192,8 +193,8 @@ def test_without_distillation_it_is_fedavg(clients: Any, local: Local) -> None:
 
 
 def test_overlapping_classes_that_are_all_known_are_fedavg() -> None:
-    def full() -> FakeClients:
-        return FakeClients(*(Masks(name, {0, 1, 2, 3}, 4, small_unet, MASKS) for name in ("x", "y")))
+    def full() -> Server:
+        return Server(*(Masks(name, {0, 1, 2, 3}, 4, small_unet, MASKS) for name in ("x", "y")))
 
     expected = play(FedAvg(weights="equal", local=LOCAL), full()).model
     assert same(play(ConDistFL(local=LOCAL), full()).model, expected)
@@ -203,7 +204,7 @@ def test_overlapping_classes_that_are_all_known_are_fedavg() -> None:
 def test_optimizer_and_schedule_go_on_from_round_to_round(optimizer: Any) -> None:
     """Two rounds of n steps at one site are one round of 2 n."""
 
-    class Stream(FakeSite):
+    class Stream(Drawn):
         """The batches of the rounds, one after the other, however they are asked for."""
 
         def batches(
@@ -219,9 +220,7 @@ def test_optimizer_and_schedule_go_on_from_round_to_round(optimizer: Any) -> Non
         local = Local(
             batch=2, steps=6 // rounds, lr=1e-2, optimizer=optimizer, opt_state=state, schedule="cosine", warmup=2
         )  # fmt: skip
-        return play(
-            ConDistFL(local=local, **options), FakeClients(Stream("x", {1}, 3, small_unet)), rounds
-        ).model
+        return play(ConDistFL(local=local, **options), Server(Stream("x", {1}, 3, small_unet)), rounds).model
 
     whole = run(1, **OFF)
     assert same(run(2, **OFF), whole)

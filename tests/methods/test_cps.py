@@ -6,8 +6,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from fakes import same
 from torch import Tensor
-from unet_sites import LOCAL, UNetSite, play, resumed, same, server, unet
+from unet_sites import LOCAL, UNetSite, play, resumed, server, unet
 
 from fedatlas import losses
 from fedatlas.core.seeds import generator

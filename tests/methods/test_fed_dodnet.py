@@ -6,16 +6,16 @@ from typing import Any, cast
 
 import pytest
 import torch
-from image_sites import Server
+from fakes import FakeSite, Server, same
 from torch import Tensor, nn
 
 from fedatlas import nets
 from fedatlas.core.batch import Batch
 from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import LabelSpace, SiteLabels
+from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import generator
-from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, load, parts, tensors_of, to_tree
+from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, parts, tensors_of, to_tree
 from fedatlas.learning.loop import Local, make_optimizer
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fed_dodnet import MEMORY, DoDState, FedDoDNet, tasks_of
@@ -34,33 +34,13 @@ def dodnet(**options: Any) -> nn.Module:
     return nets.build("dodnet", chosen, in_channels=1, classes=len(SPACE), spatial_dims=2, seed=3)
 
 
-class Site:
+class Site(FakeSite):
     """Images of 8 x 8 that depend on the site's name and the round."""
-
-    device = torch.device("cpu")
 
     def __init__(
         self, name: str, annotated: Collection[int], n: int = 3, make: Callable[[], nn.Module] = dodnet
     ) -> None:
-        self.name, self.n_train, self.make = name, n, make
-        self.labels = SiteLabels(SPACE, frozenset(annotated))
-        self.n_labelled = self.n_positive = torch.tensor([n * known for known in self.labels.known])
-        self.memory: dict[str, Any] = {}
-        self.rng, self.round = generator(name), 0
-
-    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
-        net = self.make()
-        if model is not None:
-            load(net, model)
-        return net.train()
-
-    def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> list[Batch]:
-        rng = generator(self.name, self.round)
-        known = torch.tensor([self.labels.known] * batch)
-        return [drawn(rng, known) for _ in range(steps or 1)]
-
-    def log(self, **numbers: float) -> None:
-        pass
+        super().__init__(name, annotated, n, make, space=SPACE)
 
 
 def drawn(rng: torch.Generator, known: Tensor) -> Batch:
@@ -80,10 +60,6 @@ def play(method: Any, server: Any, rounds: int = 2) -> Any:
         again = from_tree(type(state), wire.decode(wire.encode(to_tree(state))))
         assert type(state) is DoDState and wire.encode(to_tree(again)) == wire.encode(to_tree(state))
     return state
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def offered(method: Any, state: Any, site: str) -> Tensors:

@@ -6,9 +6,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from fakes import same
 from torch import Tensor, nn
 from torch.nn import functional as F
-from unet_sites import LOCAL, UNetSite, play, resumed, same, unet
+from unet_sites import LOCAL, UNetSite, play, resumed, unet
 
 from fedatlas import losses
 from fedatlas.core.errors import FederationError

@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from image_sites import SETUP_1, SPACE, ImageSite, Server, cnn
+from fakes import Server, same
+from image_sites import SETUP_1, SPACE, ImageSite, cnn
 from torch import nn
 
 from fedatlas import nets
@@ -61,10 +62,6 @@ def play(method: Any, clients: Any, make: Any = batch_norm, rounds: int = 2) -> 
     for _ in range(rounds):
         state = method.round(state, clients)
     return state
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def offered(method: Any, state: Any, site: str) -> Tensors:

@@ -5,7 +5,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from image_sites import SETUP_1, ImageSite, Server, cnn
+from fakes import Server, same
+from image_sites import SETUP_1, ImageSite, cnn
 from torch import Tensor, nn
 
 from fedatlas.core.tensors import Tensors, average, tensors_of
@@ -38,10 +39,6 @@ def play(method: Any, clients: Any, rounds: int = 2) -> Any:
     for _ in range(rounds):
         state = method.round(state, clients)
     return state
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 class Weight(nn.Module):

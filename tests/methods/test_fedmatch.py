@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import same
 from hosted_images import Federation, cnn, encoded, run, run_with_a_stop
 
 from fedatlas.core.batch import Batch
 from fedatlas.core.errors import NameMismatch
-from fedatlas.core.tensors import Tensors, dense, sparse, tensors_of
+from fedatlas.core.tensors import dense, sparse, tensors_of
 from fedatlas.learning.augment import OFF
 from fedatlas.learning.loop import Local, Stepper
 from fedatlas.methods.fedavg import FedAvg
@@ -40,10 +41,6 @@ PLUS = FedMatchPlus(
 )
 OFF_LAMBDAS = {"lambda_icc": 0.0, "lambda_a": 0.0, "lambda_l1": 0.0, "lambda_l2": 0.0}
 EXACT = {"l1_thres": 0.0, "delta_thres": 0.0}
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # ------------------------------------------------------------------------------------------------------ the equations

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from image_sites import Replies, Server
+from fakes import FakeSite, Replies, Server, same
 from menunet_vectors import under, vectors
 from torch import nn
 
@@ -16,7 +16,7 @@ from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
-from fedatlas.core.tensors import Tensors, forms_of, from_tree, load, parts, tensors_of, to_tree
+from fedatlas.core.tensors import Tensors, forms_of, from_tree, parts, tensors_of, to_tree
 from fedatlas.learning.loop import Local, lr_factor, make_optimizer
 from fedatlas.losses import LossChoice
 from fedatlas.losses.marginal import exclusion, merge_probabilities
@@ -39,59 +39,22 @@ def menunet(**options: Any) -> nn.Module:
     return nets.build("menunet", chosen, in_channels=1, classes=len(SPACE), spatial_dims=2, seed=3)
 
 
-class Site:
-    """Images of 8 x 8 that depend on the site's name and the round. memory and rng as those of a hospital."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, name: str, annotated: Collection[int], n: int, make: Callable[[], nn.Module]) -> None:
-        self.name, self.n_train, self.make = name, n, make
-        self.labels = SiteLabels(SPACE, frozenset(annotated))
-        self.n_labelled = torch.tensor([n * known for known in self.labels.known])
-        self.n_positive = self.n_labelled
-        self.memory: dict[str, Any] = {}
-        self.rng, self.round = generator(name), 0
-        self.logged: dict[str, float] = {}
-
-    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
-        net = self.make() if name == "main" else selector()
-        if model is not None:
-            load(net, model)
-        return net.train()
-
-    def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> list[Batch]:
-        rng = generator(self.name, self.round)
-        known = torch.tensor([self.labels.known] * batch)
-        return [
-            Batch(
-                torch.randn(batch, 1, 8, 8, generator=rng),
-                torch.randint(0, len(SPACE), (batch, 8, 8), generator=rng).to(torch.uint8),
-                known,
-                ["case"] * batch,
-            )
-            for _ in range(steps or 1)
-        ]
-
-    def log(self, **numbers: float) -> None:
-        self.logged.update(numbers)
-
-
-class Clients(Server):
-    """With the server's own nets."""
-
-    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
-        return next(iter(self.members.values())).network(model, name).eval()
-
-
 def selector() -> nn.Module:
     """Of fedsm: an output per site."""
     chosen = {"filters": [2], "convolutions": [1], "norm": "none"}
     return nets.build("cnn", chosen, in_channels=1, classes=len(ANNOTATED), spatial_dims=2, seed=4)
 
 
+class Site(FakeSite):
+    """Images of 8 x 8 that depend on the site's name and the round; with a selector."""
+
+    def __init__(self, name: str, annotated: Collection[int], n: int, make: Callable[[], nn.Module]) -> None:
+        super().__init__(name, annotated, n, make, space=SPACE, nets={"selector": selector})
+
+
 def federation(make: Callable[[], nn.Module] = menunet, **annotated: set[int]) -> Server:
     chosen = annotated or ANNOTATED
-    return Clients(*(Site(name, classes, 3 + n, make) for n, (name, classes) in enumerate(chosen.items())))
+    return Server(*(Site(name, classes, 3 + n, make) for n, (name, classes) in enumerate(chosen.items())))
 
 
 def play(method: Any, server: Server, rounds: int = 2, net: nn.Module | None = None) -> Any:
@@ -101,10 +64,6 @@ def play(method: Any, server: Server, rounds: int = 2, net: nn.Module | None = N
         again = from_tree(type(state), wire.decode(wire.encode(to_tree(state))))
         assert wire.encode(to_tree(again)) == wire.encode(to_tree(state))
     return state
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def reply(site: Any, method: FedMENU, model: Tensors | None = None, round: int = 0) -> dict[str, Any]:

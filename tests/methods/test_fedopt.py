@@ -6,7 +6,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from image_sites import SETUP_1, ImageSite, Replies, Server, cnn
+from fakes import Replies, Server, same
+from image_sites import SETUP_1, ImageSite, cnn
 from pydantic import ValidationError
 from torch import nn
 
@@ -23,10 +24,6 @@ LOCAL = Local(optimizer="sgd", batch=4, steps=2, lr=0.1)
 N = (3, 5)
 PLAIN = FedOpt(lr=1.0, momentum=0.0, local=LOCAL)
 OPTIMIZERS = ("sgd", "adam", "yogi", "adagrad")
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def batch_norm() -> nn.Module:

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from image_sites import SPACE, ImageSite, Server, cnn
+from fakes import Server, same
+from image_sites import SPACE, ImageSite, cnn
 from torch import Tensor, nn
 
 from fedatlas import nets
@@ -38,10 +39,6 @@ VARIANTS: list[tuple[str, Any, Any]] = [
 def vector() -> dict[str, Tensor]:
     with np.load(VECTORS / "fedpsl_tadl_step.npz") as file:
         return {key: torch.from_numpy(np.asarray(file[key])) for key in file.files}
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 class Published(nn.Module):

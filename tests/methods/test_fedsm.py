@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from image_sites import SETUP_1, ImageSite, Replies, Server, cnn
+from fakes import Replies, Server, same
+from image_sites import SETUP_1, ImageSite, cnn
 from torch import Tensor, nn
 
 from fedatlas import nets
@@ -73,10 +74,6 @@ def play(method: Any, clients: Any, rounds: int = 2) -> Any:
         state = method.round(state, clients)
         state = from_tree(type(state), to_tree(state))
     return state
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # ------------------------------------------------------------------------------------------------------------ training

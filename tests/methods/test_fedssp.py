@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import same
 from hosted_images import SITES, Federation, cnn, encoded, run, run_with_a_stop
 from torch import Tensor, nn
 
@@ -31,10 +32,6 @@ SSP = FedSSP(pretrain=PRETRAIN, local=LOCAL)
 def vectors(name: str) -> dict[str, Tensor]:
     with np.load(VECTORS / f"{name}.npz") as file:
         return {key: torch.from_numpy(file[key]) for key in file.files}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 class Extractor(nn.Module):

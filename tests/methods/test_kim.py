@@ -6,7 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from image_sites import Replies, Server
+from fakes import Replies, Server, same
 from torch import Tensor, nn
 from voxel_sites import SPACE, Pointwise, VoxelSite, draw
 
@@ -70,10 +70,6 @@ def federation(method: Any, rounds: int = 2, annotated: Any = ANNOTATED, space: 
     for _ in range(rounds):
         state = method.round(state, server)
     return state, server
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # ---------------------------------------------------------------------------------------------- the local objective

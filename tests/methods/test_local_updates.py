@@ -1,13 +1,14 @@
 """Methods on a federation of tensors: limiting cases, published local steps, averaging."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fakes import FakeSite, Server, same
 from method_cases import NETS
 from torch import Tensor, nn
 
@@ -15,9 +16,8 @@ from fedatlas import methods, nets
 from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Member, State
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import LabelSpace, SiteLabels
-from fedatlas.core.seeds import generator
-from fedatlas.core.tensors import Tensors, average, from_tree, load, tensors_of, to_tree
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.tensors import average, from_tree, tensors_of, to_tree
 from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
 from fedatlas.methods.centralized import Centralized
@@ -43,90 +43,27 @@ def small_unet(**options: Any) -> nn.Module:
     )
 
 
-class FakeSite:
-    """A site with its own classes, whose batches depend on its name and the call."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, name: str, annotated: set[int], n_train: int, make: Maker, space: LabelSpace = SPACE):
-        self.name, self.n_train, self.make = name, n_train, make
-        self.labels = SiteLabels(space, frozenset(annotated))
-        self.n_labelled = torch.tensor([n_train * known for known in self.labels.known])
-        self.memory: dict[str, Any] = {}
-        self.rng = generator(name)
-        self.logged: dict[str, float] = {}
-        self.round = 0
-
-    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
-        net = self.make() if name == "main" else selector()
-        if model is not None:
-            load(net, model)
-        return net.train()
-
-    def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> list[Batch]:
-        rng = generator(self.name, self.round)
-        known = torch.tensor([self.labels.known] * batch)
-        return [
-            Batch(
-                torch.randn(batch, 1, 8, 8, generator=rng),
-                torch.randint(0, 4, (batch, 8, 8), generator=rng).to(torch.uint8),
-                known,
-                ["case"] * batch,
-            )
-            for _ in range(steps or 1)
-        ]
-
-    def log(self, **numbers: float) -> None:
-        self.logged.update(numbers)
-
-
-class FakeReplies:
-    def __init__(self, replies: dict[str, dict[str, Any]]):
-        self.replies, self.sites = replies, sorted(replies)
-
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        return iter((site, self.replies[site]) for site in self.sites)
-
-    def each(self, key: str) -> Iterator[Any]:
-        return iter(self.replies[site][key] for site in self.sites)
-
-    def plain(self, key: str) -> list[Any]:
-        return [self.replies[site][key] for site in self.sites]
-
-
 def selector() -> nn.Module:
     """Of fedsm, for two sites."""
     chosen = {"filters": [2], "convolutions": [1], "norm": "none"}
     return nets.build("cnn", chosen, in_channels=1, classes=2, spatial_dims=2, seed=4)
 
 
-class FakeClients:
-    def __init__(self, *sites: FakeSite, silent: str = ""):
-        self.members = {site.name: site for site in sites}
-        self.sites, self.silent = sorted(self.members), silent
-        self.lost: dict[str, str] = {}
-        self.functions: dict[str, Any] = {}
+class Drawn(FakeSite):
+    """A site with its own classes, whose batches depend on its name and the call; with a selector."""
 
-    def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
-        return next(iter(self.members.values())).network(model, name).eval()
-
-    def call(
-        self, function: Any, *, each: Mapping[str, dict[str, Any]] | None = None, **payload: Any
-    ) -> FakeReplies:
-        replies, function = {}, self.functions.get(function.__name__, function)
-        for name in self.sites:
-            if name != self.silent:
-                self.members[name].round = payload.get("round", 0)
-                replies[name] = function(self.members[name], **payload, **(each or {}).get(name, {}))
-        return FakeReplies(replies)
+    def __init__(
+        self, name: str, annotated: set[int], n: int, make: Maker, space: LabelSpace = SPACE
+    ) -> None:
+        super().__init__(name, annotated, n, make, space=space, nets={"selector": selector})
 
 
-def federation(make: Maker = small_unet, silent: str = "") -> FakeClients:
-    sites = [FakeSite("x", {1}, 3, make), FakeSite("y", {2, 3}, 5, make), FakeSite("z", {1, 2}, 2, make)]
-    return FakeClients(*sites, silent=silent)
+def federation(make: Maker = small_unet, silent: str = "") -> Server:
+    sites = [Drawn("x", {1}, 3, make), Drawn("y", {2, 3}, 5, make), Drawn("z", {1, 2}, 2, make)]
+    return Server(*sites, silent=silent)
 
 
-def play(method: Any, clients: FakeClients, rounds: int = 2, net: nn.Module | None = None) -> Any:
+def play(method: Any, clients: Server, rounds: int = 2, net: nn.Module | None = None) -> Any:
     clients.functions = method.functions()
     state = method.start(net or small_unet(), clients)
     state = dataclasses.replace(state, rounds=rounds)
@@ -134,10 +71,6 @@ def play(method: Any, clients: FakeClients, rounds: int = 2, net: nn.Module | No
         state = method.round(state, clients)
         assert state.round == number + 1
     return state
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("local", [LOCAL, Local(batch=2, steps=3, optimizer="sgd", clip=1.0, lr=0.1)])
@@ -171,10 +104,10 @@ def test_condistfl_without_distillation_is_fedavg() -> None:
 
 
 def test_condistfl_where_every_site_knows_everything_is_fedavg() -> None:
-    full = [FakeSite(name, {1, 2, 3}, 4, small_unet) for name in ("x", "y")]
-    expected = play(FedAvg(weights="equal", local=LOCAL), FakeClients(*full)).model
-    full = [FakeSite(name, {1, 2, 3}, 4, small_unet) for name in ("x", "y")]
-    assert same(play(ConDistFL(local=LOCAL), FakeClients(*full)).model, expected)
+    full = [Drawn(name, {1, 2, 3}, 4, small_unet) for name in ("x", "y")]
+    expected = play(FedAvg(weights="equal", local=LOCAL), Server(*full)).model
+    full = [Drawn(name, {1, 2, 3}, 4, small_unet) for name in ("x", "y")]
+    assert same(play(ConDistFL(local=LOCAL), Server(*full)).model, expected)
 
 
 def test_condistfl_distils_the_first_head_of_a_supervised_net() -> None:
@@ -221,7 +154,7 @@ def test_standalone_sites_never_meet() -> None:
     clients = federation()
     state = play(Standalone(local=LOCAL), clients)
     for name, annotated in {"x": {1}, "y": {2, 3}, "z": {1, 2}}.items():
-        alone = FakeClients(FakeSite(name, annotated, 1, small_unet))
+        alone = Server(Drawn(name, annotated, 1, small_unet))
         assert same(state.models[name], play(FedAvg(local=LOCAL), alone).model)
         assert state.classes[name] == sorted(annotated)
     assert same(state.model, tensors_of(small_unet()))
@@ -257,8 +190,8 @@ def test_standalone_state_survives_as_a_tree() -> None:
 
 def test_centralized_is_one_site() -> None:
     assert Centralized().pooled and not FedAvg().pooled
-    one = FakeClients(FakeSite("pooled", {1, 2, 3}, 9, small_unet))
-    expected = play(FedAvg(local=LOCAL), FakeClients(FakeSite("pooled", {1, 2, 3}, 9, small_unet))).model
+    one = Server(Drawn("pooled", {1, 2, 3}, 9, small_unet))
+    expected = play(FedAvg(local=LOCAL), Server(Drawn("pooled", {1, 2, 3}, 9, small_unet))).model
     assert same(play(Centralized(local=LOCAL), one).model, expected)
 
 
@@ -270,7 +203,7 @@ def test_proximal_term_equals_nvflare(mu: float) -> None:
     assert float(FedProx(mu=mu).proximal(w, w_t)) == pytest.approx(float(v[f"loss_mu{mu}"]), abs=1e-7)
 
 
-class PublishedSite(FakeSite):
+class PublishedSite(Drawn):
     """The whole data of the published step, as one batch with every class known."""
 
     def batches(self, *, batch: int, steps: int | None = None, epochs: float | None = None) -> list[Batch]:
@@ -331,7 +264,7 @@ def test_an_unknown_method_names_the_nearest() -> None:
     "name", [name for name in methods.REGISTRY if "segmentation" in methods.get(name).tasks]
 )
 def test_changed_labels_of_other_classes_change_nothing(name: str) -> None:
-    class Hidden(FakeSite):
+    class Hidden(Drawn):
         def batches(self, **asked: Any) -> list[Batch]:  # type: ignore[override]
             batches = super().batches(**asked)
             for batch in batches:
@@ -345,13 +278,13 @@ def test_changed_labels_of_other_classes_change_nothing(name: str) -> None:
         chosen = dict(NETS[name])
         return nets.build(chosen.pop("name"), chosen, in_channels=1, classes=4, spatial_dims=2, seed=3)
 
-    def run(kind: type[FakeSite]) -> State:
+    def run(kind: type[Drawn]) -> State:
         sites = [kind("x", {1}, 3, make)]
         if name != "centralized":
             sites.append(kind("y", {2, 3}, 5, make))
-        return play(methods.get(name)(local=LOCAL), FakeClients(*sites), net=make())
+        return play(methods.get(name)(local=LOCAL), Server(*sites), net=make())
 
-    seen, hidden = run(FakeSite), run(Hidden)
+    seen, hidden = run(Drawn), run(Hidden)
     assert same(seen.model, hidden.model)
     for site, model in getattr(seen, "models", {}).items():
         assert same(model, hidden.models[site])  # type: ignore[attr-defined]

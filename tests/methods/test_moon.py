@@ -7,9 +7,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from image_sites import Server, cnn
+from fakes import Server, same
+from image_sites import cnn
 from torch import Tensor, nn
-from unet_sites import LOCAL, UNetSite, play, resumed, same, server, unet
+from unet_sites import LOCAL, UNetSite, play, resumed, server, unet
 
 from fedatlas import losses
 from fedatlas.core.seeds import generator

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import same
 from torch import Tensor
-from unet_sites import LOCAL, SPACE, begin, play, resumed, same, server
+from unet_sites import LOCAL, SPACE, begin, play, resumed, server
 
 from fedatlas import losses
 from fedatlas.core.errors import FederationError

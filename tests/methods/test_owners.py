@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from image_sites import Server
-from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, dodnet, same
+from fakes import Server, same
+from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, dodnet
 from torch import nn
 
 from fedatlas import nets

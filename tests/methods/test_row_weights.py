@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_sites import FINDINGS, SETUP_1, SPACE, ImageSite, Replies, Server, cnn
+from fakes import Replies, Server, same
+from image_sites import FINDINGS, SETUP_1, SPACE, ImageSite, cnn
 from torch import Tensor, nn
 
 from fedatlas import losses, nets
@@ -42,10 +43,6 @@ def play(method: Any, server: Server, rounds: int = 2, net: nn.Module | None = N
     for _ in range(rounds):
         state = method.round(state, server)
     return state
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def random_models(count: int, seed: int = 0) -> list[Tensors]:

@@ -8,7 +8,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from image_sites import SETUP_1, ImageSite, Server, cnn
+from fakes import Server, same
+from image_sites import SETUP_1, ImageSite, cnn
 from torch import Tensor, nn
 
 from fedatlas.core.batch import Batch
@@ -40,10 +41,6 @@ def play(method: Any, server: Any, rounds: int = 2, net: nn.Module | None = None
     for _ in range(rounds):
         state = method.round(state, server)
     return state
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 # ------------------------------------------------------------------------------------------------------ one weight

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import same
 from method_cases import NETS
 from torch import nn
-from unet_sites import LOCAL, SPACE, play, resumed, same, unet
+from unet_sites import LOCAL, SPACE, play, resumed, unet
 
 from fedatlas import methods, nets
 from fedatlas.core.options import from_dict

@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_fedmenu import ANNOTATED, LOCAL, SPACE, federation, menunet, play, same, selector
+from fakes import same
+from test_fedmenu import ANNOTATED, LOCAL, SPACE, federation, menunet, play, selector
 from torch import nn
 
 from fedatlas import nets

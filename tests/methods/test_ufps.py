@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from image_sites import Replies, Server
+from fakes import Replies, Server, same
 from torch import Tensor, nn
 from voxel_sites import VoxelSite
 
@@ -166,10 +166,6 @@ def federation(method: Any, rounds: int = 2) -> tuple[Any, Clients]:
 
 def bits(state: Any) -> bytes:
     return bytes(wire.encode(to_tree(state)))
-
-
-def same(a: Any, b: Any) -> bool:
-    return list(a) == list(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def vector(name: str) -> dict[str, np.ndarray]:
