@@ -28,6 +28,7 @@ from fedatlas.compare import (
     write_page,
 )
 from fedatlas.compare.overlays import overlays
+from fedatlas.compare.running import kept_model
 from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.classification import Predictions, score
 from fedatlas.evaluation.statistics import differences, mean_ranks, write_rows
@@ -787,3 +788,17 @@ def test_the_how_to_shows_a_comparison_that_loads(small_images, tmp_path) -> Non
             assert any(text in page for text in shown_there) or key in ("measure", "layout"), key
     part = yaml.safe_load(page.rpartition("```yaml\n")[2].partition("```")[0])
     assert chest(tmp_path / "chest", **part).printed["fedavg"]["exclude*"] == 0.9147
+
+
+@pytest.mark.parametrize(("held", "asked", "found"), [
+    (["last"], "last", "last"),  # evaluation.models: [last], though best.json may say that it is also the best
+    (["best"], "last", "best"),  # both were asked for and are one
+    (["best", "last"], "last", "last"),
+    (["best", "last"], "best", "best"),
+])  # fmt: skip
+def test_the_rows_of_the_last_model_are_found_under_either_name(tmp_path, held, asked, found) -> None:
+    empty: dict[str, Any] = dict.fromkeys(("split", "grid", "site", "case", "class", "metric", "reason"), "")
+    empty |= {"round": 4, "value": None, "known": True}
+    write_rows(tmp_path / "rows.csv", [empty | {"model": model} for model in held])
+    (tmp_path / "best.json").write_text('{"round": 4, "score": 0.5}')
+    assert kept_model(tmp_path, asked) == found

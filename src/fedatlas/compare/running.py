@@ -22,7 +22,7 @@ from fedatlas.federation.file import flat_difference, hash_of, load_federation, 
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.transport.local import keeping_workers
-from fedatlas.transport.rounds import RunFolder, read_json
+from fedatlas.transport.rounds import read_json
 
 Tell = Callable[[str], None]
 
@@ -210,7 +210,8 @@ def _measured(comparison: Comparison, arm: str, seed: int) -> list[Mapping[str, 
 
 
 def kept_model(path: Path, model: str) -> str:
-    """The name under which a run keeps a model: "best" for "last" where they are the same round."""
-    if model != "last" or not (path / "best.json").exists():
+    """The name under which a finished run holds the rows of a model: "best" for "last" where both were to be evaluated
+    and are the same round."""
+    if model != "last" or any(row["model"] == model for row in read_rows(path / "rows.csv")):
         return model
-    return "best" if RunFolder(path).best_is_last(read_json(path / "run.json")["rounds"]) else model
+    return "best"
