@@ -188,7 +188,11 @@ def test_what_is_sent_is_what_is_declared(whole: Whole) -> None:
                     # of a net, or the chosen entries of one of its tensors with their places
                     assert tuple(leaf.shape) in shapes or (leaf.dim() == 1 and len(leaf) <= most)
         plain = [leaf for leaf in leaves(value) if not isinstance(leaf, Tensor)]
-        assert len(plain) <= 1 + len(whole.design.space), "more plain values than a count and one per class"
+        per_class = sum(kind == "per class" for kind in declared[function].values())
+        most_plain = 1 + per_class * len(whole.design.space)
+        assert len(plain) <= most_plain, (
+            "more plain values than a count, and one per class where that is declared"
+        )
 
 
 def test_every_site_is_scored(whole: Whole) -> None:

@@ -6,6 +6,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import unet_sites as voxels
 from fakes import Replies, Server, same
 from image_sites import SETUP_1, ImageSite, cnn
 from pydantic import ValidationError
@@ -13,9 +14,12 @@ from torch import nn
 
 from fedatlas.core.tensors import Tensors, average, from_tree, tensors_of, to_tree
 from fedatlas.learning.loop import Local
+from fedatlas.methods.condistfl import ConDistFL
+from fedatlas.methods.fedalign import FedAlign
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedavgm import FedAvgM
 from fedatlas.methods.fedopt import FedOpt
+from fedatlas.methods.moon import MOON
 from fedatlas.methods.shared.averaging import RowState
 from fedatlas.methods.shared.server_step import StepRowState, StepState, started, stepped
 from fedatlas.transport import wire
@@ -267,3 +271,22 @@ def test_rows_of_the_head_can_be_averaged_by_their_annotations(make: Any) -> Non
 def test_options_out_of_range_are_refused(make: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match=next(iter(wrong))):
         make(**wrong)
+
+
+@pytest.mark.parametrize("kind", [FedAlign, MOON], ids=lambda kind: kind.__name__)
+def test_any_mean_of_models_may_step_with_momentum(kind: Any) -> None:
+    """It is stepped as FedAvgM steps FedAvg's mean; with momentum 0 nothing is kept between rounds."""
+    method = kind(server_momentum=0.6, weights="equal", local=LOCAL)
+    plain = kind(weights="equal", local=LOCAL)
+    one, mean_of_one = trained(method, rounds=1), trained(plain, rounds=1)
+    assert same(one.model, mean_of_one.model), "m starts at 0"
+    assert type(one) is StepState and not isinstance(mean_of_one, StepState)
+    assert not same(trained(method).model, trained(plain).model)
+
+
+def test_condistfl_with_momentum_and_without_distillation_is_fedopt() -> None:
+    options: dict[str, Any] = {"weights": "equal", "local": voxels.LOCAL}
+    condistfl = ConDistFL(lambda_start=0.0, lambda_end=0.0, server_momentum=0.6, **options)
+    assert same(
+        voxels.play(condistfl, rounds=3).model, voxels.play(FedOpt(momentum=0.6, **options), rounds=3).model
+    )

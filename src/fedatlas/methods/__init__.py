@@ -7,6 +7,7 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.options import not_known
 
 REGISTRY: dict[str, str] = {
+    "fedatlas": "fedatlas.methods.fedatlas:FedAtlas",
     "fedavg": "fedatlas.methods.fedavg:FedAvg",
     "fedprox": "fedatlas.methods.fedprox:FedProx",
     "fedavgm": "fedatlas.methods.fedavgm:FedAvgM",

@@ -20,7 +20,7 @@ Differences from the official code (NVFlare, research/condist-fl, which is that 
     tau is 0.5 as printed; the code smooths with 2.0. The conditional probability is exact, its code adds 1e-5
     to the denominator (`cond`), which leaks a gradient into F_k. The cross-entropy is that of the merged
     probabilities, its code applies a second softmax (`loss.options.ce_on_probs`). The server takes the mean
-    with equal weights, its configuration steps with momentum.
+    with equal weights, its configuration steps with momentum (`server_momentum`).
 
 Shapes: B batch, C classes, G groups, *S spatial.
 """
@@ -45,7 +45,8 @@ from fedatlas.learning.loop import Loss, autocast, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.marginal import channels, labelled
-from fedatlas.methods.shared.averaging import MeanOfModels, Weighting
+from fedatlas.methods.shared.averaging import Weighting
+from fedatlas.methods.shared.server_step import MeanWithMomentum
 
 SMOOTH = 1e-5
 """Added to the denominator of the Dice loss of Eq. (7)."""
@@ -66,7 +67,7 @@ class Cached:
 
 
 @options
-class ConDistFL(MeanOfModels):
+class ConDistFL(MeanWithMomentum):
     """FedAvg plus conditional distillation of every class that a site does not annotate (Wang 2025)."""
 
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)

@@ -42,15 +42,16 @@ from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors
 from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
-from fedatlas.methods.shared.averaging import MeanOfModels, answer
+from fedatlas.methods.shared.averaging import answer
 from fedatlas.methods.shared.features import Call, watched
+from fedatlas.methods.shared.server_step import MeanWithMomentum
 
 LEAST = 1e-12
 """Least L_lip by which the supervised loss is divided."""
 
 
 @options
-class FedAlign(MeanOfModels):
+class FedAlign(MeanWithMomentum):
     """FedAvg whose last block is held near a slimmed one in its Lipschitz constant (Mendieta 2022)."""
 
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)

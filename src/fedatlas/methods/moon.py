@@ -35,16 +35,17 @@ from fedatlas.core.contract import Site, at_site
 from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors
 from fedatlas.learning.loop import Loss, train
-from fedatlas.methods.shared.averaging import MeanOfModels, answer
+from fedatlas.methods.shared.averaging import answer
 from fedatlas.methods.shared.features import pooled, watched
 from fedatlas.methods.shared.redrawn import redrawn
+from fedatlas.methods.shared.server_step import MeanWithMomentum
 
 MEMORY = "moon.previous"
 """The key of a site's memory with its model of the round before."""
 
 
 @options
-class MOON(MeanOfModels):
+class MOON(MeanWithMomentum):
     """FedAvg whose features are held near the global model's and away from the site's last ones (Li 2021)."""
 
     mu: float = option(1.0, "mu: weight of the contrastive term; 0 is FedAvg.", ge=0)

@@ -11,14 +11,15 @@ per operation: equal replies give equal bits, with any number of threads and aft
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fedatlas.core.contract import State
+from fedatlas.core.contract import Clients, State
+from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.methods.shared.averaging import RowState, head_of
+from fedatlas.methods.shared.averaging import MeanOfModels, RowState, head_of, mean
 
 Rule = Callable[..., tuple[Tensor, ...]]
 """(Delta_t, moments of round t - 1, …) -> (what is added to x_t, moments of round t, …), all of one shape."""
@@ -39,6 +40,43 @@ class StepRowState(StepState, RowState):
     """The same where the sites' mean of the head is taken row by row."""
 
 
+@options
+class MeanWithMomentum(MeanOfModels):
+    """A method that takes the mean of the sites' models, and may walk on along it: the same server's step for any."""
+
+    server_momentum: float = option(
+        0.0,
+        "Momentum of the server's step, m = momentum m + Delta and x + m, as in fedavgm; 0: the mean itself.",
+        ge=0,
+        lt=1,
+    )
+
+    @property
+    def state(self) -> type[State]:
+        return StepState if self.server_momentum > 0 else State
+
+    def start(self, net: nn.Module, clients: Clients) -> State:
+        if self.server_momentum > 0:
+            return started(net, initial=(0.0,), per_class=False)
+        return super().start(net, clients)
+
+    def round(self, state: Any, clients: Clients) -> State:
+        if self.server_momentum == 0:
+            return super().round(state, clients)
+        replies = clients.call(self.local_update, model=state.model, round=state.round, rounds=state.rounds)
+        return stepped(state, mean(replies, state, self.weights), with_momentum(self.server_momentum))
+
+
+def with_momentum(beta: float) -> Rule:
+    """The step m_t = beta m_{t-1} + Delta_t, x_{t+1} = x_t + m_t; with beta = 0 the mean itself, bit for bit."""
+
+    def rule(Delta: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        m = velocity(Delta, m, beta)
+        return m, m
+
+    return rule
+
+
 def started(net: nn.Module, *, initial: tuple[float, ...], per_class: bool) -> StepState:
     """The state before the first round, with one moment for each value in `initial`. Raises as `head_of`."""
     model = tensors_of(net)
@@ -54,16 +92,16 @@ def started(net: nn.Module, *, initial: tuple[float, ...], per_class: bool) -> S
     return StepState(model, moments=moments)
 
 
-def stepped(state: S, mean: Tensors, rule: Rule) -> S:
-    """The state after a round in which `mean` is the mean of the sites' models."""
-    model, moments = dict(mean), tuple({} for _ in state.moments)
+def stepped(state: S, average: Tensors, rule: Rule) -> S:
+    """The state after a round in which `average` is the mean of the sites' models."""
+    model, moments = dict(average), tuple({} for _ in state.moments)
     for name in state.moments[0]:
-        precision = _precision(mean[name])
-        near = mean[name].to(precision)
+        precision = _precision(average[name])
+        near = average[name].to(precision)
         Delta = near - state.model[name].to(precision)
         step, *kept = rule(Delta, *(moment[name] for moment in state.moments))
         model[name] = (near - (Delta - step)).to(
-            mean[name].dtype
+            average[name].dtype
         )  # x_t + step; where step = Delta, the mean exactly
         for moment, value in zip(moments, kept, strict=True):
             moment[name] = value
