@@ -25,7 +25,7 @@ from fedatlas.transport.pipeline import PLAIN_ANSWER
 
 OVERLAPPING = LabelSpace(SPACE.names[1:], exclusive=False)
 OFF: dict[str, Any] = {"exclusion": False, "server_momentum": 0.0, "teach": 0.0}
-EAGER: dict[str, Any] = {"floor": 0.0, "full": 0.001, "every": 1}
+EAGER: dict[str, Any] = {"teach": 1.0, "floor": 0.0, "full": 0.001, "every": 1}
 """Every class that is found at all teaches with its full weight, in every batch."""
 
 
@@ -189,7 +189,7 @@ def test_where_everything_is_annotated_everywhere_nothing_is_taught() -> None:
 
 def test_a_class_that_is_not_known_well_teaches_nothing() -> None:
     """In the first round no class is, and none here after it."""
-    strict = play(FedAtlas(floor=0.999, full=1.0, every=1, local=LOCAL), rounds=3)
+    strict = play(FedAtlas(teach=1.0, floor=0.999, full=1.0, every=1, local=LOCAL), rounds=3)
     assert not any(strict.trust)
     without = play(FedAtlas(teach=0.0, local=LOCAL), rounds=3)
     assert same(strict.model, without.model)
@@ -254,7 +254,7 @@ def test_the_teacher_is_asked_in_every_nth_batch() -> None:
         site = Counting("a", annotated, 2)
         model = {name: value.clone() for name, value in site.network().state_dict().items()}
         trust = [0.0, 1.0, 1.0, 0.0]
-        method = FedAtlas(every=every, local=local)
+        method = FedAtlas(teach=1.0, every=every, local=local)
         method.local_update(cast(Any, site), model=model, trust=trust, round=1, rounds=3)
         return Counting.asked
 
@@ -277,7 +277,9 @@ def test_whole_images_are_taught() -> None:
     assert any(eager.trust) and not same(eager.model, trained(teach=0.0).model)
 
 
-@pytest.mark.parametrize(("options", "counts"), [({}, True), ({"gate": False}, False), ({"teach": 0}, False)])
+@pytest.mark.parametrize(
+    ("options", "counts"), [({"teach": 1}, True), ({"teach": 1, "gate": False}, False), ({}, False)]
+)
 def test_what_is_sent(options: dict[str, Any], counts: bool) -> None:
     """Without counts its answer is FedAvg's, which secure aggregation can sum."""
     method = FedAtlas(**options, local=LOCAL)

@@ -1,4 +1,4 @@
-"""FedAtlas: a recipe for partial labels, and teaching of what a site does not annotate.
+"""FedAtlas: exclusion, momentum at the server, and, if asked for, teaching of what a site does not annotate.
 
 This project's own method; docs/explanation/fedatlas.md derives it, docs/results.md shows what each part is worth.
 
@@ -17,7 +17,7 @@ A site that annotates a few organs leaves all others free. Two things follow: a 
 organs that it does not annotate, which the exclusion loss says (line 4); and what only one of K sites knows enters
 their mean with 1/K of its strength, which the server's momentum makes good (line 10).
 
-Where a site annotates nothing, the model that it received teaches (line 5): within the background and the classes that
+Where a site annotates nothing, the model that it received can teach (line 5; off by default): within the background and the classes that
 a sample does not annotate, each such class against the rest of them. Only classes that are good teach, each by its
 r^c; it starts at 0 for all, so that a model that knows nothing teaches nothing.
 
@@ -63,14 +63,16 @@ class AtlasState(StepState):
 
 @options
 class FedAtlas(MeanWithMomentum):
-    """Exclusion, momentum at the server, and teaching of classes that are known well where they are not annotated."""
+    """FedAvg with exclusion and momentum at the server; what is known well can be taught where it is not annotated."""
 
     exclusion: bool = option(
         True,
         "Whether the loss auto is marginal_dice_ce_exclusion where classes exclude each other; false: as everywhere else.",
     )
     server_momentum: float = option(0.6, "Momentum of the server's step; 0: the mean itself.", ge=0, lt=1)
-    teach: float = option(1.0, "Weight of what the received model teaches; 0: nothing is taught.", ge=0)
+    teach: float = option(
+        0.0, "Weight of what the received model teaches of classes that a site lacks; 0: nothing.", ge=0
+    )
     every: int = option(
         2, "n: teaching takes every n-th step, with n times its weight, to save the teacher's time.", gt=0
     )
@@ -84,6 +86,7 @@ class FedAtlas(MeanWithMomentum):
         0.7, "d^c in training from which on a class teaches with its full weight.", gt=0, le=1
     )
     weights: Weighting = option("equal", "All sites count equally, or by their training cases.")
+
     @property
     def state(self) -> type[State]:
         return AtlasState
