@@ -93,7 +93,7 @@ class Federation:
             raise OSError("gone")
         self.hosts[question.site].answer(question)
 
-    def make_net(self, name: str = "main") -> nn.Module:
+    def make_net(self, name: str = "main", **how: Any) -> nn.Module:
         main = cnn(**self.net)
         if name == "main":
             return main

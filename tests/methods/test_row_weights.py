@@ -15,13 +15,13 @@ from fedatlas import losses, nets
 from fedatlas.core.contract import State, sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
-from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, parts, tensors_of, to_tree
+from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, head_of, parts, tensors_of, to_tree
 from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedprox import FedProx
 from fedatlas.methods.fedpsl import FedPSL
-from fedatlas.methods.shared.averaging import RowState, average_rows, head_of, mean
+from fedatlas.methods.shared.averaging import RowState, average_rows, mean
 from fedatlas.transport import egress
 
 VECTORS = Path(__file__).parents[1] / "vectors"

@@ -10,8 +10,9 @@ from typing import Any, TypeVar, Union, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
-from fedatlas.core.errors import NameMismatch
+from fedatlas.core.errors import FederationError, NameMismatch
 
 Tensors = dict[str, Tensor]
 """The only form in which a model is kept, sent or averaged: parameters and saved buffers, each once."""
@@ -124,6 +125,36 @@ def parts(net: nn.Module) -> dict[str, tuple[str, ...]]:
     for name in name_of.values():
         named.setdefault(owner.get(name, "rest"), []).append(name)
     return {part: tuple(names) for part, names in named.items() if names}
+
+
+def head_of(net: nn.Module, part: str = "head") -> dict[str, int]:
+    """The tensors of a part of a net that has one entry per class, each with the axis along which its classes lie: the
+    first, but the second of the kernel of a transposed convolution.
+
+    Raises FederationError where the net names no such part, or a tensor of it does not have one entry per class.
+    """
+    names = parts(net).get(part, ())
+    if not names:
+        raise FederationError(
+            f'net {type(net).__name__}: names no part "{part}", whose rows are to be told apart by class; take a '
+            "registered net, or average all rows alike"
+        )
+    kernels = {
+        f"{name}.weight".lstrip(".")
+        for name, module in net.named_modules()
+        if isinstance(module, _ConvTransposeNd)
+    }
+    shapes = {name: shape for name, (_, shape) in forms_of(net).items()}
+    axes = {name: int(name in kernels) for name in names}
+    sizes = {name: shapes[name][axis] if shapes[name] else 0 for name, axis in axes.items()}
+    classes = getattr(net, "classes", max(sizes.values()))
+    for name, size in sizes.items():
+        if size != classes:
+            raise FederationError(
+                f"net {type(net).__name__}: {name} of its {part} is {list(shapes[name])}, not one row for each "
+                f"of {classes} classes; its rows cannot be told apart"
+            )
+    return axes
 
 
 def average(

@@ -15,6 +15,7 @@ from fedatlas.core.memory import device_memory, gibibytes
 from fedatlas.core.tensors import n_bytes, shapes_of
 from fedatlas.federation.design import Experiment, cache_folder
 from fedatlas.federation.file import load_federation
+from fedatlas.federation.initial import sentence
 from fedatlas.learning.loop import emulates_bf16
 from fedatlas.transport.egress import NetForms, bytes_of
 
@@ -67,6 +68,8 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             "local.precision is bf16, for which this processor has no instructions (avx512_bf16, amx_bf16): sites on it "
             "train slower than in float32, and to other bits than sites that have them; float32 is faster here"
         )
+    if federation.init_from:
+        sentences.append(sentence(federation.init_from, experiment.space))
     sentences += experiment.examine(experiment.shapes())
     loss, how = experiment.method.loss, getattr(federation.evaluation, "inference", None)
     foreground = getattr(loss, "options", {}).get("channels") == "foreground"

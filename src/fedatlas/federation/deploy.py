@@ -583,7 +583,7 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
             summaries = before["sites"] | summaries
         check_joined(joined, summaries, space)
         design = Design(federation, space, agreement["channels"])
-        design.check_net()
+        design.check_net(initial=begins)
         training = [POOLED] if design.pooled else sorted(s for s in summaries if trains(summaries[s]))
         memories = {site: facts["memory"] for site, facts in joined.items()}
         summaries = dict(sorted(summaries.items()))

@@ -24,6 +24,7 @@ from fedatlas.data.datasets.shared.listing import Problem
 from fedatlas.data.index import label_space_of
 from fedatlas.data.site_data import SiteData, pool
 from fedatlas.evaluation.evaluate import own_score
+from fedatlas.federation import initial as first
 from fedatlas.federation.file import Federation, hash_of, make_method, make_terms, selects
 from fedatlas.federation.tasks import task_of
 from fedatlas.transport.egress import EgressLog
@@ -52,7 +53,7 @@ def build_net(
     """The federation's net ("main"), or one that the method declares, for images of so many channels. A net that has
     something for every organ takes the organs of `labels.groups`, unless its own option `groups` names others.
 
-    initial: whether a file of weights that the net's options name is read; only the model with which the federation
+    initial: whether weights that `init_from` or the net's options name are read; only the model with which the federation
     starts needs it, so that no site does. shapes: on the meta device, where tensors have a shape and no values, so that
     a net of any size costs nothing.
     """
@@ -74,7 +75,7 @@ def build_net(
             main = build_net(federation, method, "main", channels=channels, space=space, shapes=True)
             inputs = main.n_features  # type: ignore[assignment]
     with nets.without_values() if shapes else nullcontext():
-        return nets.build(
+        net = nets.build(
             kind,
             chosen,
             in_channels=inputs,
@@ -84,6 +85,11 @@ def build_net(
             findings=len(federation.labels.findings) if name == "main" else 0,
             initial=initial and not shapes,
         )
+    if name == "main" and federation.init_from:
+        net.old = first.old_classes(federation.init_from, space)
+        if initial and not shapes:
+            first.initialise(net, federation.init_from, space)
+    return net
 
 
 @dataclass(frozen=True)

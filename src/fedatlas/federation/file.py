@@ -23,7 +23,8 @@ from fedatlas.data.transforms import Preprocessing, Sampling
 from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.metrics import METRICS as VOXEL_METRICS
-from fedatlas.federation.yaml import absolute, from_folder, keys_of, load_raw, with_weights
+from fedatlas.federation.initial import InitFrom, settled
+from fedatlas.federation.yaml import absolute, from_folder, keys_of, load_raw, with_path, with_weights
 from fedatlas.learning.augment import Augmentation
 from fedatlas.learning.inference import Inference
 from fedatlas.learning.loop import Local
@@ -99,6 +100,11 @@ class Federation:
     net: dict[str, Any] = option(
         {"name": "unet"}, "A registered net by name, with its options; for classification the default is cnn."
     )
+    init_from: InitFrom | None = option(
+        None,
+        "First weights of the net, from a model with the same classes or others: its path, or a block; null: drawn from the "
+        "seed.",
+    )
     method: dict[str, Any] = option(
         {"name": "fedavg"}, "A registered method by name, with its hyper-parameters."
     )
@@ -136,6 +142,7 @@ def parse_federation(
         values["sites"] = [absolute(site, base) for site in values["sites"]]
     if "net" in values:
         values["net"] = with_weights(values["net"], from_folder(base))
+    values["init_from"] = with_path(values.get("init_from"), base)
     try:
         federation = TypeAdapter(Federation).validate_python(values)
     except ValidationError as error:
@@ -143,6 +150,8 @@ def parse_federation(
     except FederationError as error:
         raise FederationError(f"{source}: {error}") from None
     try:
+        if federation.init_from:
+            federation = replace(federation, init_from=settled(federation.init_from))
         federation = _of_task(federation)
     except FederationError as error:
         raise FederationError(f"{source}: {error}") from None
@@ -311,11 +320,14 @@ def resolved(federation: Federation) -> dict[str, Any]:
 
 def shareable(plain: Mapping[str, Any]) -> dict[str, Any]:
     """What `resolved` gives, without what is of one machine: paths (of a file of weights its name stays) and `engine`;
-    sites by name; and without `labels.display`, which decides no result."""
+    sites by name; without `labels.display`, which decides no result; and with `init_from` only where there is one."""
     sites = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
     kept = {key: value for key, value in plain.items() if key != "engine"}
     net = with_weights(kept["net"], lambda path: Path(path).name)
     labels = {key: value for key, value in kept["labels"].items() if key != "display"}
+    first = kept.pop("init_from", None)
+    if first:
+        kept["init_from"] = {key: first[key] for key in ("classes", "findings", "sha256")}
     return kept | {"labels": labels, "net": net, "sites": sorted(sites, key=lambda site: site["name"])}
 
 

@@ -35,6 +35,7 @@ from fedatlas.federation.file import (
     resolved,
     selects,
 )
+from fedatlas.federation.initial import sentence
 from fedatlas.federation.usable import differing_versions
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.learning.loop import make_optimizer
@@ -110,10 +111,10 @@ def _local_parties(
 ) -> Parties:
     """Checks the net and the data, and brings these onto the grid."""
     federation = experiment.federation
-    experiment.check_net()
+    begins = not folder.complete()
+    experiment.check_net(initial=begins)
     experiment.prepare(tell)
     refuse(shared_scans([scan for source in experiment.sources.values() for scan in source.scans()]))
-    begins = not folder.complete()
     changed = [
         name
         for name, source in experiment.sources.items()
@@ -451,7 +452,19 @@ def _run(
         )
     if resume and not folder.complete():
         tell(f"{path}: nothing to resume, begins with the first round")
-    parties = gather(federation, folder, tell)
+    with folder.explained():
+        _rounds(federation, folder, tell, watch, after_round, gather(federation, folder, tell))
+
+
+def _rounds(
+    federation: Federation,
+    folder: RunFolder,
+    tell: Tell,
+    watch: Watch | None,
+    after_round: "Callable[[Round, Best], None] | None",
+    parties: Parties,
+) -> None:
+    """Trains, from the first round or the last complete one, and evaluates."""
     evaluation, design = federation.evaluation, parties.design
     for name, about in parties.summaries.items():
         if about.get("leaks"):
@@ -460,7 +473,10 @@ def _run(
                 "`fedatlas check` and the report tell which they are"
             )
     with Running(parties, folder, watch, tell) as running:
-        net = design.make_net()
+        begins = not folder.complete()
+        net = design.make_net(initial=begins)
+        if begins and federation.init_from:
+            tell(sentence(federation.init_from, design.space))
         _describe(folder, parties, net)
         if parties.changed:
             _note_change(folder, parties.changed)

@@ -85,6 +85,14 @@ def from_folder(base: Path) -> Callable[[str], str]:
     return lambda path: str((base / Path(path).expanduser()).resolve())
 
 
+def with_path(given: Any, base: Path) -> Any:
+    """The block `init_from`, which may be a path alone, with its path absolute."""
+    block = {"path": given} if isinstance(given, str) else given
+    if not isinstance(block, Mapping) or not isinstance(block.get("path"), str):
+        return block
+    return {**block, "path": from_folder(base)(block["path"])}
+
+
 def absolute(site: Any, base: Path) -> Any:
     if not isinstance(site, Mapping) or not isinstance(site.get("path"), str):
         return site
@@ -140,6 +148,8 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         base["sites"] = [absolute(site, base_path.parent) for site in base["sites"]]
     if "net" in base:
         base["net"] = with_weights(base["net"], from_folder(base_path.parent))
+    if "init_from" in base:
+        base["init_from"] = with_path(base["init_from"], base_path.parent)
     return _merge(base, raw)
 
 
@@ -148,8 +158,9 @@ CHOICES = frozenset({"method", "net", "strategy", "loss", "inner"})
 
 
 def _merge(base: Any, over: Any, key: str = "") -> Any:
-    """`over` on `base`: mappings key by key; another choice of `CHOICES` replaces the whole block."""
-    if not (isinstance(base, dict) and isinstance(over, dict)):
+    """`over` on `base`: mappings key by key; another choice of `CHOICES` replaces the whole block, and so does any
+    `init_from`, whose digest is of its path."""
+    if not (isinstance(base, dict) and isinstance(over, dict)) or key == "init_from":
         return over
     if key in CHOICES and over.get("name", base.get("name")) != base.get("name"):
         return over

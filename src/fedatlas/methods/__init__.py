@@ -23,6 +23,7 @@ REGISTRY: dict[str, str] = {
     "fedmatch_plus": "fedatlas.methods.fedmatch:FedMatchPlus",
     "fixmatch": "fedatlas.methods.fixmatch:FixMatch",
     "mixup_pme": "fedatlas.methods.mixup_pme:MixUpPME",
+    "mib": "fedatlas.methods.mib:MiB",
     "condistfl": "fedatlas.methods.condistfl:ConDistFL",
     "kim": "fedatlas.methods.kim:Kim",
     "fedmenu": "fedatlas.methods.fedmenu:FedMENU",
@@ -41,6 +42,9 @@ REGISTRY: dict[str, str] = {
     "centralized": "fedatlas.methods.centralized:Centralized",
 }
 """Name -> "module:class"."""
+
+CONTINUES = "mib"
+"""The method with which a run goes on to new classes, where none is named: it keeps the old ones by distillation."""
 
 
 def get(name: str) -> type[Method]:

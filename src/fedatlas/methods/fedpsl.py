@@ -44,7 +44,7 @@ from fedatlas.core.contract import Clients, Site, State, at_site
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
-from fedatlas.core.tensors import Tensors
+from fedatlas.core.tensors import Tensors, head_of
 from fedatlas.learning.loop import Loop, train
 from fedatlas.losses import LossChoice
 from fedatlas.methods.shared.averaging import (
@@ -54,7 +54,6 @@ from fedatlas.methods.shared.averaging import (
     Supervised,
     Weighting,
     answer,
-    head_of,
     mean,
     started,
 )

@@ -236,7 +236,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
-        if path.suffix == ".pth":
+        if path.suffix in (".pth", ".pt"):
             return _tensors_in(torch.load(path, map_location="cpu", weights_only=True), path)
     except FederationError:
         raise

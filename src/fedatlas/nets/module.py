@@ -16,10 +16,11 @@ class Net(nn.Module):
     forward: [B, in_channels, *S] -> logits [B, classes, *S]; with deep supervision, in training mode, a list
     of logits, the full resolution first. Where level is "image": logits [B, classes]. With findings beside
     segmentation: `Mixed`, the second of them logits [B, findings]. divisor: by what each axis of an input must
-    divide.
+    divide. old: the foreground classes that its first weights know already, from another model.
     """
 
     level: Literal["voxel", "image"] = "voxel"
+    old: tuple[int, ...] = ()
 
     def __init__(self, in_channels: int, classes: int, divisor: Sequence[int], findings: int = 0) -> None:
         super().__init__()

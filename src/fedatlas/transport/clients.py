@@ -112,8 +112,9 @@ class SiteClients:
     """site -> the installation that gave its last usable answer."""
     others: list[str] = field(default_factory=list)
     """Sites that are called only where a call names them: they are scored, and train nothing."""
-    make_net: Callable[[str], nn.Module] | None = None
-    """Makes a net of the federation for the server's own use: "main", or a name that the method declares."""
+    make_net: Callable[..., nn.Module] | None = None
+    """Makes a net of the federation for the server's own use: "main", or a name that the method declares; `initial` says
+    whether it needs its first weights."""
     sample_shape: tuple[int, ...] = ()
     seed: int = 0
     """The federation's."""
@@ -146,7 +147,7 @@ class SiteClients:
         if self.make_net is None:
             raise FedAtlasError(f"a net {name!r} was asked for at the server, which has none here")
         torch.set_num_threads(self.threads)
-        net = self.make_net(name)
+        net = self.make_net(name, initial=model is None)
         if model is not None:
             load(net, model)
         return net.eval()

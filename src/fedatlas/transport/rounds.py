@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from fedatlas.core.contract import Clients, Method, State
-from fedatlas.core.errors import FedAtlasError, RunFolderError, WireError
+from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError, WireError
 from fedatlas.core.tensors import from_tree, to_tree
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Call
@@ -172,6 +172,28 @@ class RunFolder:
             lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {began},")
             lock.flush()
             yield
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Keeps in stopped.json why a run stopped, where the context ends with an error; while it goes on there is none."""
+        kept = self.path / "stopped.json"
+        kept.unlink(missing_ok=True)
+        try:
+            yield
+        except BaseException as error:
+            why = "by hand (Ctrl-C)"
+            if not isinstance(error, KeyboardInterrupt):
+                said = isinstance(error, FedAtlasError) and not isinstance(error, DataError)
+                # what is said of data may name a case
+                why = (
+                    str(error).splitlines()[0]
+                    if said
+                    else f"{type(error).__name__}; see what the run itself said"
+                )
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            with contextlib.suppress(OSError):
+                write_atomic(kept, to_json({"when": now, "why": why}))
+            raise
 
     def site(self, name: str) -> Path:
         """The private folder of a site that is served on this machine."""

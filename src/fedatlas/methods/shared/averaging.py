@@ -18,14 +18,13 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from fedatlas import losses
 from fedatlas.core.contract import Clients, Method, Replies, Site, State, at_site
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
-from fedatlas.core.tensors import Tensors, average, forms_of, parts, tensors_of
+from fedatlas.core.tensors import Tensors, average, head_of, tensors_of
 from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
 
@@ -166,36 +165,6 @@ def answer(site: Site, net: nn.Module, *, per_class: bool) -> dict[str, Any]:
     """The reply of a trained site: its model and n_k, and with `per_class` n_k^c for each class c."""
     own = {"model": tensors_of(net), "n": site.n_train}
     return own | ({"labelled": site.n_labelled.tolist()} if per_class else {})
-
-
-def head_of(net: nn.Module) -> dict[str, int]:
-    """The tensors of a net's part "head", each with the axis along which its classes lie: the first, but the
-    second of the kernel of a transposed convolution.
-
-    Raises FederationError where the net names no head, or a tensor of it does not have one entry per class.
-    """
-    names = parts(net).get("head", ())
-    if not names:
-        raise FederationError(
-            f'net {type(net).__name__}: names no part "head", whose rows are to be averaged one by one; take a '
-            "registered net, or average all rows alike"
-        )
-    kernels = {
-        f"{name}.weight".lstrip(".")
-        for name, module in net.named_modules()
-        if isinstance(module, _ConvTransposeNd)
-    }
-    shapes = {name: shape for name, (_, shape) in forms_of(net).items()}
-    axes = {name: int(name in kernels) for name in names}
-    sizes = {name: shapes[name][axis] if shapes[name] else 0 for name, axis in axes.items()}
-    classes = getattr(net, "classes", max(sizes.values()))
-    for name, size in sizes.items():
-        if size != classes:
-            raise FederationError(
-                f"net {type(net).__name__}: {name} of its head is {list(shapes[name])}, not one row for each "
-                f"of {classes} classes; its rows cannot be averaged one by one"
-            )
-    return axes
 
 
 def average_rows(

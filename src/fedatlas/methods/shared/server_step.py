@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fedatlas.core.contract import Clients, State
 from fedatlas.core.options import option, options
-from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.methods.shared.averaging import MeanOfModels, RowState, head_of, mean
+from fedatlas.core.tensors import Tensors, head_of, tensors_of
+from fedatlas.methods.shared.averaging import MeanOfModels, RowState, mean
 
 Rule = Callable[..., tuple[Tensor, ...]]
 """(Delta_t, moments of round t - 1, …) -> (what is added to x_t, moments of round t, …), all of one shape."""

@@ -1,0 +1,119 @@
+"""A federation file with which a run goes on: with sites that join, new classes, or both."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter
+
+from fedatlas import methods
+from fedatlas.core.errors import FederationError, RunFolderError
+from fedatlas.core.options import not_known, own_first
+from fedatlas.data.index import SiteConfig
+from fedatlas.federation.design import space_of
+from fedatlas.federation.file import Federation, load_federation
+from fedatlas.federation.initial import sentence
+from fedatlas.federation.tasks import task_of
+from fedatlas.federation.usable import record_of
+from fedatlas.federation.yaml import absolute, load_raw, read_yaml
+from fedatlas.transport.store import write_atomic
+
+
+def extend(
+    run: Path, file: Path, out: Path, *, model: str = "best", without: Sequence[str] = ()
+) -> list[str]:
+    """Writes the federation file `out`, which goes on from a model of a run; returns what it says, a sentence each.
+
+    file: what is new, as keys of a federation file: `sites` that join, or replace those of their name; in `labels` the
+    names of new classes, otherwise those that the sites bring; every other key stands before the run's. without: sites of
+    the run that take no part.
+
+    Raises RunFolderError for a run that is none, FederationError for what cannot be gone on with.
+    """
+    if not (run / "run.json").exists():
+        raise RunFolderError(f"{run}: not a run folder, it holds no run.json; `fedatlas run` makes one")
+    if out.exists():
+        raise FederationError(f"{out}: exists already; name another file with -o")
+    known = record_of(run)[1].names
+    old, new = read_yaml(run / "federation.yaml"), load_raw(file)
+    if not new and not without:
+        raise FederationError(f"{file}: says nothing new; give `sites`, new names in `labels`, or other keys")
+    sites = _sites(old, new.pop("sites", None) or [], without, file)
+    labels = new.pop("labels", None) or {}
+    if not isinstance(labels, Mapping):
+        raise FederationError(
+            f"{file}: labels: got {labels!r}; expected a mapping of keys, as names: [larynx]"
+        )
+    added = [name for name in labels.get("names") or () if name not in known]
+    values: dict[str, Any] = {
+        "extends": os.path.relpath((run / "federation.yaml").resolve(), out.resolve().parent),
+        "name": f"{old['name']}-extended"[:100],
+        "labels": {**labels, "names": [*known, *added]},
+        "sites": list(sites.values()),
+        "init_from": {"path": str(run.resolve()), "model": model},
+        "method": _method(old["method"]),
+        **new,
+    }
+    joined = [name for name in sites if name not in {site["name"] for site in old["sites"]}]
+    try:
+        federation = _written(values, out, run)
+        if not labels.get("names"):
+            values["labels"]["names"] += _brought(federation, joined, known)
+            federation = _written(values, out, run)
+    except BaseException:
+        out.unlink(missing_ok=True)
+        raise
+    assert federation.init_from is not None
+    told = [
+        f"sites: {', '.join(sites)}"
+        + "".join(
+            f"; {what} {', '.join(names)}" for what, names in (("new", joined), ("without", without)) if names
+        )
+    ]
+    told.append(sentence(federation.init_from, space_of(federation, {})))
+    return [*told, f"method: {federation.method['name']}, {federation.rounds} rounds"]
+
+
+def _sites(old: Mapping[str, Any], new: Any, without: Sequence[str], file: Path) -> dict[str, dict[str, Any]]:
+    """name -> site of the federation file: those of the run but `without`, and the new ones. Keys with their defaults are
+    left out. Raises FederationError for a site to leave out that is none, and for what is no list of sites."""
+    sites = {site["name"]: site for site in old["sites"]}
+    for name in without:
+        if name not in sites:
+            raise not_known("--without: the site", name, sites)
+        del sites[name]
+    if not isinstance(new, list) or not all(isinstance(site, Mapping) and "name" in site for site in new):
+        raise FederationError(f"{file}: sites: expected a list of mappings, each with a name")
+    defaults = TypeAdapter(SiteConfig).dump_python(SiteConfig(name="any"), mode="json")  # type: ignore[call-arg]
+    kept = {
+        name: {key: value for key, value in site.items() if key == "name" or value != defaults.get(key)}
+        for name, site in sites.items()
+    }
+    return kept | {str(site["name"]): absolute(dict(site), file.resolve().parent) for site in new}
+
+
+def _method(old: Mapping[str, Any]) -> dict[str, Any]:
+    """The method that keeps old classes, with the options that it shares with the run's."""
+    own = own_first(methods.get(methods.CONTINUES))
+    shared = (
+        old if old["name"] == methods.CONTINUES else {key: value for key, value in old.items() if key in own}
+    )
+    return {**shared, "name": methods.CONTINUES}
+
+
+def _written(values: Mapping[str, Any], out: Path, run: Path) -> Federation:
+    """The federation of these values, with the file that holds them."""
+    text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=120)
+    write_atomic(out, f"# Written by `fedatlas extend`: goes on from {run.name}.\n{text}".encode())
+    return load_federation(out)
+
+
+def _brought(federation: Federation, joined: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names of classes that sites which join bring, and that are not known yet."""
+    task, names = task_of(federation), []
+    for site in federation.sites:
+        if site.name in joined and site.path is not None:
+            names += task.read(federation, site, Path(site.path)).brings
+    return [name for name in dict.fromkeys(names) if name not in known]
