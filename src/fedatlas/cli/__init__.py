@@ -23,6 +23,7 @@ from fedatlas.core.errors import FedAtlasError
 VERBS = (
     "check",
     "run",
+    "watch",
     "extend",
     "evaluate",
     "predict",

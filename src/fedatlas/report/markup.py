@@ -45,7 +45,9 @@ def _environment() -> Environment:
         "mean_of_defined": mean_of_defined,
         "select": select,
     }
-    made.globals |= {of.__name__: of for of in (count, duration, figure, human, listed, note, si, slug, time)}
+    made.globals |= {
+        of.__name__: of for of in (clock, count, duration, figure, human, listed, note, si, slug, time)
+    }
     pieces = made.get_template("macros.html").module
     made.globals |= {name: of for name, of in vars(pieces).items() if not name.startswith("_")}
     return made
@@ -137,6 +139,12 @@ def time(value: Any) -> str:
     return f"{moment:%Y-%m-%d %H:%M} {moment.tzname() or ''}".strip()
 
 
+def clock(seconds: float) -> str:
+    """Hours and minutes; seconds where it is less than an hour."""
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60:02d} min" if hours else f"{rest // 60} min {rest % 60:02d} s"
+
+
 def duration(info: Any) -> str | None:
     """How long a run took; None where that is not known."""
     try:
@@ -144,5 +152,4 @@ def duration(info: Any) -> str | None:
         seconds = (datetime.fromisoformat(str(info.get("finished"))) - began).total_seconds()
     except (ValueError, TypeError):
         return None
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours} h {rest // 60:02d} min" if hours else f"{rest // 60} min {rest % 60:02d} s"
+    return clock(seconds)

@@ -1,0 +1,45 @@
+"""`fedatlas watch`: a page that shows a run while it goes on."""
+
+import argparse
+import time
+from pathlib import Path
+
+NAME = "watch"
+SENTENCE = "Show a run while it goes on, as a page on this machine."
+EXAMPLE = "fedatlas watch runs/trial"
+
+
+def options(made: argparse.ArgumentParser) -> None:
+    made.add_argument("run", type=Path, help="the run folder")
+    made.add_argument(
+        "--port",
+        type=int,
+        default=8750,
+        help="of the page, on 127.0.0.1; 0: any that is free (default: 8750)",
+    )
+    made.add_argument("--out", type=Path, help="write the page into a file instead, until the run is over")
+    made.add_argument("--every", type=float, default=5, help="seconds between two looks (default: 5)")
+
+
+def call(arguments: argparse.Namespace) -> int:
+    from fedatlas.core.errors import FedAtlasError
+    from fedatlas.report.watch import Watched, server, write
+
+    if not arguments.every >= 1 or not 0 <= arguments.port <= 65535:
+        raise FedAtlasError(
+            f"--every {arguments.every:g}, --port {arguments.port}: allowed are 1 second or more, and ports from 0 to 65535"
+        )
+    watched = Watched(arguments.run, arguments.every)
+    if arguments.out is None:
+        with server(watched, arguments.port) as serving:
+            print(
+                f"http://127.0.0.1:{serving.server_address[1]}/   (Ctrl-C ends the page, not the run)",
+                flush=True,
+            )
+            serving.serve_forever()
+        return 0
+    print(f"{arguments.out}   (Ctrl-C ends the page, not the run)", flush=True)
+    while not (now := write(watched, arguments.out)).over:
+        time.sleep(arguments.every)
+    print(f"{now.state}{': ' if now.why else ''}{now.why}, {now.done} of {now.rounds} rounds")
+    return 0

@@ -1,0 +1,240 @@
+"""The live page: where a run stands, of every kind of folder, and in a real browser while a run goes on."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from synthetic_run import write_run
+
+from fedatlas.cli import main
+from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError, SiteLost
+from fedatlas.report.watch import Watched, server, write
+from fedatlas.transport.rounds import RunFolder
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path, undrawn: None) -> Path:
+    """Two of five rounds; the lock is that of this process."""
+    run = write_run(tmp_path / "run", final=False)
+    info = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**info, "rounds": 50, "finished": None}))
+    (run / "stopped.json").unlink(missing_ok=True)
+    lock(run, os.getpid())
+    return run
+
+
+def lock(run: Path, process: int, host: str = "") -> None:
+    began = "2026-11-22T10:00:00+00:00"
+    (run / "lock").write_text(f"process {process} on {host or socket.gethostname()}, since {began},")
+
+
+def ask(run: Path, function: str, answered: list[str], age: float = 0) -> None:
+    """A question to all sites."""
+    folder = run / "scratch" / "train" / "000003-000" / function
+    folder.mkdir(parents=True)
+    for name in ("to-all", *answered):
+        (folder / f"{name}.fa").write_text("")
+    os.utime(folder / "to-all.fa", (time.time() - age,) * 2)
+
+
+def words(text: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", text.partition("</style>")[2]))
+
+
+def test_a_run_that_goes_on(unfinished: Path) -> None:
+    now, page = Watched(unfinished, every=7).look()
+    sites = sorted(json.loads((unfinished / "run.json").read_text())["sites"])
+    assert (now.state, now.rounds, now.call) == ("runs", 50, None) and now.left and not now.over
+    assert '<meta http-equiv="refresh" content="7">' in page
+    assert f"Round {now.done + 1} of 50" in words(page)
+    ask(unfinished, "local_update", sites[:1], age=3)
+    now, page = Watched(unfinished).look()
+    assert now.call and now.call.answered == (sites[0],) and set(now.call.waits) == set(sites[1:])
+    assert f"{sites[0]} answered; waiting for {', '.join(now.call.waits)}" in words(page)
+
+
+def test_who_takes_longer_than_usual_is_late(unfinished: Path) -> None:
+    ask(unfinished, "local_update", [], age=1e5)
+    now, page = Watched(unfinished).look()
+    assert now.call and now.call.late and "longer than usual" in words(page) and "late:" in words(page)
+
+
+def test_data_that_are_prepared(tmp_path: Path) -> None:
+    (tmp_path / "federation.yaml").write_text("name: x\n")
+    lock(tmp_path, os.getpid())
+    now, page = Watched(tmp_path).look()
+    assert now.state == "prepares" and "their data are prepared" in words(page)
+
+
+def test_a_run_that_is_finished(tmp_path: Path, undrawn: None) -> None:
+    now, page = Watched(write_run(tmp_path / "run")).look()
+    assert now.state == "finished" and now.over and 'http-equiv="refresh"' not in page
+    assert "Finished: all" in words(page) and 'id="overlays"' in page
+
+
+def test_a_run_that_was_killed(unfinished: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    lock(unfinished, dead.pid)
+    now, page = Watched(unfinished).look()
+    assert now.state == "stopped" and "ended without a word" in words(page) and "--resume" in words(page)
+    lock(unfinished, dead.pid, host="another-machine")
+    assert Watched(unfinished).look()[0].state == "runs", "of another machine nothing is known"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (SiteLost("site b: no answer within 5 s"), r"Stopped: site b: no answer within 5 s \("),
+        (KeyboardInterrupt(), r"Stopped: by hand \(Ctrl-C\)"),
+        (DataError("site b: case_7: a hole"), "Stopped: DataError; see what the run itself said"),
+        (ValueError("case_7"), "Stopped: ValueError; see what the run itself said"),
+    ],
+)
+def test_why_a_run_stopped(unfinished: Path, error: BaseException, said: str) -> None:
+    """Not by the name of a case."""
+    folder = RunFolder(unfinished)
+    with pytest.raises(type(error)), folder.explained():
+        raise error
+    now, page = Watched(unfinished).look()
+    assert now.over and re.search(said, words(page)) and "case_7" not in page
+    with folder.explained():
+        assert Watched(unfinished).look()[0].state == "runs", "it goes on"
+    assert Watched(unfinished).look()[0].state == "runs"
+
+
+def test_the_server_gives_the_page_to_this_machine_alone(unfinished: Path) -> None:
+    with server(Watched(unfinished), 0) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        host, port = serving.server_address[:2]
+        assert host == "127.0.0.1"
+        address = f"http://127.0.0.1:{port}/"
+        with urllib.request.urlopen(address) as answer:
+            assert b"FedAtlas live" in answer.read() and answer.headers["Cache-Control"] == "no-store"
+        for path, name in (("rounds/0001/log.json", None), ("", "evil.example:80")):
+            asked = urllib.request.Request(address + path, headers={"Host": name} if name else {})
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(asked)
+        with pytest.raises(FedAtlasError, match=f"--port {port}: cannot be used"):
+            server(Watched(unfinished), int(port))
+        (unfinished / "rounds" / "0001" / "log.json").write_text("{")
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(address)
+        serving.shutdown()
+
+
+def test_a_file_where_no_server_may_run(tmp_path: Path, undrawn: None, capsys) -> None:
+    run, out = write_run(tmp_path / "run"), tmp_path / "deep" / "page.html"
+    assert main(["watch", str(run), "--out", str(out)]) == 0
+    assert "finished, " in capsys.readouterr().out and "FedAtlas live" in out.read_text()
+    assert [path.name for path in out.parent.iterdir()] == ["page.html"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["nowhere"], "not a run folder, federation.yaml is missing"),
+        (["run", "--every", "0"], "allowed are 1 second or more"),
+        (["run", "--every", "nan"], "allowed are 1 second or more"),
+        (["run", "--port", "70000"], "ports from 0 to 65535"),
+        (["run", "--out", "run/run.json/page.html"], "run.json"),
+    ],
+)
+def test_what_cannot_be_watched(
+    tmp_path: Path, undrawn: None, capsys, monkeypatch, more: list[str], said: str
+) -> None:
+    write_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert main(["watch", *more]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none() -> None:
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        Watched(Path("nothing"))
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def seen(profile: Path, address: str) -> str:
+    """What a browser has of a page, with its scripts run."""
+    assert BROWSER is not None
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={profile}"]
+    done = subprocess.run(
+        [BROWSER, *flags, "--dump-dom", address], capture_output=True, timeout=60, text=True, check=True
+    )
+    return words(done.stdout)
+
+
+def until(look: Callable[[], str], wanted: str, seconds: float = 180) -> str:
+    end = time.monotonic() + seconds
+    while not re.search(wanted, text := look()):
+        assert time.monotonic() < end, f"{wanted!r} did not come: {text[:600]}"
+        time.sleep(1)
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    BROWSER is None, reason="no Chromium on this machine; install it with: apt-get install chromium"
+)
+def test_a_browser_sees_a_run_whose_site_dies_and_which_is_killed(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
+    """The worker process of a site is killed in a round; then the run itself."""
+    small |= {
+        "rounds": 500,
+        "local": small["local"] | {"steps": 40},
+        "faults": {"on_lost": "drop"},
+    }
+    small["engine"] = small["engine"] | {"workers": 2}
+    file, run = tmp_path / "federation.yaml", tmp_path / "runs" / "r"
+    file.write_text(yaml.safe_dump(small))
+    cli = [sys.executable, "-m", "fedatlas.cli"]
+    running = subprocess.Popen([*cli, "run", str(file), "--runs", str(tmp_path / "runs"), "--id", "r"])
+    watching = None
+    try:
+        until(lambda: str((run / "federation.yaml").exists()), "True")
+        watching = subprocess.Popen(
+            [*cli, "watch", str(run), "--port", "0"], stdout=subprocess.PIPE, text=True
+        )
+        assert watching.stdout
+        address = watching.stdout.readline().split()[0]
+        look = lambda: seen(tmp_path / "profile", address)  # noqa: E731
+        until(look, r"Round [3-9]\d* of 500")
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        until(look, "lost in round|Lost sites")
+        running.kill()
+        running.wait()
+        text = until(look, "Stopped: its process ended without a word")
+        assert "goes on" in text
+    finally:
+        for process in (running, watching):
+            if process is not None:
+                process.kill()
+                process.wait()
+
+
+def test_the_page_is_written_whole_or_not_at_all(unfinished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    out.write_text("old")
+    (unfinished / "rounds" / "0001" / "log.json").write_text("{")
+    with pytest.raises(RunFolderError):
+        write(Watched(unfinished), out)
+    assert out.read_text() == "old"
