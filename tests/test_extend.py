@@ -223,7 +223,7 @@ def test_with_no_new_class_a_run_goes_on(small, finished, tmp_path) -> None:
     begun = Experiment(of_run(small, finished, init_from=first), tmp_path / "cache").make_net()
     assert same(tensors_of(begun), tree["model"])
     plain: Any = wire.decode(last_state(of_run(small, finished, init_from=first), tmp_path / "plain"))
-    method = {"name": "mib", "lambda_kd": 0.0}
+    method = {"name": "mib", "lambda_kd": 0.0, "server_momentum": 0.0}
     other: Any = wire.decode(
         last_state(of_run(small, finished, init_from=first, method=method), tmp_path / "mib")
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import generator
 from fedatlas.methods.fedavg import FedAvg
+from fedatlas.methods.fedavgm import FedAvgM
 from fedatlas.methods.mib import MiB, l_kd
 
 SPACE = LabelSpace(("background", "a", "b", "new"))
@@ -100,12 +101,18 @@ def test_an_equal_model_is_a_minimum() -> None:
 
 
 @pytest.mark.parametrize("how", [{"lambda_kd": 0.0}, {}], ids=["no distillation", "no old class"])
-def test_without_an_older_model_it_is_fedavg(how: dict[str, Any]) -> None:
+def test_without_an_older_model_and_momentum_it_is_fedavg(how: dict[str, Any]) -> None:
     """Bit for bit."""
     expected = play(FedAvg(local=LOCAL), federation()).model
     net = old_net() if how else small_unet()
-    state = play(MiB(local=LOCAL, **how), federation(), net=net)
+    state = play(MiB(local=LOCAL, server_momentum=0.0, **how), federation(), net=net)
     assert same(state.model, expected) and not state.teacher
+
+
+def test_with_momentum_alone_it_is_fedavgm() -> None:
+    """Bit for bit."""
+    expected = play(FedAvgM(local=LOCAL, beta=0.9), federation()).model
+    assert same(play(MiB(local=LOCAL, lambda_kd=0.0), federation(), net=old_net()).model, expected)
 
 
 def test_the_older_model_stays_that_of_the_start() -> None:
@@ -118,6 +125,6 @@ def test_the_older_model_stays_that_of_the_start() -> None:
 
 
 def test_it_says_what_the_older_model_costs() -> None:
-    assert "is then fedavg" in MiB().examine(small_unet(), ["x"])[0]
+    assert "nothing is distilled" in MiB().examine(small_unet(), ["x"])[0]
     assert "beside that of every round" in MiB().examine(old_net(), ["x"])[0]
     assert not dataclasses.replace(MiB(), lambda_kd=0.0).examine(old_net(), ["x"])

@@ -24,6 +24,7 @@ from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.metrics import METRICS as VOXEL_METRICS
 from fedatlas.federation.initial import InitFrom, settled
+from fedatlas.federation.log import Log
 from fedatlas.federation.yaml import absolute, from_folder, keys_of, load_raw, with_path, with_weights
 from fedatlas.learning.augment import Augmentation
 from fedatlas.learning.inference import Inference
@@ -117,6 +118,9 @@ class Federation:
     comm: Comm = option(Comm(), "Compression of the models that are sent.")  # type: ignore[call-arg]
     privacy: Privacy | None = option(None, "Differential privacy of what every site sends; null: none.")
     secure: Secure | None = option(None, "Secure aggregation of the sites' models; null: none.")
+    log: Log = option(
+        Log(), "Where its numbers are written beside the run folder; not part of the file's hash."
+    )  # type: ignore[call-arg]
     engine: Engine = option(Engine(), "How it runs on this machine; not part of the file's hash.")  # type: ignore[call-arg]
 
 
@@ -143,6 +147,9 @@ def parse_federation(
     if "net" in values:
         values["net"] = with_weights(values["net"], from_folder(base))
     values["init_from"] = with_path(values.get("init_from"), base)
+    log = values.get("log")
+    if isinstance(log, Mapping) and isinstance(log.get("tensorboard"), str):
+        values["log"] = {**log, "tensorboard": from_folder(base)(log["tensorboard"])}
     try:
         federation = TypeAdapter(Federation).validate_python(values)
     except ValidationError as error:
@@ -319,10 +326,10 @@ def resolved(federation: Federation) -> dict[str, Any]:
 
 
 def shareable(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """What `resolved` gives, without what is of one machine: paths (of a file of weights its name stays) and `engine`;
-    sites by name; without `labels.display`, which decides no result; and with `init_from` only where there is one."""
+    """What `resolved` gives, without what is of one machine: paths (of a file of weights its name stays), `engine` and
+    `log`; sites by name; without `labels.display`, which decides no result; and with `init_from` only where there is one."""
     sites = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
-    kept = {key: value for key, value in plain.items() if key != "engine"}
+    kept = {key: value for key, value in plain.items() if key not in ("engine", "log")}
     net = with_weights(kept["net"], lambda path: Path(path).name)
     labels = {key: value for key, value in kept["labels"].items() if key != "display"}
     first = kept.pop("init_from", None)

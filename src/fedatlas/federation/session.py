@@ -36,6 +36,7 @@ from fedatlas.federation.file import (
     selects,
 )
 from fedatlas.federation.initial import sentence
+from fedatlas.federation.log import writers
 from fedatlas.federation.usable import differing_versions
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.learning.loop import make_optimizer
@@ -452,8 +453,14 @@ def _run(
         )
     if resume and not folder.complete():
         tell(f"{path}: nothing to resume, begins with the first round")
-    with folder.explained():
-        _rounds(federation, folder, tell, watch, after_round, gather(federation, folder, tell))
+    with folder.explained(), writers(federation.log, federation.name, path, tell) as write:
+
+        def see(record: Round, best: Best) -> None:
+            write(record)
+            if after_round:
+                after_round(record, best)
+
+        _rounds(federation, folder, tell, watch, see, gather(federation, folder, tell))
 
 
 def _rounds(
@@ -461,7 +468,7 @@ def _rounds(
     folder: RunFolder,
     tell: Tell,
     watch: Watch | None,
-    after_round: "Callable[[Round, Best], None] | None",
+    after_round: "Callable[[Round, Best], None]",
     parties: Parties,
 ) -> None:
     """Trains, from the first round or the last complete one, and evaluates."""
@@ -512,8 +519,7 @@ def _rounds(
             own.see(record.number, scores)
             best.see(record.number, record.rows)
             scores.clear()
-            if after_round:
-                after_round(record, best)
+            after_round(record, best)
 
         state = run(
             design.method,

@@ -7,7 +7,8 @@ annotate these alone. What is not annotated is the background of the labels, so 
 loss that respects missing labels). The old model teaches the old classes. What it calls background may be a new class by
 now, so the new model's background is merged with the new classes before the two are compared (Eq. 8 and 9).
 
-The server takes the mean of the sites' models, as in FedAvg. The old model goes with every call, so that a site need not
+The server takes the mean of the sites' models and walks on along it: what one of K sites learns of a new class enters the
+mean with 1/K of its strength, which momentum makes good. The old model goes with every call, so that a site need not
 remember it; where no class is old, or nothing is distilled, nothing goes along.
 
 Differences from the paper
@@ -41,11 +42,12 @@ from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import Loss, train
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.marginal import labelled
-from fedatlas.methods.shared.averaging import MeanOfModels, answer, mean
+from fedatlas.methods.shared.averaging import answer, mean
+from fedatlas.methods.shared.server_step import MeanWithMomentum, StepState, started, stepped, with_momentum
 
 
 @dataclass(frozen=True)
-class OldState(State):
+class OldState(StepState):
     """A state that keeps the older model. old: the classes that it knows; teacher: theta^{t-1}, in the form of the new model,
     whose rows of new classes are not asked. Both are empty where it does not teach."""
 
@@ -54,24 +56,32 @@ class OldState(State):
 
 
 @options
-class MiB(MeanOfModels):
+class MiB(MeanWithMomentum):
     """FedAvg that learns new classes and keeps those of an older model by distillation (Cermelli 2020)."""
 
     state: ClassVar[type[State]] = OldState
 
-    lambda_kd: float = option(
-        10.0, "lambda: weight of the distillation from the older model; 0 is FedAvg.", ge=0
+    lambda_kd: float = option(10.0, "lambda: weight of the distillation from the older model; 0: none.", ge=0)
+    server_momentum: float = option(
+        0.9,
+        "Momentum of the server's step, m = momentum m + Delta and x + m, as in fedavgm; 0: the mean itself.",
+        ge=0,
+        lt=1,
     )
 
     def start(self, net: nn.Module, clients: Clients) -> OldState:
         old = tuple(getattr(net, "old", ())) if self.lambda_kd else ()
-        return OldState(tensors_of(net), old=old, teacher=tensors_of(net) if old else {})
+        moments = started(net, initial=(0.0,), per_class=False).moments if self.server_momentum else ()
+        return OldState(tensors_of(net), moments=moments, old=old, teacher=tensors_of(net) if old else {})
 
     def round(self, state: OldState, clients: Clients) -> State:
         older = {"old": list(state.old), "teacher": state.teacher} if state.old else {}
         where = {"round": state.round, "rounds": state.rounds}
         replies = clients.call(self.local_update, model=state.model, **where, **older)
-        return dataclasses.replace(state, model=mean(replies, state, self.weights), round=state.round + 1)
+        average = mean(replies, state, self.weights)
+        if state.moments:
+            return stepped(state, average, with_momentum(self.server_momentum))
+        return dataclasses.replace(state, model=average, round=state.round + 1)
 
     @at_site
     def local_update(
@@ -111,7 +121,7 @@ class MiB(MeanOfModels):
         """Notes what the older model costs, or that there is none."""
         if not getattr(net, "old", ()):
             return [
-                "method mib: `init_from` gives no model that knows a class of this federation; mib is then fedavg"
+                "method mib: `init_from` gives no model that knows a class of this federation; nothing is distilled"
             ]
         return (
             ["method mib: the older model goes to the sites beside that of every round"]
