@@ -26,7 +26,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,6 @@ class OldState(StepState):
 class MiB(MeanWithMomentum):
     """FedAvg that learns new classes and keeps those of an older model by distillation (Cermelli 2020)."""
 
-    state: ClassVar[type[State]] = OldState
-
     lambda_kd: float = option(10.0, "lambda: weight of the distillation from the older model; 0: none.", ge=0)
     server_momentum: float = option(
         0.9,
@@ -68,6 +66,10 @@ class MiB(MeanWithMomentum):
         ge=0,
         lt=1,
     )
+
+    @property
+    def state(self) -> type[State]:
+        return OldState
 
     def start(self, net: nn.Module, clients: Clients) -> OldState:
         old = tuple(getattr(net, "old", ())) if self.lambda_kd else ()
