@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from fedatlas.federation.check import check_federation_file, masked_bytes, sent_bytes, text_of
+from fedatlas.federation.check import check_federation_file, text_of
+from fedatlas.federation.forecast import masked_bytes, sent_bytes
 from fedatlas.transport import wire
 from fedatlas.transport.protection import compression, secure
 from fedatlas.transport.protection.secure import Secure

@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "methods.shared": "core losses learning transport.protection",
     "methods": "core losses learning methods.shared",
     "federation": "core losses nets learning data evaluation transport transport.protection methods",
+    "planning": "core nets data transport federation",
     "analysis.runs": "core losses learning data evaluation transport analysis federation",
     "compare": "core data evaluation report transport federation",
     "papers": "core nets learning evaluation report transport methods methods.shared federation compare",

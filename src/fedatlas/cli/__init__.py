@@ -21,6 +21,9 @@ from fedatlas.cli.shared import INTERRUPTED
 from fedatlas.core.errors import FedAtlasError
 
 VERBS = (
+    "init",
+    "describe",
+    "plan",
     "check",
     "run",
     "watch",

@@ -3,7 +3,6 @@
 import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 from fedatlas.cli import shared
 from fedatlas.cli.progress import Counter
@@ -26,13 +25,7 @@ def options(made: argparse.ArgumentParser) -> None:
         help="layout of the folder, one that `fedatlas list datasets` names; default: csv for findings of whole images, "
         "auto (nnunet, msd or monai) for segmentation",
     )
-    made.add_argument(
-        "--reading",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option of that format, as table=labels.csv, patient=subject or mask_suffix=_mask",
-    )
+    shared.reading(made)
     made.add_argument(
         "--alias",
         action="append",
@@ -48,8 +41,7 @@ def call(arguments: argparse.Namespace) -> int:
     from fedatlas.federation.trained import evaluate_folder, evaluation_table, image_table, task_name
 
     aliases = shared.pairs("--alias", arguments.alias, "THEIRS=OURS", "cord=spinal_cord")
-    given = shared.pairs("--reading", arguments.reading, "KEY=VALUE", "table=labels.csv")
-    reading = {key: _plain(value) for key, value in given.items()}
+    reading = shared.options_of_a_layout(arguments.reading)
     of_images = task_name(arguments.run) == "classification"
     if of_images:
         shared.only_of_voxels(arguments)
@@ -72,13 +64,3 @@ def call(arguments: argparse.Namespace) -> int:
         if ignored:
             print(f"not scored, the model does not know them: {', '.join(ignored)}")
     return 0
-
-
-def _plain(text: str) -> Any:
-    """A value as a federation file would hold it."""
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text

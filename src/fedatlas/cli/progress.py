@@ -64,7 +64,7 @@ class Progress:
 
 
 class Counter:
-    """What `predict` and `evaluate` show while they work, on stderr and only on a terminal: the case that is next, how
+    """What `predict`, `evaluate`, `describe`, `init` and `plan` show while they work, on stderr and only on a terminal: the case that is next, how
     many there are, and the time left."""
 
     def __init__(self, quiet: bool) -> None:
@@ -85,6 +85,11 @@ class Counter:
             file=self.out,
             flush=True,
         )
+
+    def show(self, text: str) -> None:
+        """What is going on, until the next line."""
+        if self.live:
+            print(f"\r\x1b[2K  {text}", end="", file=self.out, flush=True)
 
     def __enter__(self) -> "Counter":
         return self

@@ -83,6 +83,64 @@ def pairs(flag: str, given: Sequence[str], form: str, example: str) -> dict[str,
     return result
 
 
+def reading(made: argparse.ArgumentParser) -> None:
+    made.add_argument(
+        "--reading",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an option of that format, as table=labels.csv, patient=subject or mask_suffix=_mask",
+    )
+
+
+def options_of_a_layout(given: Sequence[str]) -> dict[str, Any]:
+    """The values of `--reading`, each as a federation file would hold it."""
+    import yaml
+
+    def plain(text: str) -> Any:
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
+
+    pairs_given = pairs("--reading", given, "KEY=VALUE", "table=labels.csv")
+    return {key: plain(value) for key, value in pairs_given.items()}
+
+
+def layout(made: argparse.ArgumentParser) -> None:
+    """How folders are read where that does not show."""
+    made.add_argument(
+        "--format", help="layout of the folder, one that `fedatlas list datasets` names (default: recognised)"
+    )
+    reading(made)
+
+
+def planning(made: argparse.ArgumentParser) -> None:
+    """What limits the proposals for training."""
+    made.add_argument(
+        "--memory",
+        type=float,
+        metavar="GIB",
+        help="memory of a training step (default: 1 on a processor, 8 on a GPU)",
+    )
+    made.add_argument(
+        "--dimensions",
+        type=int,
+        choices=[2, 3],
+        help="train on slices (2) or blocks (3) (default: by spacing and device)",
+    )
+
+
+def require_out(out: Path, overwrite: bool) -> None:
+    """Raises FedAtlasError where a file would be replaced that nobody gave up."""
+    if out.is_dir():
+        raise FedAtlasError(f"-o {out}: is a folder; give the name of a file")
+    if out.exists() and not overwrite:
+        raise FedAtlasError(
+            f"{out}: exists already; give another name with -o, or replace it with --overwrite"
+        )
+
+
 def warn(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 

@@ -1,23 +1,18 @@
 """`fedatlas check`: prints the contents, the problems and the expected cost of a federation."""
 
-import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.memory import device_memory, gibibytes
-from fedatlas.core.tensors import n_bytes, shapes_of
 from fedatlas.federation.design import Experiment, cache_folder
 from fedatlas.federation.file import load_federation
+from fedatlas.federation.forecast import bytes_per_round
 from fedatlas.federation.initial import sentence
 from fedatlas.learning.loop import emulates_bf16
-from fedatlas.transport.egress import NetForms, bytes_of
 
 
 def check_federation_file(path: Path, overrides: Sequence[str], runs: Path) -> dict[str, Any]:
@@ -112,58 +107,15 @@ def tight(experiment: Experiment) -> list[str]:
 
 
 def cost(experiment: Experiment) -> dict[str, Any]:
-    """Expected cost of a run. Bytes count the models; everything else is small.
-
-    bytes_down, bytes_up: of a site that trains, per round; a method that sends further nets than the model is taken to be
-    sent as many. bytes_per_round: of all of them. evaluation_bytes: what an evaluated round sends more, to all sites.
-    """
-    federation, net = experiment.federation, experiment.shapes()
-    values, comm = shapes_of(net), federation.comm
-    model = n_bytes(values)
-    sends = sends_of(experiment.method).get("local_update", {})
-    forms = NetForms(partial(experiment.make_net, initial=False))
-    others = 0
-    for key, kind in sends.items():
-        base, _, of = kind.partition(":")
-        if base in ("model", "some") and key != "model":
-            others += bytes_of(forms(of or "main"))
-        elif base == "bits":
-            others += sum((math.prod(shape) + 7) // 8 for _, shape in forms(of or "main").values())
-    down = sent_bytes(values, comm.down, comm.fraction) + others
-    up = others + (masked_bytes(values) if federation.secure else sent_bytes(values, comm.up, comm.fraction))
+    """Expected cost of a run, bytes as `forecast.bytes_per_round` counts them."""
+    parameters = sum(parameter.numel() for parameter in experiment.shapes().parameters())
+    spent = bytes_per_round(experiment, len(experiment.training), len(experiment.sources))
     return {
-        "parameters": sum(parameter.numel() for parameter in net.parameters()),
-        "model_bytes": model,
-        "bytes_down": down,
-        "bytes_up": up,
-        "down": comm.down,
-        "up": "masked" if federation.secure else comm.up,
-        "bytes_per_round": (down + up) * len(experiment.training),
-        "evaluation_bytes": model * len(experiment.sources) if comm.down == "none" else 0,
+        "parameters": parameters,
+        **spent,
         "site_memory_bytes": experiment.step_memory().likely,
-        "server_memory_bytes": 5 * model,
+        "server_memory_bytes": 5 * spent["model_bytes"],
     }
-
-
-def sent_bytes(model: Mapping[str, Tensor], kind: str, fraction: float) -> int:
-    """The bytes of a model's values as `fedatlas.transport.protection.compression` sends them; kind: as in `comm`."""
-    total = 0
-    for tensor in model.values():
-        n = tensor.numel()
-        if kind == "none" or not tensor.is_floating_point():
-            total += n * tensor.element_size()
-        elif kind == "bf16":
-            total += 2 * n
-        elif kind == "int8":
-            total += n + 4 * (tensor.shape[0] if tensor.ndim > 1 else 1)
-        else:
-            total += min(6 * max(1, math.ceil(fraction * n)), 4 * n)
-    return total
-
-
-def masked_bytes(model: Mapping[str, Tensor]) -> int:
-    """The bytes of a model as `fedatlas.transport.protection.secure` sends it: 8 per number, one more for the weight."""
-    return 8 + 8 * sum(tensor.numel() for tensor in model.values() if tensor.is_floating_point())
 
 
 def text_of(result: dict[str, Any]) -> str:

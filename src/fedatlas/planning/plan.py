@@ -1,0 +1,200 @@
+"""`fedatlas plan`: what the rules propose for a federation file, and what a run of it will take."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import BACKGROUND
+from fedatlas.core.memory import gibibytes
+from fedatlas.federation.check import megabytes
+from fedatlas.federation.design import space_of
+from fedatlas.federation.file import Federation, load_federation, resolved
+from fedatlas.federation.forecast import Forecast, Size, forecast
+from fedatlas.federation.tasks import task_of
+from fedatlas.planning.description import Description, describe
+from fedatlas.planning.draft import Draft
+from fedatlas.planning.rules import Proposal, proposals, this_machine
+
+Tell = Callable[[str], None]
+LEAST_ROUNDS = 10
+"""Fewer are not proposed to save time."""
+
+
+def plan_file(
+    path: Path,
+    overrides: Sequence[str],
+    described: Mapping[str, Description],
+    *,
+    memory: float | None,
+    dimensions: int | None,
+    trial: bool,
+    tell: Tell,
+) -> dict[str, Any]:
+    """Plain values: what stands in the file, what the rules propose, and the forecast of the file as it is. described: site ->
+    its description, for sites whose data are not here; of the others every training case is read."""
+    federation = load_federation(path, overrides)
+    sites = descriptions(federation, described, tell)
+    brings = {name: brought(federation, site) for name, site in sites.items()}
+    space = space_of(federation, brings)
+    machine = this_machine(federation.engine.device, federation.engine.workers, memory)
+    found = proposals([sites[name] for name in sorted(sites)], len(space), machine, dimensions)
+    values = resolved(federation)
+    result: dict[str, Any] = {
+        "federation": federation.name,
+        "device": machine.device,
+        "proposals": [asdict(proposal) | {"file": _value(values, proposal)} for proposal in found],
+        "forecast": None,
+    }
+    if trial:
+        tell("trial: a few rounds on made-up cases of the sites' sizes")
+        channels = channels_of(federation, list(sites.values()))
+        result["forecast"] = told(forecast(federation, space, channels, sizes(federation, sites, brings)))
+    return result
+
+
+def descriptions(
+    federation: Federation, described: Mapping[str, Description], tell: Tell
+) -> dict[str, Description]:
+    """Every site that trains or is tested on, by name."""
+    unknown = sorted(described.keys() - {site.name for site in federation.sites})
+    if unknown:
+        names = ", ".join(site.name for site in federation.sites)
+        raise FederationError(
+            f"the description of site {unknown[0]!r} is of no site of the file; it has: {names}"
+        )
+    found = {}
+    for site in federation.sites:
+        if site.role != "train":
+            continue
+        if site.name in described:
+            found[site.name] = described[site.name]
+        elif site.path is None:
+            raise FederationError(
+                f"site {site.name}: has no path here, and no description; give what `fedatlas describe` wrote there with --sites"
+            )
+        else:
+            index = task_of(federation).read(federation, site, Path(site.path))
+            found[site.name] = describe(site, index, tell)
+    if not found:
+        raise FederationError("no site of the file trains; nothing is to be planned")
+    return found
+
+
+def brought(federation: Federation, site: Description) -> list[str]:
+    """The classes that a site annotates, by the federation's names."""
+    config = next(one for one in federation.sites if one.name == site.site)
+    counted = [
+        config.aliases.get(name, name)
+        for name in site.labels
+        if config.annotated is None or {name, config.aliases.get(name, name)} & set(config.annotated)
+    ]
+    return [name for name in dict.fromkeys(counted) if name != BACKGROUND]
+
+
+def sizes(
+    federation: Federation, sites: Mapping[str, Description], brings: Mapping[str, Sequence[str]]
+) -> dict[str, Size]:
+    """What a forecast needs of the sites. Where a site lists no validation cases, they are taken as a run takes them."""
+    found = {}
+    for name, site in sites.items():
+        cases = {
+            "train": site.cases["train"],
+            "validation": site.cases["validation"],
+            "test": site.cases["test"],
+        }
+        share = federation.evaluation.validation
+        if site.task == "segmentation" and not cases["validation"] and share and cases["train"] > 1:
+            cases["validation"] = min(max(round(share * cases["train"]), 1), cases["train"] - 1)
+            cases["train"] -= cases["validation"]
+        shape = tuple(max(1, round(n)) for n in site.shape["50"])
+        spacing = tuple(site.spacing_mm["50"]) if site.spacing_mm else (1.0,) * len(shape)
+        found[name] = Size(tuple(brings[name]), cases, shape, spacing)
+    return found
+
+
+def in_time(draft: Draft, federation: Federation, hours: float, tell: Tell) -> Draft:
+    """The draft with no more rounds than so many hours allow on this machine, and LEAST_ROUNDS at least."""
+    sites = {site.site: site for site in draft.sites}
+    brings = {name: brought(federation, site) for name, site in sites.items()}
+    tell("trial: a few rounds on made-up cases of the sites' sizes")
+    space = space_of(federation, brings)
+    seen = forecast(federation, space, channels_of(federation, draft.sites), sizes(federation, sites, brings))
+    if seen.seconds <= 3600 * hours:
+        return draft
+    often = seen.validations / seen.rounds
+    each = seen.seconds_per_round + often * seen.seconds_per_validation
+    left = 3600 * hours - seen.seconds_of_start - seen.seconds_at_end
+    rounds = min(federation.rounds, max(LEAST_ROUNDS, int(left / each)))
+    total = (rounds * each + seen.seconds_of_start + seen.seconds_at_end) / 3600
+    reason = f"{rounds} take {total:.2g} h on this machine, as timed; raise it where there is more time"
+    fewer = [
+        replace(p, value=rounds, rule=f"as many as {hours:g} h allow, {LEAST_ROUNDS} at least", reason=reason)
+        if p.key == "rounds"
+        else p
+        for p in draft.found
+    ]
+    return replace(draft, found=fewer)
+
+
+def channels_of(federation: Federation, sites: Sequence[Description]) -> int:
+    """Images per case, as the net is given them."""
+    return federation.images.channels if federation.task == "classification" else len(sites[0].channels)
+
+
+def _value(values: Mapping[str, Any], proposal: Proposal) -> Any:
+    """What the file has at the key; of a net the options that are proposed."""
+    value: Any = values
+    for part in proposal.key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, Mapping) and isinstance(proposal.value, Mapping):
+        return {key: value[key] for key in ("name", "filters", *proposal.value) if key in value}
+    return value
+
+
+def told(seen: Forecast) -> dict[str, Any]:
+    """A forecast as plain values, with what follows from it."""
+    return asdict(seen) | {"seconds": seen.seconds, "bytes": seen.bytes}
+
+
+def text_of(result: Mapping[str, Any]) -> str:
+    """The result for a person."""
+    lines = [f"federation {result['federation']}: what the rules propose for {result['device']}", ""]
+    for entry in result["proposals"]:
+        same = entry["file"] == entry["value"] or _plain(entry["file"]) == _plain(entry["value"])
+        now = "as in the file" if same else f"the file has {_plain(entry['file'])}"
+        lines.append(f"{entry['key']}: {_plain(entry['value'])}   ({now})")
+        lines.append(f"    {entry['rule']}: {entry['reason']}")
+    if result["forecast"]:
+        lines += [
+            "",
+            "a run of the file as it is, on this machine, as it is loaded now:",
+            *forecast_lines(result["forecast"]),
+        ]
+    return "\n".join(lines)
+
+
+def forecast_lines(seen: Mapping[str, Any]) -> list[str]:
+    """A forecast for a person."""
+    return [
+        f"  memory:  {gibibytes(seen['memory'])} for each process of a site, libraries included",
+        f"  time:    {seen['seconds_per_step']:.3g} s a step, {_time(seen['seconds_per_round'])} a round, "
+        f"{_time(seen['seconds_per_validation'])} a validation; {_time(seen['seconds'])} in all, of which "
+        f"{_time(seen['seconds_at_end'])} for the final evaluation",
+        f"  network: {megabytes(seen['bytes_per_round'])} a round, {megabytes(seen['bytes'])} in all",
+    ]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_plain(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_plain(item) for item in value) + "]"
+    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

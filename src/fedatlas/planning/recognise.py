@@ -1,0 +1,177 @@
+"""Which data set a folder is, and how it is read: what a person would otherwise write under `sites`."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedatlas.core.errors import DataError, FedAtlasError, FederationError
+from fedatlas.data import datasets
+from fedatlas.data.datasets.chestxray14 import CLASSES, FILE, FINDINGS, NOTHING, PATIENT
+from fedatlas.data.datasets.shared.findings import empty, read_table
+from fedatlas.data.datasets.shared.listing import Splitting
+from fedatlas.data.index import AUTO, Reference, SiteConfig, SiteIndex, read_image_site, read_site
+
+MARKS = ("0", "1", "-1", "0.0", "1.0", "-1.0")
+"""What the cells of a column of findings may hold, beside nothing."""
+SPLITS = ("train", "training", "val", "valid", "validation", "test")
+
+
+def site_name(folder: Path) -> str:
+    """The name of a site that its folder suggests."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._")
+    return name or "site"
+
+
+def recognised(
+    folder: Path, name: str, form: str | None = None, reading: Mapping[str, Any] | None = None
+) -> tuple[SiteConfig, SiteIndex]:
+    """A site's keys of the federation file, and its index.
+
+    form, reading: the layout and its options where a person says them; None: they follow from what the folder holds.
+    Raises DataError or FederationError for a folder that is not there, that no reader understands, or that several do.
+    """
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "no such folder"
+        raise DataError(
+            f"{folder}: {what}; give the folder of a site, or descriptions (*.json) that `fedatlas describe` wrote"
+        )
+    given = dict(reading or {})
+    if form is not None:
+        datasets.require(form, "the data set", also=(AUTO,))
+    elif given:
+        raise FederationError(
+            f"--reading {next(iter(given))}=…: options belong to a layout; name it with --format, one of "
+            f"{', '.join(datasets.known())}"
+        )
+    config = SiteConfig(name=name, path=str(folder.resolve()))  # type: ignore[call-arg]
+    if form is None:
+        config = _guessed(config, folder)
+    else:
+        config = replace(config, format=form, reading=given)
+    index = _index(config)
+    if not any(case.labelled and case.split == "train" for case in index.cases):
+        why = f"; {_first_fatal(index)}" if _first_fatal(index) else ""
+        raise DataError(
+            f"site {name}: {folder}: read as {config.format}, no labelled training case is there{why}"
+        )
+    return config, index
+
+
+def _index(config: SiteConfig) -> SiteIndex:
+    data = datasets.find(config.format) if config.format != AUTO else None
+    folder = Path(str(config.path))
+    if data is not None and data.kind == "findings":
+        return read_image_site(config, folder, channels=1, splitting=Splitting(test=0.2, validation=0.2))  # type: ignore[call-arg]
+    return read_site(config, folder)
+
+
+def _first_fatal(index: SiteIndex) -> str:
+    return next((str(problem) for problem in index.problems if problem.fatal), "")
+
+
+def _guessed(config: SiteConfig, folder: Path) -> SiteConfig:
+    """The site with its layout. Label tables come first, then masks per class, then tables of findings, then the data
+    sets that have a layout of their own."""
+    if (folder / config.table).is_file():
+        fuller = Reference()  # type: ignore[call-arg]
+        there = (folder / fuller.table).is_file() and (folder / fuller.labels).is_dir()
+        return replace(config, reference=fuller) if there else config
+    if (folder / "masks").is_dir() and (folder / "images").is_dir():
+        return replace(config, format="masks")
+    tables = {file: found for file in sorted(folder.glob("*.csv")) if (found := _table(config.name, file))}
+    if len(tables) > 1:
+        names = ", ".join(file.name for file in tables)
+        raise DataError(
+            f"site {config.name}: {folder}: several tables hold findings: {names}; say which with --format csv "
+            "--reading table=NAME"
+        )
+    if tables:
+        form, reading = next(iter(tables.values()))
+        return replace(config, format=form, reading=reading)
+    fitting = [
+        name for name in datasets.known() if name not in ("nnunet", "csv", "masks") and _fits(config, name)
+    ]
+    if len(fitting) == 1:
+        return replace(config, format=fitting[0])
+    if fitting:
+        raise DataError(
+            f"site {config.name}: {folder}: may be {' or '.join(fitting)}; say which with --format"
+        )
+    raise DataError(_not_understood(config.name, folder, config.table))
+
+
+def _not_understood(name: str, folder: Path, table: str) -> str:
+    inner = [f for f in sorted(folder.iterdir()) if f.is_dir() and not f.name.startswith(".")]
+    sites = [f for f in inner if (f / table).is_file() or (f / "masks").is_dir() or any(f.glob("*.csv"))]
+    if sites:
+        return f"{folder}: holds folders of sites, as {sites[0].name}, and is none itself; give {folder}/*"
+    return (
+        f"site {name}: {folder}: no layout is recognised: no {table} with a label table, no images/ with masks/<class>/, no "
+        f"table (*.csv) of findings; arrange it as docs/how-to/bring-your-data.md says, or name the layout with --format: "
+        f"{', '.join(datasets.known())}"
+    )
+
+
+def _fits(config: SiteConfig, form: str) -> bool:
+    """Does the reader of a data set find a labelled case in the folder?"""
+    try:
+        index = _index(replace(config, format=form))
+    except FedAtlasError:
+        return False
+    return any(case.labelled for case in index.cases)
+
+
+def _table(site: str, path: Path) -> tuple[str, dict[str, Any]] | None:
+    """How a table of findings is read, the layout and its options; None for a table that holds none."""
+    with path.open("rb") as file:
+        start = file.readline().decode("utf-8-sig", "replace")
+    delimiter = max(",;\t", key=start.count)
+    try:
+        header, rows, _ = read_table(site, path, [], delimiter=delimiter)
+    except DataError:
+        return None
+    if {FILE, FINDINGS, PATIENT} <= set(header) and delimiter == ",":
+        official = all((path.parent / name).is_file() for name in ("train_val_list.txt", "test_list.txt"))
+        cells = {part.strip() for row in rows for part in row.values[FINDINGS].split("|") if not empty(part)}
+        reading: dict[str, Any] = {"table": path.name} | ({} if official else {"splits": "seed"})
+        strange = sorted(cells - {*CLASSES, NOTHING})
+        if strange:  # another collection in the same columns
+            no_class = [name for name in strange if name.lower() in ("other", "others")]
+            reading |= {"classes": sorted(cells - {*no_class, NOTHING}), "others": no_class, "source": site}
+        return "chestxray14", reading
+    return _columns(path, header, [row.values for row in rows], delimiter)
+
+
+def _columns(
+    path: Path, header: tuple[str, ...], rows: list[dict[str, str]], delimiter: str
+) -> tuple[str, dict[str, Any]] | None:
+    """A table with a column per class. Its parts are known by what they hold: files that are there, marks, splits."""
+    first = rows[:50]
+    for folder in (".", "images", "pictures", "png"):
+        base = path.parent / folder
+        file = next(
+            (n for n in header if first and all(v[n] and (base / v[n]).is_file() for v in first)), None
+        )
+        if file is not None:
+            break
+    else:
+        return None
+    reading: dict[str, Any] = {"table": path.name, "file": file}
+    reading |= {} if folder == "." else {"images": folder}
+    reading |= {} if delimiter == "," else {"delimiter": delimiter}
+    rest = [name for name in header if name and name != file]
+    held = {name: {row[name] for row in rows if not empty(row[name])} for name in rest}
+    patient = next((n for n in rest if re.search(r"patient|subject", n, re.I)), None)
+    split = next((n for n in rest if held[n] and {v.lower() for v in held[n]} <= set(SPLITS)), None)
+    nothing = next((n for n in rest if re.fullmatch(r"no[ _]?findings?|normal", n, re.I)), None)
+    reading |= {key: n for key, n in (("patient", patient), ("split", split), ("no_finding", nothing)) if n}
+    rest = [name for name in rest if name not in (patient, split, nothing)]
+    classes = [name for name in rest if held[name] <= set(MARKS)]
+    if not classes:
+        return None
+    ignored = [name for name in rest if name not in classes]
+    defaults = {"table": "labels.csv", "file": "file"}
+    reading = {key: value for key, value in reading.items() if defaults.get(key) != value}
+    return "csv", reading | ({"ignored": ignored} if ignored else {})

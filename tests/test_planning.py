@@ -1,0 +1,506 @@
+"""From folders, or descriptions of folders, to a federation file: names, rules, predictions, the file."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from set_cases import scan as write_scan
+
+from fedatlas.cli import main
+from fedatlas.core.errors import DataError, FedAtlasError, FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.federation.file import load_federation, parse_federation
+from fedatlas.federation.forecast import Forecast, Size, forecast, makespan
+from fedatlas.planning.description import SPREAD, VALUES, Description, describe, read_description, written
+from fedatlas.planning.names import Merged, Question, key, merged
+from fedatlas.planning.recognise import recognised
+from fedatlas.planning.rules import (
+    Machine,
+    fitted,
+    intensities,
+    pooled,
+    proposals,
+    target_spacing,
+    topology,
+    values_of,
+)
+
+CPU, GPU = Machine("cpu", 1 << 30, 2), Machine("cuda", 8 << 30)
+
+
+def told(
+    site: str,
+    labels: dict[str, tuple[int, int]],
+    *,
+    train: int = 10,
+    spacing: tuple[float, ...] = (1.0, 1.0, 1.0),
+    shape: tuple[float, ...] = (128.0, 128.0, 128.0),
+    **more: Any,
+) -> Description:
+    """A description of CT. labels: name -> cases in which it is annotated, and present."""
+    foreground = {f"{q:g}": q for q in VALUES} | {"mean": 50.0, "std": 10.0}
+    plain: dict[str, Any] = {
+        "about": "",
+        "fedatlas": "0",
+        "site": site,
+        "task": "segmentation",
+        "kind": "volumes",
+        "format": "auto",
+        "channels": ["CT"],
+        "cases": {"train": train, "validation": 0, "test": 0},
+        "patients": train,
+        "labels": {name: {"annotated": n, "present": m, "voxels": 100} for name, (n, m) in labels.items()},
+        "spacing_mm": {f"{q:g}": list(spacing) for q in SPREAD},
+        "shape": {f"{q:g}": list(shape) for q in SPREAD},
+        "intensities": [{"percentiles": {f"{q:g}": 0.0 for q in VALUES}, "foreground": foreground}],
+    }
+    return Description.model_validate(plain | more)
+
+
+class Answers:
+    """Answers questions with one choice, and keeps them."""
+
+    def __init__(self, choice: int = 0) -> None:
+        self.choice, self.asked = choice, list[str]()
+
+    def __call__(self, question: Question) -> int:
+        self.asked.append(question.text)
+        return self.choice
+
+
+def classes(found: Merged) -> dict[str, str | None]:
+    return {f"{site}/{name}": ours for (site, name), ours in found.classes.items()}
+
+
+# ---------------------------------------------------------------------------------------------------- names
+
+
+def test_names_that_differ_in_spelling_alone_are_one_class_without_a_question() -> None:
+    ask = Answers()
+    sites = [
+        told("a", {"Spinal_Cord": (3, 3)}),
+        told("b", {"spinal cord": (3, 3)}),
+        told("c", {"spinal cord": (3, 3)}),
+    ]
+    found = merged(sites, ask)
+    assert found.names == ["spinal cord"] and not ask.asked and "Spinal_Cord" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("oesophagus", "esophagus"), ("kidney_l", "Left Kidney"), ("lungs", "lung"), ("mandibel", "mandible"), ("liver tumour", "liver tumor")],
+)  # fmt: skip
+def test_names_that_may_be_one_are_asked_about(one: str, other: str) -> None:
+    sites = [told("a", {one: (3, 3)}), told("b", {other: (3, 3)})]
+    ask, apart = Answers(0), Answers(1)
+    assert merged(sites, ask).names == [one] and "are they the same" in ask.asked[0]
+    assert len(merged(sites, apart).names) == 2
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [("left kidney", "right kidney"), ("liver", "spleen"), ("vertebra 1", "vertebra 2"), ("Pneumonia", "Pneumothorax")]
+)  # fmt: skip
+def test_names_that_are_not_one_are_not_asked_about(one: str, other: str) -> None:
+    ask = Answers()
+    assert (
+        len(merged([told("a", {one: (3, 3)}), told("b", {other: (3, 3)})], ask).names) == 2 and not ask.asked
+    )
+
+
+def test_a_site_that_has_both_tells_them_apart() -> None:
+    ask = Answers()
+    merged([told("a", {"lung": (3, 3), "lungs": (3, 3)}), told("b", {"lung": (3, 3)})], ask)
+    assert not ask.asked
+
+
+def test_an_organ_drawn_whole_and_by_sides_becomes_one_class() -> None:
+    sites = [told("a", {"kidney": (3, 3)}), told("b", {"left kidney": (3, 3), "right kidney": (3, 3)})]
+    ask = Answers()
+    assert merged(sites, ask).names == ["kidney"] and "cannot be both" in ask.asked[0]
+    assert merged(sites, Answers(1)).names == ["kidney", "left kidney", "right kidney"]
+
+
+def test_a_label_that_nobody_drew_is_not_annotated() -> None:
+    sites = [told("a", {"liver": (3, 3), "spleen": (3, 0)}), told("b", {"spleen": (3, 2)})]
+    assert classes(merged(sites, Answers())) == {"a/liver": "liver", "a/spleen": None, "b/spleen": "spleen"}
+    assert classes(merged(sites, Answers(1)))["a/spleen"] == "spleen"
+
+
+def test_a_lesion_and_its_organ_are_a_group() -> None:
+    sites = [told("a", {"liver": (3, 3), "liver tumor": (3, 2)}), told("b", {"liver": (3, 3)})]
+    assert merged(sites, Answers()).groups == [("liver", "liver tumor")]
+    assert merged(sites, Answers(1)).groups == []
+
+
+def test_a_lesion_without_its_organ_is_of_the_organ_beside_it() -> None:
+    sites = [
+        told("a", {"liver": (3, 3), "cancer": (3, 2)}),
+        told("b", {"pancreas": (3, 3), "cancer": (3, 3)}),
+    ]
+    found = merged(sites, Answers())
+    assert classes(found)["a/cancer"] == "liver cancer" and classes(found)["b/cancer"] == "pancreas cancer"
+    assert sorted(found.groups) == [("liver", "liver cancer"), ("pancreas", "pancreas cancer")]
+
+
+def test_a_finding_that_no_site_has_is_left_out_and_told() -> None:
+    of_images: dict[str, Any] = {"task": "classification", "kind": "findings", "spacing_mm": None}
+    sites = [
+        told("a", {"Hernia": (9, 0), "Mass": (9, 0)}, **of_images),
+        told("b", {"Hernia": (9, 0), "Mass": (9, 4)}, **of_images),
+    ]
+    ask = Answers()
+    found = merged(sites, ask)
+    assert found.names == ["Mass"] and not ask.asked and "Hernia is left out" in found.notes[0]
+    assert classes(found)["a/Mass"] == "Mass", "absent at a site, and verified so"
+
+
+def test_keys_of_names() -> None:
+    assert key("Left_Kidney") == key("kidney_l") == key("kidneys-left") == "left kidney"
+    assert key("pelvis") == "pelvis" and key("glass") == "glass"
+
+
+# ---------------------------------------------------------------------------------------------------- rules
+
+
+def test_the_spacing_is_the_median_of_all_cases_whoever_has_them() -> None:
+    sites = [told("a", {"x": (1, 1)}, train=30), told("b", {"x": (1, 1)}, train=10, spacing=(2, 2, 2))]
+    assert target_spacing(sites)[0] == [1, 1, 1]
+    sites[1] = told("b", {"x": (1, 1)}, train=31, spacing=(2, 2, 2))
+    assert target_spacing(sites)[0] == [2, 2, 2]
+
+
+def test_of_a_coarse_axis_the_10th_percentile_counts() -> None:
+    rows = {f"{q:g}": [1.0, 1.0, 5.0] for q in SPREAD} | {"0": [1.0, 1.0, 2.5], "10": [1.0, 1.0, 3.0]}
+    site = told("a", {"x": (1, 1)}, shape=(256, 256, 30), spacing_mm=rows)
+    spacing, (rule, _) = target_spacing([site])
+    assert spacing == [1, 1, 3] and "10th" in rule
+    many = told("a", {"x": (1, 1)}, shape=(256, 256, 200), spacing_mm=rows)
+    assert target_spacing([many])[0] == [1, 1, 5], "it is not coarse in number"
+    finer = rows | {"10": [1.0, 1.0, 0.5], "0": [1.0, 1.0, 0.4]}
+    site = told("a", {"x": (1, 1)}, shape=(256, 256, 30), spacing_mm=finer)
+    assert target_spacing([site])[0] == [1, 1, 1], "never finer than the others"
+
+
+def test_a_percentile_over_sites_is_that_of_the_cases_put_together() -> None:
+    rng = np.random.default_rng(0)
+    cases = {"a": rng.normal(3, 1, 4000), "b": rng.normal(8, 2, 1000)}
+    sites = [
+        told(
+            n,
+            {"x": (1, 1)},
+            train=len(v),
+            spacing_mm={f"{q:g}": [float(np.percentile(v, q))] * 3 for q in SPREAD},
+        )
+        for n, v in cases.items()
+    ]
+    for q in (10, 50, 90):
+        exact = float(np.percentile(np.concatenate(list(cases.values())), q))
+        # between two of a site's percentiles its cases are taken to be evenly spread
+        assert pooled(sites, lambda site: site.spacing_mm, q)[0] == pytest.approx(exact, abs=0.25)
+
+
+def test_ct_is_clipped_to_what_any_site_labelled_and_scaled_by_each_site_once() -> None:
+    def site(name: str, low: float, high: float, mean: float, std: float, train: int) -> Description:
+        values = dict.fromkeys([f"{q:g}" for q in VALUES], 0.0)
+        foreground = values | {"0.5": low, "99.5": high, "mean": mean, "std": std}
+        return told(
+            name, {"x": (1, 1)}, train=train, intensities=[{"percentiles": values, "foreground": foreground}]
+        )
+
+    sites = [site("a", -100, 200, 0, 30, 90), site("b", -50, 1500, 400, 40, 10)]
+    values = values_of(intensities(sites))["preprocessing"]
+    assert values["window"] == [-100, 1500] and values["normalise"] == "meanstd"
+    both = np.concatenate([[-30, 30] * 50, [360, 440] * 50])
+    assert values["mean"] == pytest.approx(both.mean()) and values["std"] == pytest.approx(
+        both.std(), abs=0.05
+    )
+    mr = told("c", {"x": (1, 1)}, channels=["T2"])
+    flat = site("d", 7, 7, 7, 0, 3)
+    for others in ([*sites, mr], [flat]):
+        assert values_of(intensities(others))["preprocessing"] == {"normalise": "zscore"}
+
+
+def test_levels_end_at_four_voxels_and_a_long_axis_waits() -> None:
+    strides, kernels = topology([64, 64], [1, 1], 10)
+    assert strides == [[1, 1]] + [[2, 2]] * 4 and all(k == [3, 3] for k in kernels), "64 / 2^4 = 4"
+    strides, kernels = topology([128, 128, 16], [1, 1, 4], 10)
+    assert strides[1:3] == [[2, 2, 1], [2, 2, 1]] and strides[3] == [2, 2, 2]
+    assert kernels[0] == [3, 3, 1] and kernels[-1] == [3, 3, 3]
+    assert np.prod([s[2] for s in strides]) <= 4 and np.prod([s[0] for s in strides]) == 32
+
+
+@pytest.mark.parametrize(
+    ("machine", "shape"), [(CPU, (40.0, 40.0, 9.0)), (CPU, (512.0, 512.0)), (GPU, (160.0, 160.0, 96.0))]
+)
+def test_what_is_proposed_fits_net_and_memory(machine: Machine, shape: tuple[float, ...]) -> None:
+    from fedatlas.planning.rules import _bytes
+
+    patch, net, batch = fitted(shape, [1.0] * len(shape), 1, 5, 1e12, machine)
+    assert batch >= 2 and _bytes(net, patch, 1, 5, batch) <= machine.budget  # it runs the net on shapes
+    assert all(p <= max(16, n) + 32 for p, n in zip(patch, shape, strict=True))
+    tight = fitted(shape, [1.0] * len(shape), 1, 5, 1e12, Machine(machine.device, machine.budget // 8))[0]
+    assert np.prod(tight) <= np.prod(patch)
+
+
+def test_a_batch_is_small_for_the_smallest_site() -> None:
+    many = fitted((64.0, 64.0), (1, 1), 1, 3, 1e9, CPU)[2]
+    few = fitted((64.0, 64.0), (1, 1), 1, 3, 64 * 64 * 100, CPU)[2]
+    assert (few, many) == (4, 16), "5 of 100 slices, in powers of 2"
+
+
+@pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
+def test_proposals_are_a_federation_file(machine: Machine) -> None:
+    sites = [told("a", {"x": (1, 1)}, spacing=(1, 1, 6), shape=(200, 180, 40)), told("b", {"y": (1, 1)})]
+    found = proposals(sites, 3, machine)
+    assert all(p.rule and p.reason for p in found)
+    values = values_of(found) | {"name": "n", "sites": [{"name": "a"}, {"name": "b"}]}
+    federation = parse_federation(values, base=Path())
+    assert len(federation.preprocessing.patch) == (3 if machine.gpu else 2)  # type: ignore[union-attr]
+    assert len(proposals_patch(sites, machine, 2)) == 2 and len(proposals_patch(sites, machine, 3)) == 3
+
+
+def proposals_patch(sites: list[Description], machine: Machine, dimensions: int) -> list[int]:
+    return values_of(proposals(sites, 3, machine, dimensions))["preprocessing"]["patch"]
+
+
+# ---------------------------------------------------------------------------------------------------- descriptions
+
+
+def test_a_description_holds_numbers_and_neither_names_of_cases_nor_paths(phantom: Path) -> None:
+    folder = phantom / "site-0"
+    text = written(describe(*recognised(folder, "north")))
+    cases = [file.name.split(".")[0].removesuffix("_0000") for file in (folder / "imagesTr").iterdir()]
+    assert cases and not any(case in text for case in cases)
+    assert str(phantom) not in text and "/" not in text.replace(json.loads(text)["about"], "")
+    assert json.loads(text)["about"].startswith("What FedAtlas found in the data of one site")
+
+
+def test_a_description_is_read_as_it_was_written(phantom: Path, tmp_path: Path) -> None:
+    made = describe(*recognised(phantom / "site-0", "north"))
+    file = tmp_path / "north.json"
+    file.write_text(written(made))
+    assert read_description(file) == made
+    assert made.cases["train"] == 4 and all(label.present for label in made.labels.values())
+
+
+def changed(**keys: Any) -> str:
+    return json.dumps(told("a", {"x": (1, 1)}).model_dump() | keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not readable as JSON"),
+        ("[]", "no description"),
+        ('{"name": 1}', "no description"),
+        (changed(secret=1), "secret"),
+        (changed(site="../a"), "site"),
+        (changed(description=2), "description"),
+        (changed(labels={}), "names no label"),
+        (changed(cases={"train": 0}), "no training case"),
+        (changed(cases={"train": -1}), "cases"),
+        (changed(shape={"50": [1.0, 1.0, 1.0]}), "shape"),
+        (changed(spacing_mm={f"{q:g}": [1.0, 0.0, 1.0] for q in SPREAD}), "spacing_mm"),
+        (changed(intensities=[]), "intensities of 0 channels"),
+        (changed(labels={"a\nb": {"annotated": 1, "present": 1}}), "labels"),
+        (changed(overlap=float("nan")), "overlap"),
+        (" " * (1 << 20) + "{}", "bytes are no description"),
+    ],
+)
+def test_what_is_no_description_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "site.json"
+    file.write_text(text)
+    with pytest.raises(FederationError, match=says):
+        read_description(file)
+
+
+def test_a_damaged_file_is_named_with_all_others(phantom: Path, tmp_path: Path) -> None:
+    shutil.copytree(phantom / "site-0", tmp_path / "site")
+    for file in sorted((tmp_path / "site" / "imagesTr").iterdir())[:2]:
+        file.write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"cannot be described(.|\n)*damaged(.|\n)*damaged"):
+        describe(*recognised(tmp_path / "site", "a"))
+
+
+# ---------------------------------------------------------------------------------------------------- layouts
+
+
+def table_of(folder: Path, header: list[str], *rows: list[Any], delimiter: str = ",") -> None:
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows([header, *rows])
+
+
+def test_columns_of_a_table_are_told_apart_by_what_they_hold(tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(b"")
+    header = ["subject", "path", "age", "fold", "Effusion", "Nodule", "No Finding"]
+    rows = [
+        [f"p{n}", f"{n}.png", 50 + n, s, e, "", 0]
+        for n, s, e in ((0, "train", 1), (1, "val", 0), (2, "test", 1))
+    ]
+    table_of(tmp_path, header, *rows, delimiter=";")
+    config, index = recognised(tmp_path, "a")
+    assert config.format == "csv" and config.reading == {
+        "file": "path",
+        "delimiter": ";",
+        "patient": "subject",
+        "split": "fold",
+        "no_finding": "No Finding",
+        "ignored": ["age"],
+    }
+    assert index.findings == ("Effusion", "Nodule")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda root: None, "no layout is recognised"),
+        (lambda root: write_scan(root, "scan.nii.gz", None, 0), "no layout is recognised"),
+        (lambda root: (root / "dataset.json").write_text("{"), "not readable as JSON"),
+        (
+            lambda root: (root / "dataset.json").write_text('{"labels": {"a": 1}}'),
+            "no labelled training case",
+        ),
+        (lambda root: (root / "labels.csv").write_text("a,b\n1,2\n"), "no layout is recognised"),
+        (lambda root: (root / "north" / "masks").mkdir(parents=True), "holds folders of sites, as north"),
+    ],
+)
+def test_a_folder_that_nobody_understands_is_an_error_that_helps(
+    make: Any, says: str, tmp_path: Path
+) -> None:
+    make(tmp_path)
+    with pytest.raises(FedAtlasError, match=says):
+        recognised(tmp_path, "a")
+
+
+def test_other_folders_and_options_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such folder"):
+        recognised(tmp_path / "nowhere", "a")
+    with pytest.raises(FederationError, match="did you mean 'masks'"):
+        recognised(tmp_path, "a", "mask")
+    with pytest.raises(FederationError, match="name it with --format"):
+        recognised(tmp_path, "a", None, {"table": "x.csv"})
+
+
+# ---------------------------------------------------------------------------------------------------- the verbs
+
+
+def sites_of(phantom: Path) -> list[str]:
+    return [str(folder) for folder in sorted(phantom.glob("site-*"))]
+
+
+def test_folders_become_a_file_that_is_a_federation(phantom: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "federation.yaml"
+    assert main(["init", *sites_of(phantom), "-o", str(out), "--name", "phantom"]) == 0
+    told_text = capsys.readouterr().out
+    assert "3 sites" in told_text and f"fedatlas run {out}" in told_text
+    federation = load_federation(out)
+    assert federation.name == "phantom" and len(federation.sites) == 3 and federation.labels.exclusive
+    keys = [line for line in out.read_text().splitlines() if line and line[0] not in " #"]
+    assert keys[0] == "name: phantom" and all("#" in out.read_text().split(k)[0] for k in keys)
+    assert main(["init", *sites_of(phantom), "-o", str(out)]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_descriptions_become_the_file_of_the_folders_but_for_paths(
+    phantom: Path, tmp_path: Path, capsys
+) -> None:
+    files = []
+    for folder in sites_of(phantom):
+        files.append(str(tmp_path / f"{Path(folder).name}.json"))
+        assert main(["describe", folder, "-o", files[-1]]) == 0
+    for name, given in (("far", files), ("near", sites_of(phantom))):
+        assert main(["init", *given, "-o", str(tmp_path / f"{name}.yaml"), "--name", "n"]) == 0
+    far, near = (yaml.safe_load((tmp_path / f"{name}.yaml").read_text()) for name in ("far", "near"))
+    assert all("path" not in site for site in far["sites"]) and "deploy init" in capsys.readouterr().out
+    for site in near["sites"]:
+        site.pop("path")
+    assert far == near
+
+
+def renamed(phantom: Path, folder: Path) -> list[str]:
+    """Two sites, of which the second calls a label of the first by another name."""
+    sites = []
+    for name in ("site-0", "site-1"):
+        shutil.copytree(phantom / name, folder / name)
+        sites.append(folder / name)
+    first, second = (json.loads((site / "dataset.json").read_text()) for site in sites)
+    shared = next(name for name in first["labels"] if name != "background")
+    labels = {k: v for k, v in second["labels"].items() if k != shared}
+    old = next(name for name in labels if name != "background")
+    second["labels"] = {(f"{shared}s" if name == old else name): value for name, value in labels.items()}
+    (sites[1] / "dataset.json").write_text(json.dumps(second))
+    return [str(site) for site in sites]
+
+
+def test_doubts_are_listed_without_a_terminal_and_taken_with_yes(
+    phantom: Path, tmp_path: Path, capsys
+) -> None:
+    sites, out = renamed(phantom, tmp_path), tmp_path / "f.yaml"
+    assert main(["init", *sites, "-o", str(out)]) == 1
+    error = capsys.readouterr().err
+    assert "are they the same" in error and "--yes" in error and not out.exists()
+    assert main(["init", *sites, "-o", str(out), "--yes"]) == 0
+    assert "taken: " in capsys.readouterr().out
+    assert any("aliases" in site for site in yaml.safe_load(out.read_text())["sites"])
+
+
+def test_a_terminal_is_asked_until_it_answers(phantom: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    import sys
+
+    answers = iter(["7", "x", "2"])
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(answers))
+    out = tmp_path / "f.yaml"
+    assert main(["init", *renamed(phantom, tmp_path), "-o", str(out), "--quiet"]) == 0
+    assert "'7' is none of 1 to 2" in capsys.readouterr().out and next(answers, None) is None
+    assert not any("aliases" in site for site in yaml.safe_load(out.read_text())["sites"])
+
+
+def test_sites_that_do_not_go_together_are_refused(tmp_path: Path, capsys) -> None:
+    base = told("a", {"x": (1, 1)})
+    others = {
+        "two sites are called 'a'": base,
+        "channels per image": told("b", {"x": (1, 1)}, channels=["CT", "PET"], intensities=base.model_dump()["intensities"] * 2),
+        "pictures or scans": told("b", {"x": (1, 1)}, kind="masks"),
+    }  # fmt: skip
+    (tmp_path / "a.json").write_text(written(base))
+    for says, other in others.items():
+        (tmp_path / "b.json").write_text(written(other))
+        given = [str(tmp_path / "a.json"), str(tmp_path / "b.json"), "-o", str(tmp_path / "f.yaml")]
+        assert main(["init", *given]) == 1 and says in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- predictions
+
+
+def test_tasks_are_done_in_their_order_by_whoever_is_free() -> None:
+    assert makespan([3, 2, 1, 2], 1) == 8 and makespan([3, 2, 1, 2], 2) == 5 and makespan([], 2) == 0
+
+
+def test_a_run_is_its_rounds_validations_start_and_end() -> None:
+    seen = Forecast(0.1, 2.0, 5.0, 1.0, 30.0, rounds=10, validations=2, memory=1, bytes_per_round=7)
+    assert seen.seconds == 1 + 10 * 2 + 2 * 5 + 30 and seen.bytes == 70
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["segmentation", "classification"])
+def test_a_trial_runs_the_federation_on_made_up_cases(task: str, small, small_images, tmp_path: Path) -> None:
+    values = small if task == "segmentation" else small_images
+    federation = parse_federation(values, base=tmp_path)
+    names = tuple(federation.labels.names or ("background", "a", "b"))
+    space = LabelSpace(
+        names, (), bool(federation.labels.exclusive), "voxel" if task == "segmentation" else "image"
+    )
+    taught = tuple(space.names[c] for c in space.foreground)
+    cases = {"train": 4, "validation": 2, "test": 2}
+    sizes = {site.name: Size(taught, cases, (24, 24, 16), (2.0, 2.0, 2.0)) for site in federation.sites}
+    seen = forecast(federation, space, 1, sizes)
+    assert 0 < seen.seconds_per_step < seen.seconds_per_round < seen.seconds
+    assert seen.memory > 100 << 20 and seen.bytes_per_round > 0
