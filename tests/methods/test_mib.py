@@ -111,7 +111,7 @@ def test_without_an_older_model_and_momentum_it_is_fedavg(how: dict[str, Any]) -
 
 def test_with_momentum_alone_it_is_fedavgm() -> None:
     """Bit for bit."""
-    expected = play(FedAvgM(local=LOCAL, beta=0.9), federation()).model
+    expected = play(FedAvgM(local=LOCAL, beta=0.6), federation()).model
     assert same(play(MiB(local=LOCAL, lambda_kd=0.0), federation(), net=old_net()).model, expected)
 
 

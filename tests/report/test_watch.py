@@ -73,6 +73,11 @@ def test_who_takes_longer_than_usual_is_late(unfinished: Path) -> None:
     assert now.call and now.call.late and "longer than usual" in words(page) and "late:" in words(page)
 
 
+def test_a_site_that_was_lost_is_named_with_the_reason(tmp_path: Path, undrawn: None) -> None:
+    page = words(Watched(write_run(tmp_path / "run", final=False, lost_always="site-b")).look()[1])
+    assert re.search(r"site-b lost in round 6: \w+", page) and "Lost sites" in page
+
+
 def test_data_that_are_prepared(tmp_path: Path) -> None:
     (tmp_path / "federation.yaml").write_text("name: x\n")
     lock(tmp_path, os.getpid())
@@ -193,10 +198,10 @@ def until(look: Callable[[], str], wanted: str, seconds: float = 180) -> str:
 @pytest.mark.skipif(
     BROWSER is None, reason="no Chromium on this machine; install it with: apt-get install chromium"
 )
-def test_a_browser_sees_a_run_whose_site_dies_and_which_is_killed(
+def test_a_browser_sees_a_run_whose_worker_dies_and_which_is_killed(
     small: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The worker process of a site is killed in a round; then the run itself."""
+    """The worker process of a site is killed in a round, and the run goes on with another; then the run itself is."""
     small |= {
         "rounds": 500,
         "local": small["local"] | {"steps": 40},
@@ -219,7 +224,9 @@ def test_a_browser_sees_a_run_whose_site_dies_and_which_is_killed(
         until(look, r"Round [3-9]\d* of 500")
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
         os.kill(int(children[0]), signal.SIGKILL)
-        until(look, "lost in round|Lost sites")
+        at = re.search(r"Round (\d+) of 500", look())
+        assert at
+        until(look, f"Round ({int(at[1]) + 2}|{int(at[1]) + 3}|{int(at[1]) + 4}) of 500")
         running.kill()
         running.wait()
         text = until(look, "Stopped: its process ended without a word")

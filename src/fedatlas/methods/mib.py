@@ -61,7 +61,7 @@ class MiB(MeanWithMomentum):
 
     lambda_kd: float = option(10.0, "lambda: weight of the distillation from the older model; 0: none.", ge=0)
     server_momentum: float = option(
-        0.9,
+        0.6,
         "Momentum of the server's step, m = momentum m + Delta and x + m, as in fedavgm; 0: the mean itself.",
         ge=0,
         lt=1,
