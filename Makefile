@@ -4,7 +4,7 @@ BIN := .venv/bin
 # a part of the suite: make test TESTS=tests/losses
 TESTS ?=
 
-.PHONY: demo demo-xray test test-slow test-lowest test-latest coverage lint types check bench reference docs clean
+.PHONY: demo demo-xray test test-slow test-lowest test-latest wheel-test coverage lint types check bench reference docs clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -12,16 +12,20 @@ TESTS ?=
 	touch $@
 
 demo: .venv/installed
-	$(BIN)/fedatlas compare experiments/demo.yaml
+	$(BIN)/fedatlas demo
 
 demo-xray: .venv/installed
-	$(BIN)/fedatlas run experiments/quickstart-xray.yaml --resume
+	$(BIN)/fedatlas demo xray
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow $(TESTS)
+
+# What users install: a wheel, in an environment of its own, run from an empty folder; minutes.
+wheel-test: .venv/installed
+	$(BIN)/python tools/wheel_test.py
 
 coverage: .venv/installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term --cov-report=html $(TESTS)

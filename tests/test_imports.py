@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "planning": "core nets data transport federation",
     "analysis.runs": "core losses learning data evaluation transport analysis federation",
     "compare": "core data evaluation report transport federation",
+    "export": "core nets learning data evaluation report federation",
     "papers": "core nets learning evaluation report transport methods methods.shared federation compare",
 }
 """Package -> all others that it may import. No engine imports a method, no method an engine; what stands below knows nothing
@@ -189,6 +190,8 @@ def test_the_test_of_names_sees_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path
         "list --help",
         "deploy start --help",
         "audit --help",
+        "export --help",
+        "demo --help",
         "analyse --help",
     ],
 )

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from fedatlas import cli
+from fedatlas.cli import main
 from fedatlas.compare import Comparison, load_comparison
 from fedatlas.federation.design import Experiment
 
@@ -16,8 +18,18 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return load_comparison([ROOT / "experiments" / "demo.yaml"], runs=runs)
 
 
-def test_make_demo_runs_this_file() -> None:
-    assert "fedatlas compare experiments/demo.yaml\n" in (ROOT / "Makefile").read_text()
+def test_make_demo_runs_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of `experiments/` is the one that travels with the package."""
+    assert "/fedatlas demo\n" in (ROOT / "Makefile").read_text()
+    asked: list[list[str]] = []
+    monkeypatch.setattr(cli, "main", lambda argv: asked.append(argv) or 0)
+    assert main(["demo"]) == 0
+    assert asked[0][0] == "compare" and (ROOT / "experiments/demo.yaml").samefile(asked[0][1])
+
+
+def test_overrides_are_of_one_federation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "-o", "rounds=1"]) == 1
+    assert "use `fedatlas demo ct`" in capsys.readouterr().err
 
 
 def test_arms_differ_in_their_method_alone(demo: Comparison) -> None:

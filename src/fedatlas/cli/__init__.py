@@ -21,6 +21,7 @@ from fedatlas.cli.shared import INTERRUPTED
 from fedatlas.core.errors import FedAtlasError
 
 VERBS = (
+    "demo",
     "init",
     "describe",
     "plan",
@@ -30,6 +31,7 @@ VERBS = (
     "extend",
     "evaluate",
     "predict",
+    "export",
     "report",
     "compare",
     "analyse",

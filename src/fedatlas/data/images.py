@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from fedatlas.core.batch import Batch, ImageSample
-from fedatlas.core.errors import FederationError
+from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace, known_row
 from fedatlas.core.options import option, options
 from fedatlas.core.seeds import generator
@@ -124,6 +124,25 @@ def prepared(path: Path, site: str, images: Images) -> tuple[dict[str, np.ndarra
     """
     picture = read_picture(path, site=site, channels=images.channels)
     pixels = picture.pixels
+    try:
+        image = on_grid(pixels, images)
+    except DataError as error:
+        raise PictureError(site, path, str(error), "export the image again, or take its row out") from None
+    look = look_of(pixels, picture=True, modality=picture.modality, colour=picture.colour)
+    meta = {
+        "digest": digest(pixels[..., None]),
+        "look": look,
+        "size": list(pixels.shape[1:]),
+        "notes": list(picture.notes),
+    }
+    return {"image": image}, meta
+
+
+def on_grid(pixels: np.ndarray, images: Images) -> np.ndarray:
+    """Pixels [I, H, W] float32 from 0 to 1 as the net takes them, float16 of the size and channels of `images`. Raises DataError
+    where they are all equal, or of another number of channels."""
+    if len(pixels) != images.channels:
+        raise DataError(f"of {len(pixels)} channels, {images.channels} are expected")
     rows, columns = images.size
     resized = np.stack(
         [
@@ -134,18 +153,9 @@ def prepared(path: Path, site: str, images: Images) -> tuple[dict[str, np.ndarra
     if images.normalise == "image":
         deviation = float(resized.std(dtype=np.float64))
         if deviation < 1e-6:
-            raise PictureError(
-                site, path, "all of its pixels are equal", "export the image again, or take its row out"
-            )
+            raise DataError("all of its pixels are equal")
         resized = (resized - resized.mean(dtype=np.float64)) / deviation
-    look = look_of(pixels, picture=True, modality=picture.modality, colour=picture.colour)
-    meta = {
-        "digest": digest(pixels[..., None]),
-        "look": look,
-        "size": list(pixels.shape[1:]),
-        "notes": list(picture.notes),
-    }
-    return {"image": np.ascontiguousarray(resized, dtype=np.float16)}, meta
+    return np.ascontiguousarray(resized, dtype=np.float16)
 
 
 def check_images(

@@ -12,14 +12,14 @@ from fedatlas.evaluation import classification, metrics
 def catalogue(what: str) -> dict[str, str]:
     """name -> sentence, for "methods", "nets", "datasets", "losses" or "metrics"."""
     if what == "methods":
-        return {name: first_sentence(methods.get(name)) for name in methods.REGISTRY}
+        return {name: first_sentence(methods.get(name)) for name in methods.names()}
     registry: Mapping[str, Any] = {
         "nets": nets.REGISTRY,
         "datasets": {
             name: f"{data.title} {data.kind.capitalize()}{'' if data.pixels == 'any' else f', {data.pixels}'}."
             for name, data in datasets.registry().items()
         },
-        "losses": losses.REGISTRY,
+        "losses": {name: losses.find(name) for name in losses.names()},
         "metrics": {
             **metrics.METRICS,
             **{

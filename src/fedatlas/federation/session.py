@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 from torch import nn
 
+from fedatlas import losses, methods
 from fedatlas.core.contract import Member, Method, State
 from fedatlas.core.errors import FederationError, RunFolderError
 from fedatlas.core.tensors import Tensors, n_bytes, tensors_of, to_tree
@@ -31,6 +32,7 @@ from fedatlas.federation.file import (
     hash_of,
     load_federation,
     local_models,
+    make_method,
     make_terms,
     resolved,
     selects,
@@ -92,6 +94,7 @@ def gather_local(
         raise FederationError("\n".join(str(problem) for problem in problems))
     transport: Transport
     if federation.engine.workers:
+        _require_elsewhere(federation)
         arguments = {"run": str(folder.path), "cache": str(cache)}
         log = folder.path / "sites" / "workers.log"
         transport = Workers(
@@ -105,6 +108,15 @@ def gather_local(
     except BaseException:
         transport.close()
         raise
+
+
+def _require_elsewhere(federation: Federation) -> None:
+    """Raises FederationError for a method or a loss that other processes do not know."""
+    where = f"engine.workers is {federation.engine.workers}"
+    methods.OTHERS.require_elsewhere(str(federation.method["name"]), where)
+    loss = getattr(make_method(federation), "loss", None)
+    if isinstance(loss, losses.LossChoice):
+        losses.OTHERS.require_elsewhere(loss.name, where)
 
 
 def _local_parties(

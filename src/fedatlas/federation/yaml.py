@@ -150,21 +150,21 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         base["net"] = with_weights(base["net"], from_folder(base_path.parent))
     if "init_from" in base:
         base["init_from"] = with_path(base["init_from"], base_path.parent)
-    return _merge(base, raw)
+    return merged(base, raw)
 
 
 CHOICES = frozenset({"method", "net", "strategy", "loss", "inner"})
 """Blocks whose `name` says what the other keys of the block are: another name begins the block anew."""
 
 
-def _merge(base: Any, over: Any, key: str = "") -> Any:
+def merged(base: Any, over: Any, key: str = "") -> Any:
     """`over` on `base`: mappings key by key; another choice of `CHOICES` replaces the whole block, and so does any
     `init_from`, whose digest is of its path."""
     if not (isinstance(base, dict) and isinstance(over, dict)) or key == "init_from":
         return over
     if key in CHOICES and over.get("name", base.get("name")) != base.get("name"):
         return over
-    return base | {k: _merge(base[k], value, k) if k in base else value for k, value in over.items()}
+    return base | {k: merged(base[k], value, k) if k in base else value for k, value in over.items()}
 
 
 def override(raw: dict[str, Any], text: str) -> None:

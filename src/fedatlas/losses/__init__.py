@@ -5,13 +5,14 @@ A loss knows no trainer, site or round. Label sets may differ within a batch; `k
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError
+from fedatlas.core.extensions import Extensions
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.options import from_dict, not_known, option, options
 from fedatlas.core.outputs import Mixed, Outputs
@@ -36,6 +37,27 @@ REGISTRY: dict[str, type] = {
     "masked_dice_bce": MaskedDiceBCE,
     "masked_bce": MaskedBCE,
 }
+
+OTHERS = Extensions("loss", "fedatlas.losses")
+"""Losses of other packages, and of this process."""
+
+L = TypeVar("L", bound=type)
+
+
+def register(name: str) -> Callable[[L], L]:
+    """A decorator: registers a loss in this process, see `Extensions.register`. The class is one of `options`, with
+    `exclusive`, for which kind of classes it is, and `__call__` as of `LossFunction`."""
+    return OTHERS.register(name, lambda: ["auto", *REGISTRY])
+
+
+def find(name: str) -> type[Any] | None:
+    """The class of a loss; None for a name that there is not."""
+    return REGISTRY.get(name) or OTHERS.find(name)
+
+
+def names() -> list[str]:
+    """All losses: of this package, then of others."""
+    return [*REGISTRY, *OTHERS.names()]
 
 
 @options
@@ -82,15 +104,22 @@ def make(choice: LossChoice, space: LabelSpace) -> LossFunction:
         other = "masked_bce" if space.level == "image" else "masked_dice_bce"
         name = "marginal_dice_ce" if space.exclusive else other
         chosen = ({"pos_weight": "balanced"} if space.level == "image" else {}) | chosen
-    if name not in REGISTRY:
-        raise not_known("the loss", name, ["auto", *REGISTRY])
-    loss = from_dict(REGISTRY[name], chosen, what=f"loss {name}")
-    if space.level == "image" and name != "masked_bce":
+    cls = find(name)
+    if cls is None:
+        raise not_known("the loss", name, ["auto", *names()])
+    if not isinstance(getattr(cls, "exclusive", None), bool):
+        raise FederationError(
+            f"loss {name}: {cls.__name__} does not say for which classes it is; write exclusive: ClassVar[bool] = True for a "
+            "softmax, False for sigmoids"
+        )
+    loss: Any = from_dict(cls, chosen, what=f"loss {name}")
+    if space.level == "image" and name in REGISTRY and name != "masked_bce":
         raise FederationError(
             f"loss {name}: is for segmentation, labels are of whole images; allowed: auto, masked_bce"
         )
     if loss.exclusive != space.exclusive:
-        fitting = ", ".join(n for n, cls in REGISTRY.items() if cls.exclusive == space.exclusive)
+        kinds = ((n, getattr(find(n), "exclusive", None)) for n in names())
+        fitting = ", ".join(n for n, exclusive in kinds if exclusive is space.exclusive)
         kind = "exclusive" if space.exclusive else "not exclusive"
         raise FederationError(f"loss {name}: does not fit, the classes are {kind}; allowed: auto, {fitting}")
     weights = getattr(loss, "pos_weight", None)

@@ -1,9 +1,12 @@
 """Methods by name. One paper, one file; a method is imported when it is asked for."""
 
 import importlib
+from collections.abc import Callable
+from typing import TypeVar
 
 from fedatlas.core.contract import Method
 from fedatlas.core.errors import FederationError
+from fedatlas.core.extensions import Extensions
 from fedatlas.core.options import not_known
 
 REGISTRY: dict[str, str] = {
@@ -46,14 +49,33 @@ REGISTRY: dict[str, str] = {
 CONTINUES = "mib"
 """The method with which a run goes on to new classes, where none is named: it keeps the old ones by distillation."""
 
+OTHERS = Extensions("method", "fedatlas.methods")
+"""Methods of other packages, and of this process."""
+
+M = TypeVar("M", bound=type[Method])
+
+
+def register(name: str) -> Callable[[M], M]:
+    """A decorator: registers a method in this process, see `Extensions.register`."""
+    return OTHERS.register(name, lambda: REGISTRY)
+
+
+def names() -> list[str]:
+    """All methods: of this package, then of others."""
+    return [*REGISTRY, *OTHERS.names()]
+
 
 def get(name: str) -> type[Method]:
     """The class of a method. Raises FederationError, naming the nearest method, for an unknown name, and for a class that
     does not derive from `Method`."""
-    if name not in REGISTRY:
-        raise not_known("the method", name, REGISTRY)
-    module, _, cls = REGISTRY[name].partition(":")
-    found = getattr(importlib.import_module(module), cls)
+    if name in REGISTRY:
+        module, _, cls = REGISTRY[name].partition(":")
+        found = getattr(importlib.import_module(module), cls)
+    else:
+        found = OTHERS.find(name)
+        if found is None:
+            raise not_known("the method", name, names())
+        module, cls = found.__module__, getattr(found, "__name__", name)
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise FederationError(
             f"method {name}: {cls} of {module} does not derive from fedatlas.core.contract.Method; write class {cls}(Method), "

@@ -141,7 +141,7 @@ class PseudoLabels(Method):
         """That of the method within, which its teachers have too, unless they have their own; of a method whose loss is of
         heads, the default for exclusive classes."""
         chosen = self.method.loss or LossChoice()
-        kind = losses.REGISTRY.get(chosen.name)
+        kind = losses.find(chosen.name)
         return chosen if kind is None or kind.exclusive else LossChoice()
 
     @property

@@ -8,7 +8,7 @@ Shapes: B batch, I input channels, C classes, F findings, d features, *S spatial
 """
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
@@ -46,6 +46,14 @@ class UNet:
 
     def build(self, *, in_channels: int, classes: int, spatial_dims: int, findings: int = 0) -> "UNetModule":
         """The net, with weights from torch's global generator. findings: of the whole image; 0: no head for them."""
+        arguments = self.arguments(in_channels, classes, spatial_dims)
+        from monai.networks.nets.dynunet import DynUNet  # MONAI takes seconds to import
+
+        divisor = [math.prod(level[axis] for level in arguments["strides"]) for axis in range(spatial_dims)]
+        return UNetModule(DynUNet(**arguments), in_channels, classes, divisor, self.filters[-1], findings)
+
+    def arguments(self, in_channels: int, classes: int, spatial_dims: int) -> dict[str, Any]:
+        """Those of MONAI's DynUNet, plain values. Raises FederationError for options that do not go together."""
         levels = len(self.filters)
         strides = _per_level(self.strides or [1] + [2] * (levels - 1), levels, spatial_dims, "strides")
         kernels = _per_level(self.kernels or [3] * levels, levels, spatial_dims, "kernels")
@@ -71,24 +79,22 @@ class UNet:
                 f"unet: supervised is {self.supervised}, deep_supervision {self.deep_supervision}; allowed: 1 to {most} "
                 f"for {levels} levels, with deep_supervision"
             )
-        from monai.networks.nets.dynunet import DynUNet  # MONAI takes seconds to import
-
-        net = DynUNet(
-            spatial_dims=spatial_dims,
-            in_channels=in_channels,
-            out_channels=classes,
-            kernel_size=kernels,
-            strides=strides,
-            upsample_kernel_size=strides[1:],
-            filters=self.filters,
-            dropout=self.dropout or None,
-            norm_name=("group", {"num_groups": 8}) if self.norm == "group" else (self.norm, {"affine": True}),
-            res_block=self.res_block,
-            deep_supervision=self.deep_supervision,
-            deep_supr_num=self.supervised or most,
-        )
-        divisor = [math.prod(level[axis] for level in strides) for axis in range(spatial_dims)]
-        return UNetModule(net, in_channels, classes, divisor, self.filters[-1], findings)
+        return {
+            "spatial_dims": spatial_dims,
+            "in_channels": in_channels,
+            "out_channels": classes,
+            "kernel_size": kernels,
+            "strides": strides,
+            "upsample_kernel_size": strides[1:],
+            "filters": self.filters,
+            "dropout": self.dropout or None,
+            "norm_name": ("group", {"num_groups": 8})
+            if self.norm == "group"
+            else (self.norm, {"affine": True}),
+            "res_block": self.res_block,
+            "deep_supervision": self.deep_supervision,
+            "deep_supr_num": self.supervised or most,
+        }
 
 
 def _per_level(

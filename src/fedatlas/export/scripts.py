@@ -1,0 +1,227 @@
+"""What a MONAI bundle does before and behind its net.
+
+Of this module and all that it uses `source.extracted` makes the bundle's `scripts`, which need MONAI and no FedAtlas; so a
+bundle reads, cuts and puts together as `fedatlas predict` does, by the same lines.
+
+Shapes: C classes, I input channels, X, Y, Z the axes of a scan, *S those of the grid on which the net works.
+"""
+
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedatlas.core.errors import DataError
+from fedatlas.core.outputs import evaluating
+from fedatlas.data.images import prepared
+from fedatlas.data.inputs import judge, look_of
+from fedatlas.data.transforms import as_stored, geometry_of, image_to_grid, restore
+from fedatlas.learning.inference import predict, restrict
+
+Data = dict[str, Any]
+"""What is known of one case, as MONAI's dictionary transforms have it."""
+
+
+class ToGrid:
+    """From a scan as LoadImaged and EnsureChannelFirstd give it, image [I, X, Y, Z], to the grid of the net, [I, *S].
+
+    preprocessing: as of the federation file. channels: I. inputs: what the net was trained on; an image of another kind is
+    an error, unless `anyway`. Raises DataError.
+    """
+
+    def __init__(
+        self, preprocessing: Mapping[str, Any], channels: int, inputs: Any = None, anyway: bool = False
+    ) -> None:
+        self.preprocessing: Any = SimpleNamespace(**preprocessing)
+        self.channels, self.inputs, self.anyway = channels, inputs, anyway
+
+    def __call__(self, data: Data) -> Data:
+        loaded = data["image"]
+        file = str(loaded.meta["filename_or_obj"])
+        image = loaded.numpy()
+        if image.ndim != 4 or image.shape[0] != self.channels:
+            raise DataError(
+                f"{file}: of shape {list(image.shape)}; expected are {self.channels} channels of three axes"
+            )
+        if not np.isfinite(image).all():
+            raise DataError(
+                f"{file}: holds voxels that are NaN or infinite; replace them, as by the value of air"
+            )
+        geometry = geometry_of(
+            image.shape[1:], np.asarray(loaded.affine, dtype=np.float64), self.preprocessing
+        )
+        _tell(self.inputs, look_of(image, spacing=geometry.turned_spacing), file, self.anyway)
+        on_grid = as_stored(image_to_grid(image, geometry, self.preprocessing)).astype(np.float32, copy=False)
+        return {
+            "image": torch.from_numpy(on_grid),
+            "geometry": geometry,
+            "file": file,
+            "meta": {"filename_or_obj": file},
+        }
+
+
+class Windows:
+    """An inferer: the probabilities [B, C, *S] of a net for images [B, I, *S] on its grid, by blended windows.
+
+    patch, context: as of the federation file's preprocessing; options: as its evaluation.inference. divisor: by what the
+    net's inputs divide. classes: the classes for which the net may speak, None for all.
+    """
+
+    def __init__(
+        self,
+        patch: Sequence[int],
+        context: int,
+        options: Mapping[str, Any],
+        exclusive: bool,
+        divisor: Sequence[int],
+        classes: Sequence[int] | None = None,
+    ) -> None:
+        self.patch, self.context, self.options = patch, context, SimpleNamespace(**options)
+        self.exclusive, self.divisor, self.classes = exclusive, tuple(divisor), classes
+
+    def __call__(self, inputs: Tensor, network: Any) -> Tensor:
+        options: Any = self.options
+        network.divisor = self.divisor
+        found = []
+        for image in inputs:
+            said = predict(network, image, self.patch, self.context, options, exclusive=self.exclusive)
+            voxels = said.voxels
+            found.append(voxels if self.classes is None else restrict(voxels, self.classes, self.exclusive))
+        return torch.stack(found)
+
+
+class FromGrid:
+    """From probabilities on the net's grid to labels on the scan's own: pred [1, X, Y, Z], or masks [C, X, Y, Z] where
+    classes overlap, for SaveImaged."""
+
+    def __init__(self, exclusive: bool) -> None:
+        self.exclusive = exclusive
+
+    def __call__(self, data: Data) -> Data:
+        from monai.data.meta_tensor import MetaTensor
+
+        labels = restore(data["pred"], data["geometry"], self.exclusive)
+        labels = labels[None] if self.exclusive else labels
+        affine = torch.from_numpy(data["geometry"].affine)
+        return data | {"pred": MetaTensor(torch.from_numpy(labels), affine=affine, meta=data["meta"])}
+
+
+class ReadImage:
+    """From an image file, PNG, JPEG or DICOM, to the input of a net for findings of whole images [I, H, W].
+
+    images: as of the federation file; inputs, anyway: as of `ToGrid`. Raises DataError."""
+
+    def __init__(self, images: Mapping[str, Any], inputs: Any = None, anyway: bool = False) -> None:
+        self.images: Any = SimpleNamespace(**images)
+        self.inputs, self.anyway = inputs, anyway
+
+    def __call__(self, data: Data) -> Data:
+        file = Path(data["image"])
+        arrays, about = prepared(file, "", self.images)
+        _tell(self.inputs, about["look"], str(file), self.anyway)
+        return {"image": torch.from_numpy(arrays["image"]).float(), "file": str(file)}
+
+
+class Findings:
+    """An inferer: the probabilities [B, C] of a net for images [B, I, H, W]; NaN for a class for which it may not speak."""
+
+    def __init__(self, classes: Sequence[int] | None = None) -> None:
+        self.classes = classes
+
+    @torch.inference_mode()
+    def __call__(self, inputs: Tensor, network: nn.Module) -> Tensor:
+        device = next((p.device for p in network.parameters()), inputs.device)
+        with evaluating(network):
+            found = network(inputs.to(device)).double().cpu().sigmoid()
+        silent = [] if self.classes is None else [c for c in range(found.shape[1]) if c not in self.classes]
+        found[:, silent] = float("nan")
+        return found
+
+
+class FindingsTable:
+    """Writes findings.csv into a folder, a line per image: the probability of every class, and 1 or 0 at its threshold where
+    it has one. thresholds: one per class, or None."""
+
+    def __init__(self, folder: str, names: Sequence[str], thresholds: Sequence[float | None]) -> None:
+        self.folder, self.names, self.thresholds = Path(folder), names, thresholds
+        self.rows: list[list[Any]] = [["image", *names, *(f"{name} present" for name in names)]]
+
+    def __call__(self, data: Data) -> Data:
+        values = [float(value) for value in data["pred"]]
+        pairs = list(zip(values, self.thresholds, strict=True))
+        marks = ["" if limit is None or p != p else int(p >= limit) for p, limit in pairs]
+        self.rows.append([data["file"], *("" if p != p else p for p in values), *marks])
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "findings.csv").open("w", newline="", encoding="utf-8") as stream:
+            csv.writer(stream, lineterminator="\n").writerows(self.rows)
+        return data
+
+
+class Program(nn.Module):
+    """The net of a file of torch.export, with which no class of the net is needed; in evaluation mode, always."""
+
+    def __init__(self, path: str, device: Any = "cpu") -> None:
+        super().__init__()
+        program = torch.export.load(path)
+        if torch.device(device).type != "cpu":
+            from torch.export.passes import move_to_device_pass
+
+            program = move_to_device_pass(program, str(device))
+        self.program = program.module()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.program(x)
+
+    def train(self, mode: bool = True) -> "Program":
+        """Nothing: the mode is a part of the file."""
+        return self
+
+
+def with_weights(network: nn.Module, path: str) -> nn.Module:
+    """A net with the weights of a file of torch."""
+    network.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    return network.eval()
+
+
+def files_of(folder: str, endings: Sequence[str], channels: int = 1) -> list[Data]:
+    """The files of a folder with these endings, sorted; with several channels, those of a case together, whose names end in
+    _0000, _0001, … before the ending. Raises DataError where there are none."""
+    names = sorted(p for p in Path(folder).iterdir() if p.name.lower().endswith(tuple(endings)))
+    if not names:
+        raise DataError(f"{folder}: holds no file that ends in {' or '.join(endings)}; give --dataset_dir")
+    if channels == 1:
+        return [{"image": str(path)} for path in names]
+    cases: dict[str, list[str]] = {}
+    for path in names:
+        cases.setdefault(path.name.partition(".")[0].rpartition("_")[0], []).append(str(path))
+    for case, files in cases.items():
+        if len(files) != channels:
+            raise DataError(f"{folder}: case {case} has {len(files)} files; {channels} channels are expected")
+    return [{"image": files} for files in cases.values()]
+
+
+def run(
+    datalist: Iterable[Data],
+    preprocessing: Callable[[Data], Data],
+    inferer: Callable[[Tensor, nn.Module], Tensor],
+    network: nn.Module,
+    postprocessing: Callable[[Data], Data],
+) -> list[str]:
+    """Predicts case by case. Returns the files that were read."""
+    done = []
+    for item in datalist:
+        data = preprocessing(item)
+        data["pred"] = inferer(data["image"][None], network)[0]
+        postprocessing(data)
+        done.append(data["file"])
+    return done
+
+
+def _tell(inputs: Any, look: Mapping[str, Any], file: str, anyway: bool) -> None:
+    for text in judge(inputs, dict(look), file, anyway=anyway):
+        print(f"note: {text}")

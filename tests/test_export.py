@@ -1,0 +1,214 @@
+"""`fedatlas export`: the forms say what the run says, and need FedAtlas no more."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from findings import findings_federation
+from runs import phantom_federation
+from safetensors import safe_open
+
+from fedatlas import nets
+from fedatlas.cli import main
+from fedatlas.core.errors import FederationError
+from fedatlas.export.forms import TOLERANCE, export
+from fedatlas.export.source import extracted
+from fedatlas.export.subject import subject
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.predict import predict_images, predict_scans
+from fedatlas.federation.session import run_federation
+
+WITHOUT_FEDATLAS = (
+    "import sys; sys.modules['fedatlas'] = None; sys.path.insert(0, '.')\n"
+    "from monai.bundle import run\n"
+    "run(config_file='configs/inference.json', dataset_dir=sys.argv[1], output_dir=sys.argv[2])"
+)
+
+
+def trained(chosen: dict[str, Any], path: Path) -> Path:
+    run_federation(parse_federation(chosen, base=Path()), path, tell=lambda text: None)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(phantom: Path, phantom_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    chosen = phantom_federation(phantom, phantom_cache) | {"rounds": 1}
+    chosen["evaluation"] |= {"models": ["best", "local"]}
+    return trained(chosen, tmp_path_factory.mktemp("runs") / "ct")
+
+
+@pytest.fixture(scope="module")
+def other_net(phantom: Path, phantom_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A net that is not MONAI's, of classes that overlap, in volumes."""
+    chosen = phantom_federation(phantom, phantom_cache) | {"rounds": 1}
+    chosen |= {"labels": {"exclusive": False}, "net": {"name": "kim_unet", "filters": [4, 8, 8]}}
+    chosen["preprocessing"] |= {"patch": [32, 16, 16]}
+    return trained(chosen, tmp_path_factory.mktemp("runs") / "other")
+
+
+@pytest.fixture(scope="module")
+def images(findings: Path, phantom_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    chosen = findings_federation(findings, phantom_cache / "findings") | {"rounds": 1}
+    return trained(chosen, tmp_path_factory.mktemp("runs") / "images")
+
+
+def scans(phantom: Path) -> list[Path]:
+    return sorted(phantom.rglob("imagesTs/*.nii.gz"))[:2]
+
+
+def run_bundle(bundle: Path, files: list[Path], out: Path) -> None:
+    folder = out.parent / "in"
+    folder.mkdir()
+    for file in files:
+        (folder / file.name).symlink_to(file)
+    command = [sys.executable, "-c", WITHOUT_FEDATLAS, str(folder), str(out)]
+    done = subprocess.run(command, cwd=bundle, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["run", "other_net"])
+def test_a_bundle_needs_monai_alone_and_gives_the_labels_of_predict(
+    name: str, phantom: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(name)
+    found = export(path, "bundle", tmp_path / "bundle")
+    assert found["net"] == ("monai.networks.nets.DynUNet" if name == "run" else "scripts.Program")
+    run_bundle(tmp_path / "bundle", scans(phantom), tmp_path / "theirs")
+    predict_scans(path, [[file] for file in scans(phantom)], tmp_path / "ours")
+    files = sorted((tmp_path / "ours").glob("*.nii.gz"))
+    assert len(files) == 2
+    for file in files:
+        ours, theirs = nib.load(file), nib.load(tmp_path / "theirs" / file.name)
+        assert np.array_equal(np.asanyarray(ours.dataobj), np.asanyarray(theirs.dataobj))  # type: ignore[attr-defined]
+        assert np.allclose(ours.affine, theirs.affine, atol=1e-6)  # type: ignore[attr-defined]
+
+
+def test_a_bundle_of_findings_writes_the_table_of_predict(
+    images: Path, findings: Path, tmp_path: Path
+) -> None:
+    files = sorted(findings.rglob("*.png"))[:3]
+    export(images, "bundle", tmp_path / "bundle")
+    folder = tmp_path / "in"
+    predict_images(images, [folder / file.name for file in copied(files, folder)], tmp_path / "ours")
+    run = [sys.executable, "-c", WITHOUT_FEDATLAS, str(folder), str(tmp_path / "theirs")]
+    subprocess.run(run, cwd=tmp_path / "bundle", check=True, capture_output=True)
+    assert (tmp_path / "ours/findings.csv").read_text() == (tmp_path / "theirs/findings.csv").read_text()
+
+
+def copied(files: list[Path], folder: Path) -> Iterator[Path]:
+    folder.mkdir()
+    for file in files:
+        (folder / file.name).write_bytes(file.read_bytes())
+        yield folder / file.name
+
+
+@pytest.mark.parametrize("name", ["run", "images"])
+def test_onnx_says_what_the_net_says(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    import onnxruntime
+
+    path = request.getfixturevalue(name)
+    found = export(path, "onnx", tmp_path / "onnx")
+    assert found["free_sizes"] and found["largest_difference"] <= TOLERANCE
+    session = onnxruntime.InferenceSession(str(tmp_path / "onnx/model.onnx"))
+    about = session.get_modelmeta().custom_metadata_map
+    model = subject(path)
+    assert json.loads(about["classes"]) == list(model.trained.space.names)
+    size = [n + 2 * by for n, by in zip(model.size, model.net.divisor, strict=True)]
+    image = model.example(5, size)
+    (said,) = session.run(None, {"image": image.numpy()})
+    with torch.no_grad():
+        assert np.abs(said - model.net(image).numpy()).max() <= TOLERANCE
+
+
+def test_safetensors_hold_the_weights_and_what_they_are_of(run: Path, tmp_path: Path) -> None:
+    export(
+        run,
+        "safetensors",
+        tmp_path / "weights",
+        model="local/a" if (run / "models/local/a.fa").exists() else "best",
+    )
+    with safe_open(tmp_path / "weights/model.safetensors", "pt") as file:
+        about, weights = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert json.loads(about["labels"])["names"] == json.loads(about["classes"])
+    chosen = json.loads(about["net"])
+    net = nets.build(
+        chosen.pop("name"),
+        chosen,
+        in_channels=int(about["in_channels"]),
+        classes=len(json.loads(about["classes"])),
+        spatial_dims=len(json.loads(about["preprocessing"])["patch"]),
+        seed=1,
+    )
+    net.load_state_dict(weights)
+
+
+def test_the_card_tells_data_results_and_limits(run: Path, tmp_path: Path) -> None:
+    export(run, "safetensors", tmp_path / "weights")
+    text = (tmp_path / "weights/model_card.md").read_text()
+    info = json.loads((run / "run.json").read_text())
+    for site, about in info["sites"].items():
+        assert f"| {site} | {', '.join(name.replace('_', ' ') for name in about['annotated'])} |" in text
+    for words in (
+        "## Results",
+        "95 % interval",
+        "not a medical device",
+        "Few annotated",
+        "## Licence",
+        "safe_open",
+    ):
+        assert words in text
+
+
+def test_errors_say_what_is_allowed_and_leave_what_is_there(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*arguments: str) -> str:
+        assert main(["export", *arguments]) == 1
+        return capsys.readouterr().err
+
+    out = tmp_path / "out"
+    assert "did you mean 'onnx'" in fails(str(run), "--to", "onx", "-o", str(out))
+    assert "not a run folder" in fails(str(tmp_path), "--to", "onnx")
+    assert "the local model 'z' does not exist" in fails(str(run), "--to", "onnx", "--model", "local/z")
+    assert "allowed: best, last, local/<site>" in fails(str(run), "--to", "onnx", "--model", "first")
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    assert "it is no export" in fails(str(run), "--to", "safetensors", "-o", str(out), "--overwrite")
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["mine.txt"]
+
+
+def test_several_nets_are_refused_and_a_sites_own_is_offered(
+    phantom: Path, phantom_cache: Path, tmp_path: Path
+) -> None:
+    chosen = phantom_federation(phantom, phantom_cache) | {"rounds": 1, "method": {"name": "standalone"}}
+    path = trained(chosen, tmp_path / "alone")
+    with pytest.raises(FederationError, match="is 3 nets that speak together, and an export holds one"):
+        export(path, "onnx")
+    assert not (path / "exports").exists()
+
+
+def test_a_missing_package_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedatlas.export.forms.find_spec", lambda name: None)
+    with pytest.raises(FederationError, match=r"pip install 'fedatlas\[onnx\]'"):
+        export(run, "onnx")
+
+
+def test_what_is_extracted_is_complete_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "one.py").write_text(
+        "import math\nLOW, HIGH = 1, 2\ndef area(r: 'Unknown') -> float:\n    return helper(r) * HIGH\n"
+        "def helper(r):\n    return math.pi * r\ndef unused():\n    return 0\ndef wrong():\n    return nowhere\n"
+    )
+    made: dict[str, Any] = {}
+    text = extracted("one", ["area"], "title")
+    exec(text, made)
+    assert made["area"](1) == 2 * np.pi and "unused" not in text
+    with pytest.raises(ValueError, match="does not define nowhere"):
+        extracted("one", ["wrong"], "title")
