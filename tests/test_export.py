@@ -48,7 +48,7 @@ def run(phantom: Path, phantom_cache: Path, tmp_path_factory: pytest.TempPathFac
 def other_net(phantom: Path, phantom_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A net that is not MONAI's, of classes that overlap, in volumes."""
     chosen = phantom_federation(phantom, phantom_cache) | {"rounds": 1}
-    chosen |= {"labels": {"exclusive": False}, "net": {"name": "kim_unet", "filters": [4, 8, 8]}}
+    chosen |= {"labels": {"exclusive": False}, "net": {"name": "kim_unet", "filters": [8, 8, 8]}}
     chosen["preprocessing"] |= {"patch": [32, 16, 16]}
     return trained(chosen, tmp_path_factory.mktemp("runs") / "other")
 
