@@ -8,6 +8,7 @@ import sys
 
 MODULES = (
     "demo", "steps", "tadl", "condist", "experts", "modules", "precision", "server_memory", "metrics", "evaluation", "cache", "engines",
+    "predict",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import nibabel as nib
 import numpy as np
+import pydicom
+from dicom_series import uid, write_series
 from fake_sets import (
     anatomy,
     picture,
@@ -31,6 +33,9 @@ from fake_volumes import (
     write_msd,
     write_word,
 )
+
+from fedatlas.core.labels import LabelSpace
+from fedatlas.data.formats import dicom, drawings
 
 State = Literal["present", "absent", "open"]
 STATES: frozenset[State] = frozenset(("present", "absent", "open"))
@@ -395,7 +400,81 @@ def of_a_list(images: str) -> dict[str, Change]:
 EVERY_MASK = "every picture of the release has all masks; one without is a problem"
 TABLE_SAYS_ALL = "its readers looked for every finding in every image"
 
+
+def write_dicom(root: Path) -> Path:
+    """Three series: of the first both classes are drawn, of the second no spleen is there, of the third none is drawn."""
+    for number in range(3):
+        voxels, affine = anatomy_of_series(number)
+        folder = root / f"scan {number}"
+        write_series(folder, voxels, affine, f"p{number}/ct", patient=f"MRN{number}")
+        volume = dicom.load(dicom.find([folder]).series[0])
+        labels = np.zeros(voxels.shape, np.uint8)
+        labels[1:4, 1:4, 1:4], labels[5:7, 5:7, 4:6] = 1, 0 if number == 1 else 2
+        space = LabelSpace(("background", "liver", *(("spleen",) if number < 2 else ())))
+        labels[labels >= len(space)] = 0
+        codes, _ = drawings.meanings(space, {})
+        drawings.write_seg(folder / "seg.dcm", labels, volume, space, codes, "tests")
+    return root
+
+
+def anatomy_of_series(number: int) -> tuple[np.ndarray, np.ndarray]:
+    voxels = np.random.default_rng(number).integers(-100, 200, (8, 8, 6))
+    return voxels, np.diag([-4.0, -4.0, 4.0, 1.0])
+
+
+def case_of(number: int) -> str:
+    return dicom.pseudonym(uid(f"p{number}/ct"))
+
+
+def seg_again(root: Path) -> Said:
+    """Another object that draws the same."""
+    data = pydicom.dcmread(root / "scan 0/seg.dcm")
+    data.SOPInstanceUID = data.file_meta.MediaStorageSOPInstanceUID = uid("again")
+    data.save_as(root / "scan 0/seg again.dcm")
+    return Said("'liver' is drawn by seg-")
+
+
+def slice_gone(root: Path) -> Said:
+    sorted((root / "scan 0").glob("Planted*"))[2].unlink()
+    return Said("slices are missing")
+
+
+def seg_gone(root: Path) -> Said:
+    (root / "scan 0/seg.dcm").unlink()
+    return Said("1 series have no segmentation and were left out")
+
+
+def segment_renamed(root: Path) -> Rule:
+    data = pydicom.dcmread(root / "scan 0/seg.dcm")
+    data.SegmentSequence[0].SegmentLabel = "gut"
+    data.save_as(root / "scan 0/seg.dcm")
+    return Rule("segments have names, and every name is a class", open=(case_of(0), "liver"))
+
+
+def slice_odd(root: Path) -> Rule:
+    odd(sorted((root / "scan 0").glob("Planted*"))[2])
+    return Rule("an object that is there twice, under whatever names, counts once")
+
+
 FAKES: Mapping[str, Fake] = {
+    "dicom": Fake(
+        write_dicom,
+        examples={
+            "present": (case_of(0), "spleen"),
+            "absent": (case_of(1), "spleen"),
+            "open": (case_of(2), "spleen"),
+        },
+        image="scan 0/Planted*",
+        label="scan 0/seg.dcm",
+        reading={"paths": True},
+        changes={
+            "an image is missing": slice_gone,
+            "a label is missing": seg_gone,
+            "an image has an odd name": slice_odd,
+            "a case is there twice": seg_again,
+            "a value is unknown": segment_renamed,
+        },
+    ),
     "nnunet": Fake(
         write_nnunet,
         examples={

@@ -352,10 +352,10 @@ def test_overlap_where_classes_are_exclusive() -> None:
     organ[:10], lesion[2:5, 2:5], other[10:] = True, True, True
     space = LabelSpace(("background", "organ", "lesion", "other"), ((1, 2),))
     voxels, counts, told = join({1: organ, 2: lesion, 3: other}, space, (20, 20), Path("x.png"))
-    assert told == [] and counts == {1: 191, 2: 9, 3: 200} and lying(voxels)[3, 3] == 2
+    assert told == [] and counts == {1: 191, 2: 9, 3: 200} and voxels[3, 3] == 2
     other[9, :5] = True
     voxels, _, told = join({1: organ, 3: other}, space, (20, 20), Path("x.png"))
-    assert lying(voxels)[9, 0] == 3 and told[0].share == pytest.approx(5 / 200) and "overlap" in told[0].what
+    assert voxels[9, 0] == 3 and told[0].share == pytest.approx(5 / 200) and "overlap" in told[0].what
     other[9] = True
     with pytest.raises(FileError, match="10 % of the smaller of 'organ' and 'other' lies in the other"):
         join({1: organ, 3: other}, space, (20, 20), Path("x.png"))
@@ -482,7 +482,7 @@ def test_written_labels_are_read_back(tmp_path: Path) -> None:
     picture(tmp_path / "images" / "p.png", anatomy(5, shape)[0])
     label = raw_of(index_of(tmp_path)).label
     assert label is not None and np.array_equal(lying(label.voxels), masks)
-    index = join({c + 1: mask > 0 for c, mask in enumerate(masks)}, SOFT, shape, Path("p"))[0]
+    index = standing(join({c + 1: mask > 0 for c, mask in enumerate(masks)}, SOFT, shape, Path("p"))[0])
     files = write_labels(tmp_path, "p", index, SOFT)
     assert np.array_equal(np.asarray(Image.open(files["heart"])), lying(index))
     odd = LabelSpace(("a/b",), exclusive=False)

@@ -34,15 +34,15 @@ def layout_problems(index: SiteIndex) -> list[Problem]:
     """What the layout alone shows: missing files, duplicated cases, a patient in two splits."""
     found = list(index.problems)
     seen: dict[str, str] = {}
-    files: dict[str, str] = {}
+    files: dict[tuple[str, str], str] = {}
     splits: dict[str, tuple[str, str]] = {}
     for case in index.cases:
         where = index.file(case.images[0])
         if case.name in seen and seen[case.name] == case.split:
             what = f"case {case.name!r} is in the {case.split} cases twice"
             found.append(Problem(index.name, where, what, "take one out, or rename it"))
-        elif os.path.realpath(case.images[0]) in files:
-            other = files[os.path.realpath(case.images[0])]
+        elif (content := (os.path.realpath(case.images[0]), case.series)) in files:
+            other = files[content]
             what = f"the same file is case {other!r} and case {case.name!r}"
             found.append(Problem(index.name, where, what, "take one out"))
         elif case.patient in splits and splits[case.patient][0] != case.split:
@@ -50,7 +50,7 @@ def layout_problems(index: SiteIndex) -> list[Problem]:
             what = f"patient {case.patient!r} is in the {split} cases ({other}) and in the {case.split} cases"
             found.append(Problem(index.name, where, what, "keep every patient in one split"))
         seen.setdefault(case.name, case.split)
-        files.setdefault(os.path.realpath(case.images[0]), case.name)
+        files.setdefault((os.path.realpath(case.images[0]), case.series), case.name)
         splits.setdefault(case.patient, (case.split, case.name))
     return found
 

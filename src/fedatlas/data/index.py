@@ -5,7 +5,7 @@ Shapes: C classes.
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -179,7 +179,7 @@ class SiteIndex:
     its findings. trains: False for a site that is tested on and trains nothing. whole: see `SiteConfig.whole`. divided: do
     its cases have their splits for good, see `SiteConfig.split`; most, seed: at most so many training cases, in the order
     that follows from the seed. findings: its own names of findings of the whole image; scores_all: see
-    `SiteConfig.score_all`. source: whose patient names these are, see `Listing`.
+    `SiteConfig.score_all`. source: whose patient names these are, titles: see `Listing`.
     """
 
     name: str
@@ -200,6 +200,7 @@ class SiteIndex:
     scores_all: bool = False
     level: Literal["voxel", "image"] = "voxel"
     source: str = ""
+    titles: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -230,8 +231,8 @@ class SiteIndex:
         return tuple(name for name in ours if name != BACKGROUND)
 
     def file(self, path: Path) -> str:
-        """A path as it is shown: relative to the site's folder where it lies inside."""
-        return shown(path, self.root)
+        """A path as it is shown: by its title, or relative to the site's folder where it lies inside."""
+        return self.titles.get(path) or shown(path, self.root)
 
 
 @dataclass(frozen=True)
@@ -373,6 +374,7 @@ def _read(
         scores_all=config.score_all,
         level=level,
         source=listing.source or f"site {config.name}",
+        titles=listing.titles,
     )
 
 

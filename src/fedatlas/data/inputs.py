@@ -167,7 +167,7 @@ def outside(known: Ranges, look: Look) -> list[str]:
             found.append(f"voxels of {ours} mm; the training images had {theirs} mm")
     if look["axes"] > max(known["axes"]):
         found.append("a volume; the training images were single slices")
-    if look["modality"] and set(known["modalities"]) == {""}:
+    if look["modality"] and set(known["modalities"]) == {""} and look["kind"] == "picture":
         found.append(f"of the modality {look['modality']}; that of the training images is not known")
     for of, now in _channels(known, look):
         low, high = of[0][0], of[2][1]

@@ -19,7 +19,7 @@ import numpy as np
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import BACKGROUND, LabelSpace, map_labels
 from fedatlas.data.datasets.shared.listing import Case, Problem
-from fedatlas.data.formats import flat
+from fedatlas.data.formats import dicom, flat
 from fedatlas.data.index import Naming, SiteIndex
 from fedatlas.data.transforms import FileError, read_channels, read_image, require_same_grid
 
@@ -62,7 +62,7 @@ def read_case(
     Voxels of a class that the case does not annotate are background in what is returned.
     """
     raw = Raw()
-    picture = flat.is_picture(case.images[0])
+    picture = not case.series and flat.is_picture(case.images[0])
     towards: tuple[str, str] | None = None
     with _noting(index, raw):
         if picture:
@@ -72,6 +72,12 @@ def read_case(
             image, affine, towards = found.image, found.affine, found.towards
             raw.notes += found.notes
             raw.about = {"picture": True, "modality": found.modality, "colour": found.colour}
+        elif case.series:
+            series = dicom.series_of(case.images, case.series)
+            volume = dicom.load(series)
+            image, affine = volume.voxels[None], volume.affine
+            raw.notes += [flat.Note(Path(case.name), note, "see that this is meant") for note in volume.notes]
+            raw.about = {"modality": series.modality}
         else:
             image, affine = read_channels(case.images)
         if len(image) != index.channels:
@@ -152,22 +158,34 @@ def _masks(
     space: LabelSpace,
     towards: tuple[str, str] | None,
 ) -> Label | None:
-    """The masks of a picture as a label; None where the picture itself could not be read."""
-    if not flat.is_picture(case.images[0]):
+    """The masks of a picture, or what is drawn on a DICOM series, as a label; None where the image itself could not be
+    read."""
+    known = naming.known(annotated)
+    wanted: Any = [(name, mask) for name, mask in case.masks if naming.classes.get(name) in known]
+    if case.series:
+        if raw.image is None:
+            return None
+        from fedatlas.data.formats import drawings  # with scikit-image, which nothing else here needs
+
+        shape = raw.image.shape[1:]
+        found, notes = drawings.read_masks(wanted, shape, raw.affine, case.name)
+    elif flat.is_picture(case.images[0]):
+        shape = None if raw.image is None else (raw.image.shape[2], raw.image.shape[1])
+        found, notes = flat.read_masks(wanted, shape, towards)
+    else:
         raise FileError(
             case.images[0], "a scan with a mask per class", "masks are read for pictures; give it a label map"
         )
-    known = naming.known(annotated)
-    shape = None if raw.image is None else (raw.image.shape[2], raw.image.shape[1])
-    wanted = [(name, mask) for name, mask in case.masks if naming.classes.get(name) in known]
-    found, notes = flat.read_masks(wanted, shape, towards)
     raw.notes += [note for note in notes if note not in raw.notes]
     if shape is None:
         return None
     planes = {c: np.zeros(shape, dtype=bool) for c in sorted(known)}
     for name, mask in found.items():
         planes[naming.classes[name]] |= mask
-    voxels, counts, notes = flat.join(planes, space, shape, case.images[0])
+    voxels, counts, notes = flat.join(
+        planes, space, shape, Path(case.name) if case.series else case.images[0]
+    )
+    voxels = voxels if case.series else flat.standing(voxels)
     raw.notes += [note for note in notes if note not in raw.notes]
     drawn = {naming.classes[name] for name, _ in case.masks if name in naming.classes}
     strayed = tuple(sorted(space.names[c] for c in drawn - known))

@@ -166,13 +166,17 @@ def read_image(path: Path) -> tuple[np.ndarray, np.ndarray, nib.Nifti1Header]:
     return voxels, affine, image.header
 
 
-def write_label_map(path: Path, labels: np.ndarray, like: Path) -> None:
+def write_label_map(path: Path, labels: np.ndarray, like: Path | np.ndarray) -> None:
     """Writes labels, [X, Y, Z] or masks [C, X, Y, Z] (the last axis of the file), in the geometry of the scan
-    `like`: its affine, its qform and sform with their codes, its units. Written whole or not at all.
+    `like`: its affine, its qform and sform with their codes, its units; or by an affine alone. Written whole or not at all.
 
     Raises DataError where the shapes differ or the folder cannot be written.
     """
-    source: Any = nib.load(like)
+    if isinstance(like, Path):
+        source: Any = nib.load(like)
+    else:
+        source = nib.Nifti1Image(np.empty(labels.shape[-3:], np.uint8), like)
+        source.header.set_xyzt_units("mm")
     shape = labels.shape[-3:]
     if labels.ndim not in (3, 4) or shape != source.shape[:3]:
         raise DataError(

@@ -136,7 +136,9 @@ class VoxelData(SiteData):
             "digest": digest(raw.image),
             "leak": leak_in(raw, self.space),
             "label": _label_digest(label.voxels),
-            "look": look_of(raw.image, spacing=None if raw.about else geometry.turned_spacing, **raw.about),
+            "look": look_of(
+                raw.image, spacing=None if raw.about.get("picture") else geometry.turned_spacing, **raw.about
+            ),
             "affine": raw.affine.tolist(),
             "shape": list(geometry.shape),
             "spacing": list(geometry.spacing),

@@ -63,12 +63,26 @@ class Labels:
         "What the report calls a class; one that is not named here: its own name, with spaces for underscores.",
     )
 
+    codes: dict[str, tuple[str, str, str]] = option(
+        {},
+        "What a class is in DICOM, for results as SEG and RTSTRUCT: [value, scheme, meaning], as "
+        '["10200004", SCT, Liver]. Of a class that is not named here: what SNOMED CT calls so.',
+    )
+
     def __post_init__(self) -> None:
-        """Raises FederationError where `display` names a class that the space does not hold."""
+        """Raises FederationError where `display` or `codes` names a class that the space does not hold, or a code does not
+        fit into DICOM."""
         known = [] if self.names is None else [*self.names, *self.findings]
-        for name in self.display if known else ():
-            if name not in known:
-                raise not_known("labels: display: the class", name, known)
+        for key, named in (("display", self.display), ("codes", self.codes)):
+            for name in named if known else ():
+                if name not in known:
+                    raise not_known(f"labels: {key}: the class", name, known)
+        for name, code in self.codes.items():
+            for what, text, most in zip(("value", "scheme", "meaning"), code, (16, 16, 64), strict=True):
+                if not 0 < len(text.strip()) <= most:
+                    raise FederationError(
+                        f"labels: codes: {name}: the {what} is {text!r}; it has 1 to {most} letters"
+                    )
 
 
 @options
@@ -327,11 +341,12 @@ def resolved(federation: Federation) -> dict[str, Any]:
 
 def shareable(plain: Mapping[str, Any]) -> dict[str, Any]:
     """What `resolved` gives, without what is of one machine: paths (of a file of weights its name stays), `engine` and
-    `log`; sites by name; without `labels.display`, which decides no result; and with `init_from` only where there is one."""
+    `log`; sites by name; without `labels.display` and `labels.codes`, which decide no
+    result; and with `init_from` only where there is one."""
     sites = [{key: value for key, value in site.items() if key != "path"} for site in plain["sites"]]
     kept = {key: value for key, value in plain.items() if key not in ("engine", "log")}
     net = with_weights(kept["net"], lambda path: Path(path).name)
-    labels = {key: value for key, value in kept["labels"].items() if key != "display"}
+    labels = {key: value for key, value in kept["labels"].items() if key not in ("display", "codes")}
     first = kept.pop("init_from", None)
     if first:
         kept["init_from"] = {key: first[key] for key in ("classes", "findings", "sha256")}

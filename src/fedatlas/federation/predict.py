@@ -2,7 +2,7 @@
 
 import csv
 from collections.abc import Iterable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,62 @@ import torch
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data.formats import flat
+from fedatlas.data.formats import dicom, drawings, flat
 from fedatlas.data.formats.picture import PictureError
 from fedatlas.data.images import prepared
 from fedatlas.data.inputs import Look, judge
-from fedatlas.data.transforms import SKEW, FileError, load_scan, saved, skew_of, write_label_map
+from fedatlas.data.transforms import (
+    SKEW,
+    FileError,
+    load_scan,
+    read_channels,
+    saved,
+    skew_of,
+    write_label_map,
+)
+from fedatlas.federation.pacs import Pacs
 from fedatlas.federation.trained import Seen, Trained, unseen
 from fedatlas.federation.usable import Warn, require_files, require_new, silent
 from fedatlas.transport.rounds import to_json
 from fedatlas.transport.store import write_atomic
 
+FORMS = ("nifti", "seg", "rtstruct")
+"""What labels of a DICOM series are written as."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """One scan or picture that is to be predicted. files: of NIfTI one per channel, or a picture; series: in place of them a
+    series in DICOM. shown: what messages and results call it."""
+
+    files: tuple[Path, ...]
+    shown: str
+    series: dicom.Series | None = None
+
+    @property
+    def name(self) -> str:
+        return self.series.name if self.series else self.files[0].name
+
+    def targets(self, out: Path, form: str, space: LabelSpace) -> list[Path]:
+        """The files that are written of it; the first tells it from others."""
+        if self.series is not None:
+            ending = "labels.nii.gz" if form == "nifti" else f"{form}.dcm"
+            return [out / f"{self.name}_{ending}"]
+        if flat.is_picture(self.files[0]):
+            labels = flat.label_paths(out, self.files[0].stem, space).values()
+            return [*dict.fromkeys(labels), out / "predictions.csv"]
+        return [out / f"{self.name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz"]
+
 
 def predict_scans(
     path: Path,
     scans: Sequence[Sequence[Path]],
-    out: Path,
+    out: Path | None,
     *,
+    form: str = "nifti",
+    series: Sequence[str] = (),
+    pacs: Pacs | None = None,
+    store: bool = False,
     model: str = "best",
     device: str | None = None,
     post: bool = False,
@@ -37,63 +77,183 @@ def predict_scans(
 ) -> dict[str, Any]:
     """Writes a label map per scan, in the scan's own geometry, and classes.json beside them.
 
-    scans: the NIfTI files of each, one per channel, or a picture each; of pictures PNG files are written, see
-    `flat.write_labels`, and predictions.csv with the pixels of every class and the probability of every finding.
+    scans: the files of each: NIfTI, one per channel; a picture, of which PNG files are written, see
+    `flat.write_labels`, and predictions.csv with the pixels of every class and the probability of every finding; or a
+    folder, an archive or files with series in DICOM. form: what is written of a series, see `FORMS`. series: which ones, by
+    UID or pseudonym, where there are several. pacs: whence these are fetched in place of `scans`; store: send the results
+    there, when all are made; `out` may then be None, and nothing is written.
     post: write labels after post-processing, see `Trained.postprocess`. overwrite: replace files that are there.
     anyway: go on with images of another kind than the model was trained on. warn: is told where they differ from those.
     seen: is told of every scan before it is read.
     Returns what was written and the volume, or the pixels, found per class, and where a selector chooses among models
     the site whose model it took (`Trained.choice`).
     """
-    require_files([file for files in scans for file in files])
+    require_files([file for files in scans for file in files if not file.is_dir()])
     trained = Trained(path, model, device, warn)
     names = trained.space.names
-    targets = [_target(out, files[0]) for files in scans]
-    for number, target in enumerate(targets):
-        if target in targets[:number]:
-            first, second = scans[targets.index(target)][0], scans[number][0]
-            raise FederationError(
-                f"{first} and {second} would both be written to {target}; predict them into two folders"
-            )
-    results = [file for files in scans for file in _results(out, files[0], trained.space)]
+    if pacs is not None:
+        found = dicom.received(pacs.fetch(series), pacs.url)
+        given = [Given((), one.name, one) for one in _chosen(found, series, pacs.url)]
+    else:
+        given = _given(scans, series, trained)
+    if form != "nifti" and (files := next((g for g in given if g.series is None), None)):
+        raise FederationError(
+            f"--as {form}: is for series in DICOM, to which it refers, and {files.shown} is none; leave it out"
+        )
+    codes = {} if form == "nifti" else _codes(trained, warn)
     classes = {str(index): name for index, name in enumerate(names)}
-    table_of = out / "classes.json"
-    if table_of.exists() and table_of.read_bytes() != to_json(classes):  # of label maps of another model
-        results.append(table_of)
-    require_new(out, [file for files in scans for file in files], results, overwrite)
-    written = []
+    if out is not None:
+        _require_room(out, given, form, trained.space, classes, overwrite)
+    written, made = [], []
     table: list[dict[str, Any]] = []
-    for number, (files, target) in enumerate(zip(scans, targets, strict=True)):
-        seen(number, len(scans), files[0].name)
-        if flat.is_picture(files[0]):
-            entry, rows = _predict_picture(trained, list(files), out, post, anyway, warn)
+    for number, one in enumerate(given):
+        seen(number, len(given), one.name)
+        if one.series is None and flat.is_picture(one.files[0]):
+            assert out is not None
+            entry, rows = _predict_picture(trained, list(one.files), out, post, anyway, warn)
             written.append(entry)
             table += rows
             continue
-        judged = partial(_judge, trained, str(files[0]), anyway, warn)
-        volume = load_scan(list(files), trained.preprocessing, trained.space, require=judged)
-        if volume.image.shape[0] != trained.channels:
-            raise DataError(
-                f"{files[0]}: has {volume.image.shape[0]} channels; the model was trained on {trained.channels}"
-            )
-        skew = skew_of(volume.geometry.affine)
-        if skew > SKEW:
-            warn(
-                f"{files[0]}: its axes are {skew:.1f}° off a right angle, and are taken as if they met at one"
-            )
-        found = trained.predict(volume.image)
-        labels = volume.restore(found.voxels)
-        labels = trained.clean(labels) if post else labels
-        write_label_map(target, labels, files[0])
-        millilitres = abs(float(np.linalg.det(volume.geometry.affine[:3, :3]))) / 1000
+        volume, affine, labels, choice = _label_volume(trained, one, post, anyway, warn)
+        target = one.targets(out, form, trained.space)[0] if out is not None else None
+        if volume is not None and form != "nifti":
+            write = drawings.WRITERS[form]
+            made.append(write(target, labels, volume, trained.space, codes, path.resolve().name))
+        elif target is not None:
+            write_label_map(target, labels, affine if one.series else one.files[0])
+        millilitres = abs(float(np.linalg.det(affine[:3, :3]))) / 1000
         masks = {c: labels == c if trained.space.exclusive else labels[c] for c in trained.space.foreground}
         sizes = {names[c]: round(int(mask.sum()) * millilitres, 3) for c, mask in masks.items() if mask.any()}
-        told = {"scan": [str(file) for file in files], "labels": str(target), "millilitres": sizes}
-        written.append(told | trained.choice(found))
-    write_atomic(table_of, to_json(classes))
-    if table:
+        files = [one.shown] if one.series else [str(file) for file in one.files]
+        told = {"scan": files, "labels": str(target or one.name), "millilitres": sizes}
+        written.append(told | choice)
+    if store:
+        assert pacs is not None
+        pacs.store(made)
+    if out is not None:
+        write_atomic(out / "classes.json", to_json(classes))
+    if out is not None and table:
         _write_table(out / "predictions.csv", [list(table[0]), *(row.values() for row in table)])
-    return {"scans": written, "classes": classes, "model": model}
+    return {"scans": written, "classes": classes, "model": model, "stored": len(made) if store else 0}
+
+
+def _given(scans: Sequence[Sequence[Path]], series: Sequence[str], trained: Trained) -> list[Given]:
+    """What was given, series in DICOM told apart. Files of one frame are slices to a model of scans, else pictures."""
+    of_scans = (trained.inputs or {}).get("kinds") == ["scan"]
+    slices = [
+        files[0] for files in scans if of_scans and not dicom.is_series(files[0]) and dicom.is_dicom(files[0])
+    ]
+    given = []
+    for files in scans:
+        if len(files) == 1 and dicom.is_series(files[0]):
+            chosen = _chosen(dicom.find(files), series, str(files[0]))
+        elif files[0] in slices:
+            chosen = (
+                _chosen(dicom.find(slices), series, f"{len(slices)} files") if files[0] == slices[0] else []
+            )
+        else:
+            given.append(Given(tuple(files), str(files[0])))
+            continue
+        where = str(files[0]) if len(chosen) == 1 and files[0] not in slices else ""
+        given += [Given((), f"{where} {one.name}".strip(), one) for one in chosen]
+    if series and not any(one.series for one in given):
+        raise FederationError("--series: chooses among series in DICOM, and none was given; leave it out")
+    return given
+
+
+def _chosen(found: dicom.Found, wanted: Sequence[str], where: str) -> list[dicom.Series]:
+    """The series that are asked for, by UID or pseudonym; the only one where nothing is. Raises DataError where there is
+    none, or several to choose from, or a file that is damaged."""
+    if found.damaged:
+        count = len(found.damaged)
+        raise DataError(
+            f"{where}: {count} file{'s' if count > 1 else ''} not readable as DICOM ({found.damaged[0][1]}); export the "
+            "series again, as a whole"
+        )
+    there = "; ".join(map(str, found.series))
+    if not found.series:
+        what = "a folder" if Path(where).is_dir() else "DICOM"
+        raise DataError(
+            f"{where}: {what} without a series of CT, MR or PET ({found.others} other DICOM objects); of scans in other "
+            "formats give the files themselves"
+        )
+    if not wanted and len(found.series) > 1:
+        raise DataError(
+            f"{where}: holds {len(found.series)} series; choose with --series, once for each. There are: {there}"
+        )
+    for name in wanted:
+        if not any(name in (one.uid, one.name) for one in found.series):
+            raise DataError(f"{where}: --series {dicom.shown_uid(name)}: not there. There are: {there}")
+    return [one for one in found.series if not wanted or one.uid in wanted or one.name in wanted]
+
+
+def _codes(trained: Trained, warn: Warn) -> dict[str, drawings.Meaning]:
+    codes, taken = drawings.meanings(trained.space, trained.federation.labels.codes)
+    if taken:
+        told = "; ".join(f"{name}: {code}" for name, code in taken.items())
+        warn(f"`labels.codes` names no code of these classes, and by their names were taken {told}")
+    return codes
+
+
+def _label_volume(
+    trained: Trained, given: Given, post: bool, anyway: bool, warn: Warn
+) -> tuple[dicom.Volume | None, np.ndarray, np.ndarray, dict[str, Any]]:
+    """The volume of a series in DICOM, None of NIfTI; the affine of a scan; its labels; and `Trained.choice`."""
+    volume, more = None, dict[str, Any]()
+    if given.series is not None:
+        volume = dicom.load(given.series)
+        more["modality"] = given.series.modality
+        for note in volume.notes:
+            warn(f"{given.shown}: {note}")
+
+    def read(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
+        return read_channels(paths) if volume is None else (volume.voxels[None], volume.affine)
+
+    def require(look: Look) -> None:
+        _judge(trained, given.shown, anyway, warn, look | more)
+
+    files = list(given.files) or [Path(given.shown)]
+    scan = load_scan(files, trained.preprocessing, trained.space, read=read, require=require)
+    if scan.image.shape[0] != trained.channels:
+        raise DataError(
+            f"{given.shown}: has {scan.image.shape[0]} channels; the model was trained on {trained.channels}"
+        )
+    skew = skew_of(scan.geometry.affine)
+    if skew > SKEW:
+        warn(
+            f"{given.shown}: its axes are {skew:.1f}° off a right angle, and are taken as if they met at one"
+        )
+    found = trained.predict(scan.image)
+    labels = scan.restore(found.voxels)
+    labels = trained.clean(labels) if post else labels
+    return volume, scan.geometry.affine, labels, trained.choice(found)
+
+
+def _require_room(
+    out: Path, given: Sequence[Given], form: str, space: LabelSpace, classes: dict[str, str], overwrite: bool
+) -> None:
+    """Raises FederationError where two results would be one file, or would replace others."""
+    first: dict[Path, Given] = {}
+    results: list[Path] = []
+    for one in given:
+        targets = one.targets(out, form, space)
+        stem = out / f"{one.files[0].stem}.png" if len(targets) > 1 else targets[0]
+        if stem in first:
+            raise FederationError(
+                f"{first[stem].shown} and {one.shown} would both be written to {stem}; predict them into two folders"
+            )
+        first[stem] = one
+        results += targets
+    table_of = out / "classes.json"
+    if table_of.exists() and table_of.read_bytes() != to_json(classes):  # of label maps of another model
+        results.append(table_of)
+    # of a series its folder counts, and names of its files may be those of patients
+    inputs = [
+        file.with_name(one.name) if one.series else file
+        for one in given
+        for file in (one.series.files if one.series else one.files)
+    ]
+    require_new(out, inputs, results, overwrite)
 
 
 def _write_table(path: Path, rows: Sequence[Iterable[Any]]) -> None:
@@ -105,20 +265,6 @@ def _judge(trained: Trained, what: str, anyway: bool, warn: Warn, look: Look) ->
     """Raises DataError for an image of another kind than the model was trained on; tells in what it differs."""
     for text in judge(trained.inputs, look, what, anyway=anyway):
         warn(text)
-
-
-def _results(out: Path, file: Path, space: LabelSpace) -> list[Path]:
-    """The files that are written of a scan or a picture."""
-    if not flat.is_picture(file):
-        return [_target(out, file)]
-    return [*flat.label_paths(out, file.stem, space).values(), out / "predictions.csv"]
-
-
-def _target(out: Path, file: Path) -> Path:
-    """What is written of a scan; of pictures it stands for all of their files."""
-    if flat.is_picture(file):
-        return out / f"{file.stem}.png"
-    return out / f"{file.name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz"
 
 
 def _predict_picture(

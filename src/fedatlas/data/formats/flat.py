@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from scipy import ndimage
 
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data.datasets.shared.listing import Mask, Runs, Side
+from fedatlas.data.datasets.shared.listing import PictureMask, Runs, Side
 from fedatlas.data.formats import rle
 from fedatlas.data.formats.picture import PIXELS, Picture, read_picture, turned, upright, with_channels
 from fedatlas.data.transforms import FileError, saved
@@ -167,7 +167,7 @@ def write_labels(out: Path, case: str, labels: np.ndarray, space: LabelSpace) ->
 
 
 def read_masks(
-    masks: Sequence[tuple[str, Mask]], shape: tuple[int, int] | None, towards: tuple[str, str] | None
+    masks: Sequence[tuple[str, PictureMask]], shape: tuple[int, int] | None, towards: tuple[str, str] | None
 ) -> tuple[dict[str, np.ndarray], list[Note]]:
     """Own name -> mask, bool [H, W], upright; masks of one name are united. shape: of the picture, None where it could
     not be read: the masks are then only looked at, and keep their own sizes. towards: how run lengths have to be
@@ -331,7 +331,7 @@ def one_side(mask: np.ndarray, side: str, source: Path) -> np.ndarray:
     return np.isin(parts, chosen)
 
 
-def _mirrored(found: Mapping[str, np.ndarray], masks: Mapping[str, Mask]) -> list[Note]:
+def _mirrored(found: Mapping[str, np.ndarray], masks: Mapping[str, PictureMask]) -> list[Note]:
     """Notes on pairs like "left lung" and "right lung" of which the left one lies further left in the picture."""
     notes = []
     for name, left in found.items():
@@ -352,9 +352,9 @@ def _mirrored(found: Mapping[str, np.ndarray], masks: Mapping[str, Mask]) -> lis
 
 
 def join(
-    planes: Mapping[int, np.ndarray], space: LabelSpace, shape: tuple[int, int], file: Path
+    planes: Mapping[int, np.ndarray], space: LabelSpace, shape: tuple[int, ...], file: Path
 ) -> tuple[np.ndarray, dict[int, int], list[Note]]:
-    """Masks per class, bool [H, W], as labels: class index [W, H, 1], or masks [C, W, H, 1]; pixels per class; notes.
+    """Masks per class, bool of one shape, as labels: class index of that shape, or masks [C, …]; pixels per class; notes.
 
     Where classes are exclusive, a pixel in several masks takes the last of them in the order of the label space: a
     lesion, named after its organ, stays in it. Classes of one group may overlap freely. Of others up to 5 % of the
@@ -365,7 +365,7 @@ def join(
         voxels = np.zeros((len(space), *shape), dtype=np.uint8)
         for c, plane in planes.items():
             voxels[c] = plane
-        return standing(voxels), {c: int(plane.sum()) for c, plane in planes.items()}, []
+        return voxels, {c: int(plane.sum()) for c, plane in planes.items()}, []
     group_of = {c: number for number, group in enumerate(space.organs) for c in group}
     index = np.zeros(shape, dtype=kind)
     notes: list[Note] = []
@@ -385,4 +385,4 @@ def join(
                 what = f"{space.names[other]!r} and {space.names[c]!r} overlap; the latter takes the common pixels"
                 notes.append(Note(file, what, "set `labels.exclusive: false` if that is not meant", share))
         index[planes[c]] = c
-    return standing(index), {c: int((index == c).sum()) for c in planes}, notes
+    return index, {c: int((index == c).sum()) for c in planes}, notes

@@ -79,7 +79,18 @@ class Side:
     side: Literal["left", "right"]
 
 
-Mask = Path | Runs | Side
+@dataclass(frozen=True)
+class Drawn:
+    """A segment of a DICOM SEG, or an ROI of an RTSTRUCT, by its number. path: the file, or the archive that holds it as
+    `member`."""
+
+    path: Path
+    member: str
+    number: int
+
+
+PictureMask = Path | Runs | Side
+Mask = PictureMask | Drawn
 
 EMPTY = "-1"
 """The run lengths of a mask without a pixel."""
@@ -95,7 +106,8 @@ class Case:
     the file `reference` annotates, or, where that is None, which of `masks` may be scored beside `annotated`.
     findings: own name of a finding of the whole image -> is it present; one that is missing is not annotated.
     pixel: millimetres between rows and between columns of a picture whose file does not say it. raw: rows and
-    columns of a picture without a header, see `data.reading`.
+    columns of a picture without a header, see `data.reading`. series: the UID of the DICOM series that `images`, its
+    files or the archive that holds them, are of.
     """
 
     name: str
@@ -110,6 +122,7 @@ class Case:
     findings: tuple[tuple[str, bool], ...] = ()
     pixel: tuple[float, float] | None = None
     raw: int | None = None
+    series: str = ""
 
     @cached_property
     def present(self) -> frozenset[str]:
@@ -134,7 +147,7 @@ class Case:
     @property
     def label_files(self) -> tuple[Path, ...]:
         """The files of its label: the label map, or those of the masks."""
-        files = [mask.path if isinstance(mask, Side) else mask for _, mask in self.masks]
+        files = [mask.path if isinstance(mask, Side | Drawn) else mask for _, mask in self.masks]
         masks = dict.fromkeys(file for file in files if isinstance(file, Path))
         return (*((self.label,) if self.label else ()), *masks)
 
@@ -142,8 +155,8 @@ class Case:
     def content(self) -> dict[str, Any]:
         """What decides its voxels beside the content of its files, as plain values."""
         masks = [[name, _plain(mask)] for name, mask in self.masks]
-        given = {"masks": masks, "pixel": self.pixel, "raw": self.raw}
-        return {name: value for name, value in given.items() if value not in (None, [])}
+        given = {"masks": masks, "pixel": self.pixel, "raw": self.raw, "series": self.series}
+        return {name: value for name, value in given.items() if value not in (None, [], "")}
 
 
 def image_case(
@@ -162,6 +175,8 @@ def image_case(
 def _plain(mask: Mask) -> list[Any]:
     if isinstance(mask, Runs):
         return [list(mask.text), list(mask.shape)]
+    if isinstance(mask, Drawn):
+        return [mask.path.name, mask.member, mask.number]
     return [mask.path.name, mask.side] if isinstance(mask, Side) else [mask.name]
 
 
@@ -169,7 +184,7 @@ def _plain(mask: Mask) -> list[Any]:
 class Listing:
     """A site as its layout describes it. table: the site's label names, background included, to integers; {} where
     labels are of whole images. channels: images per case, where the layout says so. findings: own names of findings of
-    the whole image. source: whose patient names these are, where labels are of whole images: patients are compared
+    the whole image. titles: file -> what messages call it, where names of files may be those of patients. source: whose patient names these are, where labels are of whole images: patients are compared
     between sites of one source only, since patient 17 of one hospital is not patient 17 of another."""
 
     table: dict[str, int]
@@ -178,6 +193,7 @@ class Listing:
     problems: tuple[Problem, ...] = ()
     findings: tuple[str, ...] = ()
     source: str = ""
+    titles: Mapping[Path, str] = field(default_factory=dict)
 
     def counts(self, *splits: Split) -> dict[str, tuple[int, int]]:
         """finding -> (cases where it is present, cases where it is absent), in these splits; none given: in all."""

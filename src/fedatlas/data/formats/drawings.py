@@ -1,0 +1,480 @@
+"""Labels in DICOM, segmentations (SEG) and structure sets (RTSTRUCT): read onto the grid of a series, and written for it.
+
+Shapes: C classes; X columns, Y rows and Z slices of a series, as in `data.formats.dicom`.
+"""
+
+import colorsys
+import hashlib
+import importlib
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import ndimage
+
+import fedatlas
+from fedatlas.core.errors import DataError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.data.datasets.shared.listing import Drawn
+from fedatlas.data.formats.dicom import LPS, Part, Volume, pseudonym, pydicom, quiet, reason
+from fedatlas.data.formats.flat import Note
+from fedatlas.data.transforms import FileError, saved
+
+OFF_GRID = 0.1
+"""So many voxels a frame of a SEG may lie beside the series' grid."""
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def read_masks(
+    masks: Sequence[tuple[str, Drawn]], shape: Sequence[int], affine: np.ndarray, case: str
+) -> tuple[dict[str, np.ndarray], list[Note]]:
+    """Own name -> what is drawn, bool [X, Y, Z]; several of one name are united. shape, affine: the grid of the series.
+
+    Raises FileError, which names the case and the object by its pseudonym, for one that cannot be read, does not hold the number that is
+    asked for, or is drawn on another grid.
+    """
+    found: dict[str, np.ndarray] = {}
+    notes: list[Note] = []
+    to_index = np.linalg.inv(LPS @ affine)
+    objects: dict[tuple[Path, str], dict[int, list[str]]] = {}
+    for name, mask in masks:
+        objects.setdefault((mask.path, mask.member), {}).setdefault(mask.number, []).append(name)
+    for (path, member), names in objects.items():
+        title = Path(case, "label")
+        try:
+            with quiet():
+                data = Part(path, member).read()
+                kind = str(data.Modality).lower()
+                title = Path(case, pseudonym(str(data.SOPInstanceUID), kind))
+                draw = _segments if kind == "seg" else _rois
+                for number, plane in draw(data, names, tuple(shape), to_index, title, notes).items():
+                    for name in names[number]:
+                        found[name] = found[name] | plane if name in found else plane
+        except (DataError, MemoryError):
+            raise
+        except Exception as error:  # pydicom and its decoders raise whatever they meet in a damaged file
+            what = f"not readable as DICOM SEG or RTSTRUCT ({reason(error)})"
+            raise FileError(title, what, "export it again") from None
+    return found, notes
+
+
+def _segments(
+    data: Any, wanted: Any, shape: tuple[int, ...], to_index: np.ndarray, title: Path, notes: list[Note]
+) -> dict[int, np.ndarray]:
+    """Segment number -> bool [X, Y, Z]."""
+    masks = {number: np.zeros(shape, dtype=bool, order="F") for number in wanted}
+    frames = data.get("PerFrameFunctionalGroupsSequence") or ()
+    if not frames or "PixelData" not in data:
+        return masks
+    kind = str(data.get("SegmentationType") or "BINARY")
+    pixels = importlib.import_module("pydicom.pixels").pixel_array(data)
+    pixels = pixels if pixels.ndim == 3 else pixels[None]
+    half = float(data.get("MaximumFractionalValue") or 255) / 2 if kind == "FRACTIONAL" else 0
+    shared = (data.get("SharedFunctionalGroupsSequence") or [{}])[0]
+    for frame, values in zip(frames, pixels, strict=True):
+        number = 0
+        if kind != "LABELMAP":
+            number = int(frame.SegmentIdentificationSequence[0].ReferencedSegmentNumber)
+            if number not in masks:
+                continue
+        measures, turn, place = (
+            (frame.get(name) or shared[name])[0]
+            for name in ("PixelMeasuresSequence", "PlaneOrientationSequence", "PlanePositionSequence")
+        )
+        z = _slice_of(place, turn, measures, values.shape, shape, to_index, title)
+        for segment in list(masks) if kind == "LABELMAP" else [number]:
+            drawn = values == segment if kind == "LABELMAP" else values > half
+            masks[segment][..., z] |= drawn.T
+    return masks
+
+
+def _slice_of(
+    place: Any,
+    turn: Any,
+    measures: Any,
+    size: Sequence[int],
+    shape: Sequence[int],
+    to_index: Any,
+    title: Path,
+) -> int:
+    """The slice of the series that a frame lies on. Raises FileError where its voxels are not those of the series."""
+    along = np.array([float(v) for v in turn.ImageOrientationPatient]).reshape(2, 3)
+    rows, columns = (float(mm) for mm in measures.PixelSpacing)
+    first = np.array([float(mm) for mm in place.ImagePositionPatient])
+    last = first + along[0] * columns * (size[1] - 1) + along[1] * rows * (size[0] - 1)
+    ends = [(to_index @ [*point, 1])[:3] for point in (first, last)]
+    z = round(float(ends[0][2]))
+    wanted = [(0, 0, z), (shape[0] - 1, shape[1] - 1, z)]
+    if not 0 <= z < shape[2] or float(np.abs(np.subtract(ends, wanted)).max()) > OFF_GRID:
+        what = f"is drawn on {size[1]}×{size[0]} voxels that are not those of its series, {'×'.join(map(str, shape))}"
+        raise FileError(title, what, "export it on the grid of the series")
+    return z
+
+
+def _rois(
+    data: Any, wanted: Any, shape: tuple[int, ...], to_index: np.ndarray, title: Path, notes: list[Note]
+) -> dict[int, np.ndarray]:
+    """ROI number -> bool [X, Y, Z]: voxels whose centres lie inside an odd number of contours, so that holes stay."""
+    from skimage.draw import polygon2mask
+
+    masks = {number: np.zeros(shape, dtype=bool, order="F") for number in wanted}
+    outside = other = 0
+    for roi in data.get("ROIContourSequence") or ():
+        mask = masks.get(int(roi.ReferencedROINumber))
+        if mask is None:
+            continue
+        for contour in roi.get("ContourSequence") or ():
+            if not str(contour.ContourGeometricType).startswith("CLOSED"):
+                other += 1
+                continue
+            points = np.array([float(v) for v in contour.ContourData]).reshape(-1, 3)
+            places = points @ to_index[:3, :3].T + to_index[:3, 3]
+            z = round(float(places[:, 2].mean()))
+            if float(np.abs(places[:, 2] - z).max()) > 0.5:
+                what = "holds a contour that lies in no slice of its series"
+                raise FileError(title, what, "export it for the series on which it is drawn")
+            if not 0 <= z < shape[2]:
+                outside += 1
+                continue
+            low = np.maximum(np.floor(places[:, :2].min(0)).astype(int), 0)
+            high = np.minimum(np.ceil(places[:, :2].max(0)).astype(int) + 1, shape[:2])
+            if (low < high).all():
+                box = (slice(low[0], high[0]), slice(low[1], high[1]), z)
+                mask[box] ^= polygon2mask(tuple(high - low), places[:, :2] - low)
+    if outside:
+        what = f"{outside} contours lie beyond the ends of its series, and were left out"
+        notes.append(Note(title, what, "see that the series is whole"))
+    if other:
+        notes.append(
+            Note(title, f"{other} contours are points or open lines, and were left out", "close them")
+        )
+    return masks
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """What a class is in DICOM's codes: value, scheme and meaning of its kind, and its side, if it has one."""
+
+    value: str
+    scheme: str
+    meaning: str
+    side: str = ""
+
+
+CATEGORY = ("91723000", "SCT", "Anatomical Structure")
+SIDES = {"left": ("7771000", "SCT", "Left"), "right": ("24028007", "SCT", "Right")}
+
+
+def meanings(
+    space: LabelSpace, codes: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, Meaning], dict[str, str]]:
+    """Class -> its code: of `codes` (value, scheme, meaning), else that of SNOMED CT's structure of the class's name, else
+    "anatomical structure"; and of classes without one in `codes` a text of what was taken."""
+    known = importlib.import_module("pydicom.sr.codedict").codes.SCT
+    keywords = {name.lower(): name for name in dir(known)}
+    found, told = dict[str, Meaning](), dict[str, str]()
+    for name in (space.names[c] for c in space.foreground):
+        words = [word for word in name.replace("-", "_").replace(" ", "_").lower().split("_") if word]
+        side = next((word for word in words if word in SIDES), "")
+        if name in codes:
+            value, scheme, meaning = codes[name]
+            found[name] = Meaning(value, scheme, meaning, side)
+            continue
+        bare = "".join(word for word in words if word not in SIDES)
+        # "parotid" is in the dictionary as "parotid gland"
+        keyword = next(
+            (keywords[k] for k in (bare, f"{bare}gland", f"{bare}structure") if k in keywords), None
+        )
+        value, scheme, meaning = CATEGORY if keyword is None else tuple(getattr(known, keyword))[:3]
+        found[name] = Meaning(value, scheme, meaning, side)
+        told[name] = f"{meaning} ({scheme} {value}{', ' + side if side else ''})"
+    return found, told
+
+
+def _uid(*parts: Any) -> str:
+    """A UID that follows from these parts, so that the same result is the same object."""
+    return f"2.25.{uuid.uuid5(uuid.NAMESPACE_OID, '|'.join(map(str, parts))).int}"
+
+
+def write_seg(
+    path: Path | None,
+    labels: np.ndarray,
+    volume: Volume,
+    space: LabelSpace,
+    codes: Mapping[str, Meaning],
+    model: str,
+) -> Any:
+    """Labels, class index [X, Y, Z] or masks [C, X, Y, Z], as a DICOM SEG of the series: a segment per class, also of one
+    that is nowhere. codes: of `meanings`. model: names what made them.
+
+    Returns the pydicom Dataset, and writes it where `path` is given, whole or not at all.
+    """
+    try:
+        hd = importlib.import_module("highdicom")
+    except ImportError:
+        raise DataError('DICOM SEG needs highdicom; run pip install "fedatlas[dicom]"') from None
+    coded = importlib.import_module("pydicom.sr.coding").Code
+    algorithm = hd.AlgorithmIdentificationSequence(
+        name=model[:64],
+        family=coded("123110", "DCM", "Artificial Intelligence"),
+        version=fedatlas.__version__,
+    )
+    classes = list(space.foreground)
+    described = []
+    for number, c in enumerate(classes, start=1):
+        code = codes[space.names[c]]
+        segment = hd.seg.SegmentDescription(
+            number,
+            space.names[c][:64],
+            coded(*CATEGORY),
+            coded(code.value, code.scheme, code.meaning),
+            hd.seg.SegmentAlgorithmTypeValues.AUTOMATIC,
+            algorithm_identification=algorithm,
+        )
+        if code.side:
+            modifier = hd.sr.CodedConcept(*SIDES[code.side])
+            segment.SegmentedPropertyTypeCodeSequence[0].SegmentedPropertyTypeModifierCodeSequence = [
+                modifier
+            ]
+        described.append(segment)
+    # slices, rows, columns, and of classes that overlap segments; exclusive ones have the numbers of the segments
+    frames = labels.transpose(2, 1, 0) if space.exclusive else labels.transpose(3, 2, 1, 0)
+    frames = frames.astype(np.uint8 if len(space) < 256 else np.uint16)
+    if _frames_of_one(volume):  # in the order of the source's frames
+        count = int(volume.headers[0].NumberOfFrames)
+        placed = np.zeros((count, *frames.shape[1:]), frames.dtype)
+        placed[np.subtract(volume.frames, 1)] = frames
+        frames = placed
+    place = {"series": volume.headers[0].SeriesInstanceUID, "labels": _digest(labels), "model": model}
+    with quiet():
+        try:
+            made = hd.seg.Segmentation(
+                source_images=list(volume.headers),
+                pixel_array=frames,
+                segmentation_type=hd.seg.SegmentationTypeValues.BINARY,
+                segment_descriptions=described,
+                series_instance_uid=_uid("seg series", *place.values()),
+                series_number=_number(volume),
+                sop_instance_uid=_uid("seg", *place.values()),
+                instance_number=1,
+                manufacturer="FedAtlas",
+                manufacturer_model_name=model[:64],
+                software_versions=fedatlas.__version__,
+                device_serial_number="1",
+                content_description="Segmentation by a model",
+                content_label="FEDATLAS",
+                content_creator_name="FedAtlas^",
+                omit_empty_frames=bool(labels.any()),
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            what = f"its headers lack what a SEG needs ({reason(error)})"
+            remedy = "export the series again, or take --as nifti"
+            raise FileError(Path(pseudonym(str(place["series"]))), what, remedy) from None
+        made.SeriesDescription = "FedAtlas segmentation"
+        if path is not None:
+            with saved(path) as temporary:
+                made.save_as(temporary)
+    return made
+
+
+def write_rtstruct(
+    path: Path | None,
+    labels: np.ndarray,
+    volume: Volume,
+    space: LabelSpace,
+    codes: Mapping[str, Meaning],
+    model: str,
+) -> Any:
+    """Labels as an RTSTRUCT of the series, with an ROI per class, also for one that is nowhere; the others as of `write_seg`.
+
+    A contour runs half-way between voxels inside and outside, and holes are joined to their outline by a line to and fro,
+    as the standard has it, so that whoever fills contours gets the voxels back.
+    """
+    module = pydicom()
+    sequence, dataset = module.Sequence, module.Dataset
+    source = volume.headers[0]
+    place = source.SeriesInstanceUID, _digest(labels), model
+    made = dataset()
+    _copy_modules(source, made)
+    now = datetime.now()
+    made.SOPClassUID = "1.2.840.10008.5.1.4.1.1.481.3"
+    made.SOPInstanceUID = _uid("rtstruct", *place)
+    made.Modality = "RTSTRUCT"
+    made.SeriesInstanceUID = _uid("rtstruct series", *place)
+    made.SeriesNumber = _number(volume)
+    made.SeriesDescription = "FedAtlas structures"
+    made.InstanceNumber = 1
+    made.OperatorsName = ""
+    made.Manufacturer, made.ManufacturerModelName = "FedAtlas", model[:64]
+    made.SoftwareVersions = fedatlas.__version__
+    made.StructureSetLabel, made.StructureSetName = "FEDATLAS", "Structures by a model"
+    made.StructureSetDate = made.InstanceCreationDate = made.SeriesDate = now.strftime("%Y%m%d")
+    made.StructureSetTime = made.InstanceCreationTime = made.SeriesTime = now.strftime("%H%M%S")
+    made.ApprovalStatus = "UNAPPROVED"
+    made.SpecificCharacterSet = "ISO_IR 192"
+    frame = str(source.get("FrameOfReferenceUID") or _uid("frame", source.SeriesInstanceUID))
+    made.FrameOfReferenceUID, made.PositionReferenceIndicator = frame, ""
+
+    def item(**values: Any) -> Any:
+        found = dataset()
+        for name, value in values.items():
+            setattr(found, name, value)
+        return found
+
+    def image(header: Any) -> Any:
+        return item(ReferencedSOPClassUID=header.SOPClassUID, ReferencedSOPInstanceUID=header.SOPInstanceUID)
+
+    series = item(
+        SeriesInstanceUID=source.SeriesInstanceUID, ContourImageSequence=sequence(map(image, volume.headers))
+    )
+    study = item(
+        ReferencedSOPClassUID="1.2.840.10008.3.1.2.3.1",
+        ReferencedSOPInstanceUID=source.StudyInstanceUID,
+        RTReferencedSeriesSequence=sequence([series]),
+    )
+    made.ReferencedFrameOfReferenceSequence = sequence(
+        [item(FrameOfReferenceUID=frame, RTReferencedStudySequence=sequence([study]))]
+    )
+    to_patient, one = LPS @ volume.affine, _frames_of_one(volume)
+    rois, contours, observations = [], [], []
+    for number, c in enumerate(space.foreground, start=1):
+        name, mask = space.names[c], labels == c if space.exclusive else labels[c] > 0
+        rois.append(
+            item(
+                ROINumber=number,
+                ReferencedFrameOfReferenceUID=frame,
+                ROIName=name[:64],
+                ROIGenerationAlgorithm="AUTOMATIC",
+            )
+        )
+        drawn = []
+        for z in np.flatnonzero(mask.any(axis=(0, 1))).tolist():
+            # one object per slice, or one with all frames
+            of = image(source if one else volume.headers[z])
+            if one:
+                of.ReferencedFrameNumber = volume.frames[z]
+            for outline in outlines(mask[..., z]):
+                indices = np.column_stack([outline, np.full(len(outline), z), np.ones(len(outline))])
+                points = (indices @ to_patient.T)[:, :3]
+                drawn.append(
+                    item(
+                        ContourImageSequence=sequence([of]),
+                        ContourGeometricType="CLOSED_PLANAR",
+                        NumberOfContourPoints=len(points),
+                        ContourData=[f"{value:.3f}" for value in points.ravel()],
+                    )
+                )
+        roi = item(ReferencedROINumber=number, ROIDisplayColor=_colour(number))
+        if drawn:
+            roi.ContourSequence = sequence(drawn)
+        contours.append(roi)
+        code = codes[name]
+        kind = item(CodeValue=code.value, CodingSchemeDesignator=code.scheme, CodeMeaning=code.meaning[:64])
+        if code.side:
+            value, scheme, meaning = SIDES[code.side]
+            kind.SegmentedPropertyTypeModifierCodeSequence = sequence(
+                [item(CodeValue=value, CodingSchemeDesignator=scheme, CodeMeaning=meaning)]
+            )
+        observations.append(
+            item(
+                ObservationNumber=number,
+                ReferencedROINumber=number,
+                RTROIIdentificationCodeSequence=sequence([kind]),
+                RTROIInterpretedType="ORGAN",
+                ROIInterpreter="",
+            )
+        )
+    made.StructureSetROISequence = sequence(rois)
+    made.ROIContourSequence = sequence(contours)
+    made.RTROIObservationsSequence = sequence(observations)
+    meta = module.dataset.FileMetaDataset()
+    meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = made.SOPClassUID, made.SOPInstanceUID
+    meta.TransferSyntaxUID = "1.2.840.10008.1.2.1"
+    made.file_meta = meta
+    made.preamble = bytes(128)  # or else what stores it leaves the beginning of a file out
+    if path is not None:
+        with quiet(), saved(path) as temporary:
+            made.save_as(temporary, enforce_file_format=True)
+    return made
+
+
+_COPIED = """PatientName PatientID IssuerOfPatientID PatientBirthDate PatientSex OtherPatientIDs PatientAge PatientSize
+    PatientWeight EthnicGroup PatientIdentityRemoved DeidentificationMethod StudyInstanceUID StudyDate StudyTime StudyID
+    AccessionNumber StudyDescription ReferringPhysicianName"""
+_REQUIRED = """PatientName PatientID PatientBirthDate PatientSex StudyDate StudyTime StudyID AccessionNumber
+    ReferringPhysicianName"""
+"""Attributes of the patient and the study, and those that may be empty and not be missing."""
+
+
+def _copy_modules(source: Any, made: Any) -> None:
+    for name in _COPIED.split():
+        if name in source:
+            value = source[name].value
+            # names of persons keep the encoding of the source unless they are texts
+            setattr(made, name, str(value) if source[name].VR == "PN" else value)
+        elif name in _REQUIRED.split():
+            setattr(made, name, "")
+
+
+def outlines(mask: np.ndarray) -> list[np.ndarray]:
+    """The outline of each connected part of a mask [X, Y], points [n, 2] in voxels; the last is not the first again. Holes
+    are joined to it."""
+    from skimage.measure import find_contours
+
+    found = []
+    found_parts: Any = ndimage.label(mask)
+    parts = found_parts[0]
+    for number, box in enumerate(ndimage.find_objects(parts), start=1):
+        part = np.pad(parts[box] == number, 1)
+        corner = np.array([box[0].start - 1, box[1].start - 1])
+        rings = sorted((ring[:-1] for ring in find_contours(part.astype(np.uint8), 0.5)), key=_area)
+        outer = rings.pop()
+        for hole in reversed(rings):
+            apart = ((outer[:, None] - hole[None]) ** 2).sum(-1)
+            here, there = np.unravel_index(int(apart.argmin()), apart.shape)
+            turned = np.concatenate([hole[there:], hole[: there + 1]])
+            outer = np.concatenate([outer[: here + 1], turned, outer[here:]])
+        found.append(outer + corner)
+    return found
+
+
+def _area(ring: np.ndarray) -> float:
+    x, y = ring.T
+    return abs(float(x @ np.roll(y, 1) - y @ np.roll(x, 1))) / 2
+
+
+def _colour(number: int) -> list[int]:
+    return [round(255 * v) for v in colorsys.hsv_to_rgb(number * 0.618 % 1, 0.7, 0.95)]
+
+
+WRITERS = {"seg": write_seg, "rtstruct": write_rtstruct}
+"""Form of the result -> what writes it."""
+
+
+def _frames_of_one(volume: Volume) -> bool:
+    """Are the slices frames of one object, and not an object each? Raises FileError for frames of several."""
+    if len(volume.headers) == volume.voxels.shape[2]:
+        return int(volume.headers[0].get("NumberOfFrames") or 1) > 1
+    if len(volume.headers) > 1:
+        where = Path(pseudonym(str(volume.headers[0].SeriesInstanceUID)))
+        what = f"its slices are frames of {len(volume.headers)} objects, for which NIfTI alone is written"
+        raise FileError(where, what, "take --as nifti")
+    return True
+
+
+def _digest(labels: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(labels).tobytes()).hexdigest()
+
+
+def _number(volume: Volume) -> int:
+    """A series number that tells the series of results from others: that of the source, and 9000 more."""
+    return int(volume.headers[0].get("SeriesNumber") or 0) % 1000 + 9000

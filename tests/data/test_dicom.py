@@ -1,0 +1,331 @@
+"""Series in DICOM and what is drawn on them: read, told apart, written, and compared with independent readers."""
+
+import shutil
+import subprocess
+import zipfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pydicom
+import pytest
+from dicom_series import NAME, NUMBER, sample, write_enhanced, write_series
+
+from fedatlas.core.labels import LabelSpace
+from fedatlas.data.formats import dicom, drawings
+from fedatlas.data.transforms import FileError, skew_of
+
+STRAIGHT = np.array([[-2.0, 0, 0, 30], [0, -2.0, 0, 40], [0, 0, 3.0, -50], [0, 0, 0, 1]])
+SPACE = LabelSpace(("background", "liver", "left_kidney", "made up"))
+OVERLAPPING = LabelSpace(("liver", "left_kidney", "made up"), exclusive=False)
+
+
+def voxels_of(shape: tuple[int, int, int] = (24, 20, 8), seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-1000, 1500, shape)
+
+
+def turned() -> np.ndarray:
+    """An oblique affine whose slices run against their normal."""
+    a, b = np.deg2rad((20, 35))
+    one = np.array([[np.cos(a), -np.sin(a), 0], [np.sin(a), np.cos(a), 0], [0, 0, 1]])
+    two = np.array([[1, 0, 0], [0, np.cos(b), -np.sin(b)], [0, np.sin(b), np.cos(b)]])
+    affine = np.eye(4)
+    affine[:3, :3] = one @ two @ np.diag([1.5, 2.5, -4.0])
+    affine[:3, 3] = 11, -7, 23
+    return affine
+
+
+def labels_of(shape: tuple[int, ...]) -> np.ndarray:
+    """Class indices with a ring, parts that touch by a corner, a lone voxel and voxels at the rim."""
+    labels = np.zeros(shape, np.uint8)
+    labels[4:14, 4:14, 2:6] = 1
+    labels[7:11, 7:10, 2:6] = 0
+    labels[8, 8, 3] = 1
+    labels[14:18, 14:18, 3] = 1
+    labels[0:3, 0:2, 0] = labels[-2:, -1, -1] = 2
+    labels[20, 10, 4] = 2
+    return labels
+
+
+def one(*paths: Path) -> dicom.Series:
+    (series,) = dicom.find(paths).series
+    return series
+
+
+def itk(folder: Path) -> Any:
+    """What SimpleITK reads of the series in a folder."""
+    sitk = pytest.importorskip("SimpleITK")
+    reader = sitk.ImageSeriesReader()
+    (uid,) = reader.GetGDCMSeriesIDs(str(folder))
+    reader.SetFileNames(reader.GetGDCMSeriesFileNames(str(folder), uid))
+    return reader.Execute()
+
+
+def points(image: Any, indices: np.ndarray) -> np.ndarray:
+    """Of SimpleITK, in RAS."""
+    return np.array([image.TransformIndexToPhysicalPoint([int(n) for n in at]) for at in indices]) * (
+        -1,
+        -1,
+        1,
+    )
+
+
+@pytest.mark.parametrize("affine", [STRAIGHT, turned()], ids=["straight", "oblique"])
+@pytest.mark.parametrize("modality", ["CT", "MR"])
+def test_a_series_lies_where_an_independent_reader_says(affine, modality, tmp_path) -> None:
+    voxels = voxels_of()
+    write_series(tmp_path / "s", voxels, affine, modality=modality, suffix="")
+    series = one(tmp_path)
+    volume, other = dicom.load(series), itk(tmp_path / "s")
+    pytest.importorskip("SimpleITK")
+    from SimpleITK import GetArrayViewFromImage
+
+    assert series.modality == modality and volume.notes == () and len(volume.headers) == 8
+    assert np.array_equal(volume.voxels, GetArrayViewFromImage(other).transpose(2, 1, 0))
+    corners = np.array([[x, y, z] for x in (0, 23) for y in (0, 19) for z in (0, 7)])
+    ours = corners @ volume.affine[:3, :3].T + volume.affine[:3, 3]
+    assert np.abs(ours - points(other, corners)).max() < 1e-5
+    assert volume.voxels.dtype == np.int16
+
+
+def test_a_real_scan_comes_back(tmp_path) -> None:
+    voxels, affine, _ = sample()
+    write_series(tmp_path, voxels, affine)
+    volume = dicom.load(one(tmp_path))
+    flipped = volume.affine @ np.array(
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, -1, voxels.shape[2] - 1], [0, 0, 0, 1]]
+    )
+    assert np.array_equal(volume.voxels[..., ::-1], voxels) and np.allclose(flipped, affine, atol=1e-4)
+
+
+def test_frames_of_one_object_archives_and_other_files(tmp_path) -> None:
+    voxels = voxels_of()
+    write_enhanced(tmp_path / "a" / "multi", voxels, STRAIGHT, key="p/enhanced")
+    write_series(tmp_path / "b", voxels, STRAIGHT, key="p/plain", suffix="")
+    (tmp_path / "b" / "README.txt").write_text("no DICOM")
+    shutil.copytree(tmp_path / "b", tmp_path / "b again")
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as archive:
+        for file in (tmp_path / "b").iterdir():
+            archive.write(file, f"inner/{file.name}")
+    found = dicom.find([tmp_path])
+    assert [len(series.parts) for series in found.series] in ([1, 8], [8, 1]) and not found.damaged
+    for series in [*found.series, one(tmp_path / "b.zip")]:
+        volume = dicom.load(series)
+        assert np.array_equal(volume.voxels, voxels) and np.allclose(volume.affine, STRAIGHT, atol=1e-6)
+    assert one(tmp_path / "b.zip").name == one(tmp_path / "b").name
+    assert dicom.is_series(tmp_path / "a" / "multi") and dicom.is_series(tmp_path / "b.zip")
+
+
+def shifted(by: Any) -> np.ndarray:
+    """Positions of eight slices 3 mm apart, changed."""
+    places = np.array([-30.0, -40, -50]) + np.arange(8)[:, None] * (0, 0, 3.0)
+    return by(places)
+
+
+def gap(places: np.ndarray) -> np.ndarray:
+    places[5:] += (0, 0, 3)
+    return places
+
+
+def uneven(places: np.ndarray) -> np.ndarray:
+    places[5:] += (0, 0, 0.1)
+    return places
+
+
+def bent(places: np.ndarray) -> np.ndarray:
+    places[4] += (5, 0, 0)
+    return places
+
+
+def twice(places: np.ndarray) -> np.ndarray:
+    places[4:] -= (0, 0, 3)
+    return places
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (gap, "between slices 5 and 6 of 8 lie 6 mm, and 3 mm between most others: slices are missing"),
+        (bent, "its slices are shifted against each other by up to 5 mm"),
+        (twice, "holds 1 slices at places where there is another one that differs: phases, echoes"),
+    ],
+)
+def test_stacks_that_are_none(change, text, tmp_path) -> None:
+    write_series(tmp_path, voxels_of(), STRAIGHT, places=shifted(change))
+    with pytest.raises(FileError, match=text) as told:
+        dicom.load(one(tmp_path))
+    assert str(told.value).startswith(one(tmp_path).name) and str(tmp_path) not in str(told.value)
+
+
+def test_what_is_told_of_a_stack(tmp_path) -> None:
+    voxels = voxels_of()
+    write_series(tmp_path / "uneven", voxels, STRAIGHT, places=shifted(uneven))
+    assert dicom.load(one(tmp_path / "uneven")).notes == (
+        "its slices lie 3 to 3.1 mm apart, and were taken as even",
+    )
+    voxels[..., 4] = voxels[..., 3]
+    write_series(tmp_path / "twice", voxels, STRAIGHT, places=shifted(twice))
+    volume = dicom.load(one(tmp_path / "twice"))
+    assert (
+        volume.voxels.shape == (24, 20, 7)
+        and "1 slices are there twice, with equal values" in volume.notes[0]
+    )
+    tilted = STRAIGHT.copy()
+    tilted[1, 2] = 0.8  # the gantry: slices stay axial, and their stack leans
+    write_series(tmp_path / "tilted", voxels_of(), tilted)
+    volume = dicom.load(one(tmp_path / "tilted"))
+    assert volume.notes == () and skew_of(volume.affine) == pytest.approx(
+        np.degrees(np.arctan2(0.8, 3)), abs=1e-3
+    )
+    assert np.allclose(volume.affine, tilted, atol=1e-6)
+
+
+def resaved(file: Path, change: Any) -> None:
+    data = pydicom.dcmread(file)
+    change(data)
+    data.save_as(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda d: setattr(d, "ImageOrientationPatient", [0, 1, 0, 0, 0, -1]),
+            r"slices of 2 directions \(7, 1 slices\)",
+        ),
+        (lambda d: setattr(d, "PixelSpacing", [1, 1]), "different millimetres per pixel: 1×1 and 2×2"),
+        (lambda d: setattr(d, "FrameOfReferenceUID", "1.2.3"), "slices of 2 frames of reference"),
+        (
+            lambda d: d.pop("ImagePositionPatient"),
+            "object 1 of 8 is not readable .without ImagePositionPatient",
+        ),
+        (lambda d: setattr(d, "PixelData", d.PixelData[:100]), "object 1 of 8 is not readable"),
+        (lambda d: setattr(d, "RescaleSlope", 0), "pixel spacing 2, 2, rescale slope 0"),
+        (lambda d: setattr(d, "PixelSpacing", [0, 2]), "pixel spacing 0, 2"),
+        (
+            lambda d: setattr(d, "PhotometricInterpretation", "MONOCHROME1"),
+            "MONOCHROME1, and MONOCHROME2 is read",
+        ),
+        (lambda d: setattr(d, "PatientID", NUMBER) or d.pop("PixelData"), "object 1 of 8 is not readable"),
+    ],
+)
+def test_objects_that_do_not_fit(change, text, tmp_path) -> None:
+    files = write_series(tmp_path, voxels_of(), STRAIGHT)
+    resaved(files[0], change)
+    with pytest.raises(FileError, match=text) as told:
+        dicom.load(one(tmp_path))
+    assert not any(word in str(told.value) for word in (NUMBER, *NAME.split("^")))
+
+
+@pytest.fixture
+def volume(tmp_path) -> dicom.Volume:
+    write_series(tmp_path / "scan", voxels_of(), turned())
+    return dicom.load(one(tmp_path / "scan"))
+
+
+def inside(seg: Any, number: int) -> np.ndarray:
+    """[n, 3] RAS of the voxels of a segment, from its frames and nothing else of ours."""
+    found = []
+    shared = seg.SharedFunctionalGroupsSequence[0]
+    rows, columns = shared.PixelMeasuresSequence[0].PixelSpacing
+    along = np.array(shared.PlaneOrientationSequence[0].ImageOrientationPatient, float).reshape(2, 3)
+    for frame, plane in zip(seg.PerFrameFunctionalGroupsSequence, seg.pixel_array, strict=True):
+        if frame.SegmentIdentificationSequence[0].ReferencedSegmentNumber == number:
+            r, c = np.nonzero(plane)
+            place = np.array(frame.PlanePositionSequence[0].ImagePositionPatient, float)
+            found.append(place + np.outer(c * columns, along[0]) + np.outer(r * rows, along[1]))
+    return np.concatenate(found) * (-1, -1, 1)
+
+
+def test_a_segmentation_lies_where_an_independent_reader_says(volume, tmp_path) -> None:
+    """SimpleITK says where the voxels of the CT lie; the frames of the SEG say where its own lie."""
+    labels = labels_of(volume.voxels.shape)
+    codes, _ = drawings.meanings(SPACE, {})
+    drawings.write_seg(tmp_path / "out" / "seg.dcm", labels, volume, SPACE, codes, "run")
+    seg, other = pydicom.dcmread(tmp_path / "out" / "seg.dcm"), itk(tmp_path / "scan")
+    for number in (1, 2):
+        wanted = points(other, np.argwhere(labels == number))
+        got = inside(seg, number)
+        order = [of[np.lexsort(of.round(3).T)] for of in (wanted, got)]
+        assert len(got) == len(wanted) and np.abs(order[0] - order[1]).max() < 1e-4
+
+
+@pytest.mark.parametrize("space", [SPACE, OVERLAPPING], ids=["exclusive", "overlapping"])
+@pytest.mark.parametrize("kind", ["seg", "rtstruct"])
+@pytest.mark.parametrize("source", ["slices", "frames"])
+def test_labels_come_back_as_they_were(space, kind, source, tmp_path) -> None:
+    if source == "slices":
+        write_series(tmp_path, voxels_of(), turned())
+    else:
+        write_enhanced(tmp_path / "scan.dcm", voxels_of(), STRAIGHT)
+    volume = dicom.load(one(tmp_path))
+    labels = labels_of(volume.voxels.shape)
+    if not space.exclusive:
+        labels = np.stack([labels == c + 1 for c in range(3)]).astype(np.uint8)
+        labels[1, 5:9, 5:9, 3] = 1
+    codes, _ = drawings.meanings(space, {})
+    made = drawings.WRITERS[kind](tmp_path / f"{kind}.dcm", labels, volume, space, codes, "run")
+    series = one(tmp_path)
+    (drawing,) = series.drawings
+    assert [name for _, name, _ in drawing.items] == [space.names[c] for c in space.foreground]
+    assert [drawn for *_, drawn in drawing.items] == [True, True, False]
+    masks, notes = drawings.read_masks(list(drawing.masks()), volume.voxels.shape, volume.affine, series.name)
+    for c in space.foreground:
+        wanted = labels == c if space.exclusive else labels[c] > 0
+        assert np.array_equal(masks[space.names[c]], wanted), space.names[c]
+    assert notes == [] and (made.PatientName, made.PatientID) == (NAME, NUMBER)
+    header = volume.headers[0]
+    for name in (
+        "StudyInstanceUID",
+        "FrameOfReferenceUID",
+        "AccessionNumber",
+        "PatientBirthDate",
+        "StudyDate",
+    ):
+        assert made[name].value == header[name].value, name
+    assert made.SeriesInstanceUID != header.SeriesInstanceUID
+    again = drawings.WRITERS[kind](None, labels, volume, space, codes, "run")
+    stored = BytesIO()
+    pydicom.dcmwrite(stored, again)  # as a client of a PACS sends it
+    assert stored.getvalue()[128:132] == b"DICM"
+    assert again.SOPInstanceUID == made.SOPInstanceUID  # the same result is the same object
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("kind", ["seg", "rtstruct"])
+@pytest.mark.skipif(
+    shutil.which("dciodvfy") is None, reason="dciodvfy (Debian: dicom3tools) is not installed"
+)
+def test_what_is_written_keeps_to_the_standard(kind, empty, volume, tmp_path) -> None:
+    labels = labels_of(volume.voxels.shape) * (not empty)
+    codes, _ = drawings.meanings(SPACE, {"made up": ("X1", "99TEST", "Made up")})
+    drawings.WRITERS[kind](tmp_path / "made.dcm", labels, volume, SPACE, codes, "run")
+    told = subprocess.run(["dciodvfy", tmp_path / "made.dcm"], capture_output=True, text=True).stderr
+    assert [line for line in told.splitlines() if line.startswith("Error")] == [] and kind[
+        :2
+    ].upper() in told.upper()
+
+
+def test_codes_of_classes() -> None:
+    codes, told = drawings.meanings(SPACE, {"liver": ("T-1", "99X", "My liver")})
+    assert codes["liver"] == drawings.Meaning("T-1", "99X", "My liver")
+    assert codes["left_kidney"] == drawings.Meaning("64033007", "SCT", "Kidney", "left")
+    assert told == {
+        "left_kidney": "Kidney (SCT 64033007, left)",
+        "made up": "Anatomical Structure (SCT 91723000)",
+    }
+
+
+def test_a_segmentation_on_another_grid_is_refused(volume, tmp_path) -> None:
+    codes, _ = drawings.meanings(SPACE, {})
+    drawings.write_seg(
+        tmp_path / "scan" / "seg.dcm", labels_of(volume.voxels.shape), volume, SPACE, codes, "run"
+    )
+    (drawing,) = one(tmp_path / "scan").drawings
+    moved = volume.affine.copy()
+    moved[:3, 3] += 1
+    with pytest.raises(
+        FileError, match=r"case-x/seg-\w+: is drawn on 24×20 voxels that are not those of its series"
+    ):
+        drawings.read_masks(list(drawing.masks()), volume.voxels.shape, moved, "case-x")
