@@ -188,10 +188,15 @@ def test_what_is_sent_is_what_is_declared(whole: Whole) -> None:
                     # of a net, or the chosen entries of one of its tensors with their places
                     assert tuple(leaf.shape) in shapes or (leaf.dim() == 1 and len(leaf) <= most)
         plain = [leaf for leaf in leaves(value) if not isinstance(leaf, Tensor)]
-        per_class = sum(kind == "per class" for kind in declared[function].values())
-        most_plain = 1 + per_class * len(whole.design.space)
+        of_kind = {
+            "number": 1,
+            "cases": 1,
+            "classes": len(whole.design.space),
+            "per class": len(whole.design.space),
+        }
+        most_plain = sum(of_kind.get(kind, 0) for kind in declared[function].values())
         assert len(plain) <= most_plain, (
-            "more plain values than a count, and one per class where that is declared"
+            "more plain values than a count, or one per class, for each that is declared"
         )
 
 
