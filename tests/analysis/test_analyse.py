@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import phantom_federation
 
 from fedatlas.analysis.runs import analyse
 from fedatlas.analysis.runs.landscape import summary
@@ -17,7 +18,6 @@ from fedatlas.core.errors import FedAtlasError, FederationError, NameMismatch, R
 from fedatlas.core.seeds import generator
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
-from fedatlas.phantoms.organs import phantom_sites
 from fedatlas.report.page import render, section
 from fedatlas.report.tables import read
 
@@ -39,18 +39,17 @@ HEADINGS = {
 
 
 def federation(phantom: Path, cache: Path, **more: Any) -> dict[str, Any]:
-    return {
-        "name": "phantom",
-        "sites": phantom_sites(phantom),
-        "preprocessing": {"spacing": [8, 8, 8], "window": [-100, 200], "patch": [16, 16], "context": 1},
-        "net": {"name": "unet", "filters": [4, 8, 8]},
-        "method": {"name": "fedavg"},
-        "local": {"optimizer": "adamw", "lr": 0.01, "batch": 2, "steps": 2},
-        "rounds": 2,
-        "seed": 3,
-        "evaluation": {"validation": 0.25, "metrics": ["dice"], "overlays": False},
-        "engine": {"cache": str(cache)},
-    } | more
+    """On a coarser grid, and shorter."""
+    whole = phantom_federation(phantom, cache)
+    return (
+        whole
+        | {
+            "preprocessing": whole["preprocessing"] | {"spacing": [8, 8, 8]},
+            "local": whole["local"] | {"batch": 2, "steps": 2},
+            "evaluation": {"validation": 0.25, "metrics": ["dice"], "overlays": False},
+        }
+        | more
+    )
 
 
 @pytest.fixture(scope="module")

@@ -320,7 +320,7 @@ def reason(error: BaseException) -> str:
     """Why something failed. Texts that may quote a value of the header, and with it a patient, are left out."""
     if isinstance(error, OSError):
         return error.strerror or type(error).__name__
-    plain = isinstance(error, Unfit | EOFError | RuntimeError | NotImplementedError | zipfile.BadZipFile)
+    plain = isinstance(error, Unfit | EOFError | RuntimeError | zipfile.BadZipFile)
     return str(error).splitlines()[0] if plain and str(error) else type(error).__name__
 
 

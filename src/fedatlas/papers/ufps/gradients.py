@@ -10,9 +10,8 @@ from matplotlib.colors import to_rgba
 from fedatlas.compare.parts import Page, Part
 from fedatlas.compare.plan import Comparison
 from fedatlas.evaluation.statistics import mean_of_defined
-from fedatlas.federation.file import make_method
 from fedatlas.methods.shared.sharpness import RATIOS
-from fedatlas.methods.ufps import UFPS
+from fedatlas.papers.ufps import arms_of_ufps
 from fedatlas.report import markup
 from fedatlas.report.figures.chart import Key, chart, line, line_key, short, whole_numbers
 from fedatlas.report.figures.theme import MARKERS, MUTED, site_colour
@@ -28,12 +27,11 @@ def _lacks(comparison: Comparison) -> str:
 
 def _arms(comparison: Comparison) -> list[str]:
     """The arms whose sites log ratios."""
-    found = []
-    for arm, of_arm in comparison.federations.items():
-        method = make_method(next(iter(of_arm.values())))
-        if isinstance(method, UFPS) and method.sam is not None and method.sam.gradients:
-            found.append(arm)
-    return found
+    return [
+        arm
+        for arm, method in arms_of_ufps(comparison).items()
+        if method.sam is not None and method.sam.gradients
+    ]
 
 
 def _draw(page: Page) -> str:

@@ -8,8 +8,8 @@ from matplotlib.axes import Axes
 
 from fedatlas.compare.parts import Page, Part
 from fedatlas.compare.plan import Comparison
-from fedatlas.federation.file import make_method
-from fedatlas.methods.ufps import UFPS, WeightScheduler, weigher
+from fedatlas.methods.ufps import WeightScheduler, weigher
+from fedatlas.papers.ufps import arms_of_ufps
 from fedatlas.report import markup
 from fedatlas.report.figures.chart import chart, columns_of, line_key, wrapped
 from fedatlas.report.figures.theme import class_colour
@@ -47,9 +47,8 @@ def _draw(page: Page) -> str:
 def _schedulers(comparison: Comparison) -> list[tuple[WeightScheduler, list[str]]]:
     """Every curve that differs -> the arms that have it; when a schedule begins and ends changes no curve."""
     found: dict[str, tuple[WeightScheduler, list[str]]] = {}
-    for arm, of_arm in comparison.federations.items():
-        method = make_method(next(iter(of_arm.values())))
-        if isinstance(method, UFPS) and method.ws is not None:
+    for arm, method in arms_of_ufps(comparison).items():
+        if method.ws is not None:
             ws = method.ws
             shape = {
                 "tail_shift": (ws.threshold,),

@@ -20,12 +20,12 @@ from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell
 from fedatlas.core.errors import DataError, FedAtlasError
 from fedatlas.core.labels import known_row
-from fedatlas.federation.file import make_method
 from fedatlas.federation.trained import Trained
 from fedatlas.learning import inference
 from fedatlas.methods.shared.pseudo import Merge
 from fedatlas.methods.shared.teachers import MEMORY
 from fedatlas.methods.ufps import UFPS, agreement, refined
+from fedatlas.papers.ufps import arms_of_ufps
 from fedatlas.report import gallery
 from fedatlas.report.figures import CLASS_COLOURS, labelled
 from fedatlas.transport.store import MemoryStore
@@ -55,12 +55,7 @@ def _lacks(comparison: Comparison) -> str:
 
 def _taught(comparison: Comparison) -> list[str]:
     """The arms in which the global model teaches beside the sites' teachers."""
-    found = []
-    for arm, of_arm in comparison.federations.items():
-        method = make_method(next(iter(of_arm.values())))
-        if isinstance(method, UFPS) and method.gmt is not None:
-            found.append(arm)
-    return found
+    return [arm for arm, method in arms_of_ufps(comparison).items() if method.gmt is not None]
 
 
 def teaching(

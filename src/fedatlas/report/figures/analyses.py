@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -164,7 +165,7 @@ def uncertainties(attacks: Sequence[Found]) -> Markup:
             values = a["uncertainty"][side]
             shares = np.histogram(values, edges)[0] / max(len(values), 1)
             axis.bar(edges[:-1], shares, width=0.94 * np.diff(edges), align="edge", color=colour, alpha=0.42)
-            for low, high, share in zip(edges, edges[1:], shares, strict=False):
+            for (low, high), share in zip(pairwise(edges), shares, strict=True):
                 if share:
                     tip(axis, (low + high) / 2, share, f"{side}: {share:.0%} from {low:.3g} to {high:.3g}")
         axis.set_title(short(model_title(str(a["target"])), 36))
