@@ -1,50 +1,44 @@
 """What a run will take, before it is begun: memory, time and bytes.
 
-Bytes follow from the net's shapes. Time and memory are measured: a few rounds of the federation's own method, net, loss and
-evaluation run in worker processes as in a run, on made-up cases of the sites' sizes. So no data are read, and a coordinator
-who has none can ask, too. What this machine does beside it slows the trial as it slows the run.
-
-Shapes: C classes, F findings, I input channels, *S spatial.
+Bytes follow from the net's shapes. Time and memory are measured: a few rounds of the federation itself run in worker processes as in
+a run, on files of noise of the sites' sizes. So no data are read, and a coordinator who has none can ask, too. What this machine does
+beside it slows the trial as it slows the run.
 """
 
 import heapq
-import json
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import yaml
 from torch import Tensor
 
-from fedatlas.core.batch import Batch, ImageSample, Volume
 from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FedAtlasError, FederationError
-from fedatlas.core.labels import LabelSpace, SiteLabels, known_row
-from fedatlas.core.seeds import generator, seed_of
+from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import n_bytes, shapes_of
+from fedatlas.data.index import Portions, SiteConfig
 from fedatlas.data.sampling import count_steps
-from fedatlas.data.transforms import Geometry, geometry_of, restore
-from fedatlas.federation.design import POOLED, Design, Experiment
-from fedatlas.federation.file import Federation, load_federation, resolved
-from fedatlas.federation.session import Finished, Hosts, Parties, Running
+from fedatlas.federation.design import POOLED, Design
+from fedatlas.federation.file import Federation, resolved
+from fedatlas.federation.session import Finished, Running, gather_local
+from fedatlas.phantoms.noise import write_images, write_pictures, write_scans
 from fedatlas.transport.egress import NetForms, bytes_of
-from fedatlas.transport.frames import Question
-from fedatlas.transport.local import Workers
+from fedatlas.transport.local import keeping_workers
 from fedatlas.transport.rounds import Round, RunFolder, run
 
-STEPS = 4
-"""Optimizer steps of a round of the trial; of the first round nothing counts."""
+FEW, MORE = 2, 6
+"""Optimizer steps of a round of the trial, which is run with the one and with the other: from their difference follows what a step
+waits for its batch, and what a call takes beside its steps. Each has two rounds, of which the first does not count."""
 MOST_SITES = 4
 """Sites of the trial."""
 IMAGES = 32
-"""Whole images that a site of the trial evaluates."""
+"""Whole images that a site of the trial trains on, and evaluates."""
 
 
 # ------------------------------------------------------------------------------------------------------ bytes
@@ -106,17 +100,19 @@ def masked_bytes(model: Mapping[str, Tensor]) -> int:
 @dataclass(frozen=True)
 class Size:
     """What a site has, as far as a forecast needs it. annotated: classes; cases: per split; shape, spacing: of a file in the
-    middle, in voxels and mm along the axes left-right, back-front, foot-head (segmentation)."""
+    middle, in voxels and mm along the axes left-right, back-front, foot-head; pictures: has it pictures with masks, and no scans
+    (these three: segmentation)."""
 
     annotated: tuple[str, ...]
     cases: Mapping[str, int]
     shape: tuple[int, ...] = ()
     spacing: tuple[float, ...] = ()
+    pictures: bool = False
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run takes on this machine. seconds_per_step: an optimizer step of a site; seconds_per_round: all sites' training
+    """What a run takes on this machine. seconds_per_step: an optimizer step of a site with its batch; seconds_per_round: all sites' training
     and what the server does; seconds_per_validation, seconds_of_start, seconds_at_end: what comes to it; memory: the largest
     process of a site, libraries included, in bytes; bytes_per_round: between server and sites, with the evaluated rounds'
     share."""
@@ -144,29 +140,26 @@ class Forecast:
 
 
 def forecast(federation: Federation, space: LabelSpace, channels: int, sizes: Mapping[str, Size]) -> Forecast:
-    """Runs the trial. sizes: of every site. Raises FederationError where the method cannot run on made-up cases."""
+    """Runs the trial. sizes: of the sites that train. Raises FederationError where the federation cannot run on noise."""
     chosen = _chosen(federation, sizes)
-    rounds = 3
-    trial = replace(
-        federation,
-        sites=tuple(replace(site, path=None) for site in federation.sites if site.name in chosen),
-        local=replace(federation.local, steps=STEPS, epochs=None),
-        rounds=rounds,
-        evaluation=replace(federation.evaluation, every=rounds, overlays=False, local="last"),
-        engine=replace(federation.engine, workers=at_once(federation, len(chosen))),
-    )
-    with tempfile.TemporaryDirectory(prefix="fedatlas-trial-") as place:
-        folder = RunFolder(Path(place))
-        text = yaml.safe_dump(resolved(trial), sort_keys=False, allow_unicode=True)
-        (folder.path / "federation.yaml").write_text(text, encoding="utf-8")
-        plain = {"space": space.to_plain(), "channels": channels}
-        plain["sizes"] = {name: asdict(_one_case(sizes[name], federation.task)) for name in chosen}
-        (folder.path / "trial.json").write_text(json.dumps(plain), encoding="utf-8")
-        target = "fedatlas.federation.forecast:open_trial"
-        log = folder.path / "workers.log"
-        workers = Workers(target, {"run": place}, trial.engine.workers, log)
+    measured = _Measured()
+    with tempfile.TemporaryDirectory(prefix="fedatlas-trial-") as place, keeping_workers():
+        sites = _made_up(federation, space, channels, {name: sizes[name] for name in chosen}, Path(place))
+        trial = replace(
+            federation,
+            labels=replace(federation.labels, names=space.names),
+            sites=tuple(sites),
+            rounds=2,
+            evaluation=replace(federation.evaluation, every=2, overlays=False, local="last"),
+            engine=replace(federation.engine, workers=at_once(federation, len(chosen)), cache=None),
+        )
         try:
-            measured = _measured(trial, folder, Trial(trial, folder), workers)
+            for steps in (FEW, MORE):
+                _measure(
+                    replace(trial, local=replace(federation.local, steps=steps, epochs=None)),
+                    RunFolder(Path(place) / f"steps-{steps}"),
+                    measured,
+                )
         except FedAtlasError as error:
             raise FederationError(
                 f"the trial on made-up cases failed, nothing is predicted: {error}"
@@ -176,7 +169,7 @@ def forecast(federation: Federation, space: LabelSpace, channels: int, sizes: Ma
             "the trial on made-up cases timed no step or no evaluation; nothing is predicted"
         )
     design = Design(federation, space, channels)
-    return _added_up(federation, design, sizes, chosen, measured)
+    return _added_up(federation, design, sizes, measured)
 
 
 def at_once(federation: Federation, sites: int) -> int:
@@ -192,61 +185,89 @@ def _chosen(federation: Federation, sizes: Mapping[str, Size]) -> list[str]:
     return sorted(covered[: max(MOST_SITES, at_once(federation, len(training)))])
 
 
-def _one_case(size: Size, task: str) -> Size:
-    n = IMAGES if task == "classification" else 1
-    return replace(size, cases={"train": max(1, size.cases["train"]), "validation": n, "test": 0})
+def _made_up(
+    federation: Federation, space: LabelSpace, channels: int, sizes: Mapping[str, Size], place: Path
+) -> list[SiteConfig]:
+    """Writes a folder of noise for each site, and returns the sites of a federation that reads them. A class that none of them
+    annotates, as others of the federation do, is the first one's."""
+    covered = {name for size in sizes.values() for name in size.annotated}
+    rest = [space.names[c] for c in space.foreground if space.names[c] not in covered]
+    sites: list[SiteConfig] = []
+    for name, size in sizes.items():
+        folder, own = place / name, [*size.annotated, *rest]
+        rest = []
+        how: dict[str, Any] = {}
+        if federation.task == "classification":
+            counts = {"train": IMAGES, "validation": IMAGES}
+            keys = write_images(folder, own, federation.images.size, channels=channels, cases=counts)
+        else:
+            how, shape = {"split": Portions(validation=1)}, size.shape  # type: ignore[call-arg]
+            if size.pictures:
+                told = list(space.findings)
+                keys = write_pictures(
+                    folder, own, shape[:2], size.spacing[:2], channels=channels, cases=2, findings=told
+                )
+            else:
+                assert federation.preprocessing is not None
+                window = federation.preprocessing.window
+                keys = write_scans(
+                    folder, own, shape, size.spacing, channels=channels, cases=2, window=window
+                )
+        sites.append(SiteConfig(name=name, path=str(folder), **keys, **how))  # type: ignore[call-arg]
+    return sites
 
 
 @dataclass
 class _Measured:
-    """Of the trial. seconds: site -> of a call of each round, with and without its steps; peak: MiB."""
+    """Of the trial, in seconds. steps: of a step alone; beside: steps of a round -> of a call without its steps; peak: MiB."""
 
     steps: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)
+    beside: dict[int, list[float]] = field(default_factory=dict)
     server: list[float] = field(default_factory=list)
-    validation: dict[str, list[float]] = field(default_factory=dict)
+    validation: dict[str, float] = field(default_factory=dict)
     final: dict[str, float] = field(default_factory=dict)
     start: float = 0.0
     peak: float = 0.0
 
 
-def _measured(trial: Federation, folder: RunFolder, design: "Trial", transport: Workers) -> _Measured:
-    found = _Measured()
-    summaries = {name: source.summary() for name, source in design.sources.items()}
-    parties = Parties(design, summaries, list(design.training), transport)
+def _measure(trial: Federation, folder: RunFolder, found: _Measured) -> None:
+    """Runs the federation of a trial, and adds what it took."""
+    folder.path.mkdir()
+    text = yaml.safe_dump(resolved(trial), sort_keys=False, allow_unicode=True)
+    (folder.path / "federation.yaml").write_text(text, encoding="utf-8")
+    parties = gather_local(trial, folder, lambda text: None)
+    steps, last, design = trial.local.steps or 0, trial.local.steps == MORE, parties.design
     with Running(parties, folder) as running:
-        what = {"split": "validation", "grid": "federation", "metrics": trial.evaluation.round_metrics}
 
         def model(state: Any) -> Finished:
             return Finished("last", state.round, lambda: lambda site: design.method.eval_members(state, site))
 
         def validate(state: Any) -> list[dict[str, Any]]:
-            if state.round < trial.rounds:
+            if not last or state.round < trial.rounds:
                 return []
             if running.evaluators is not running.clients:
                 running.evaluators.begin(state.round)
-            return running.evaluate(model(state), **what).rows
+            metrics = trial.evaluation.round_metrics
+            return running.evaluate(model(state), split="validation", grid="federation", metrics=metrics).rows
 
         def keep(record: Round) -> None:
-            log = record.log
-            if record.number < 2:
-                if record.number == 0:
-                    found.start = sum(c["seconds"] for c in log["cost"].values()) / trial.engine.workers
+            cost = record.log["cost"]
+            if record.number == 0:
+                found.start = sum(c["seconds"] for c in cost.values()) / trial.engine.workers
+            if record.number < trial.rounds:
                 return
-            longest = 0.0
-            for site, numbers in log["sites"].items():
-                spent, cost = numbers.get("step_seconds"), log["cost"][site]
-                if "seconds" not in cost:
-                    continue
-                steps = numbers.get("steps") or STEPS
-                found.steps.append((cost["seconds"] if spent is None else spent) / steps)
-                found.beside.append(0.0 if spent is None else cost["seconds"] - spent)
-                longest = max(longest, cost["seconds"])
-            found.server.append(max(0.0, log["phases"]["round"] - longest * _turns(trial)))
-            for site, cost in log["cost"].items():
-                if "evaluate_seconds" in cost:
-                    found.validation.setdefault(site, []).append(cost["evaluate_seconds"])
-                peaks = [cost[key] for key in ("peak_mb", "evaluate_peak_mb") if key in cost]
+            calls = [spent["seconds"] for _, spent in sorted(cost.items()) if "seconds" in spent]
+            round_took = record.log["phases"]["round"]
+            found.server.append(max(0.0, round_took - makespan(calls, trial.engine.workers)))
+            for site, numbers in record.log["sites"].items():
+                if "seconds" in cost[site]:
+                    spent = numbers.get("step_seconds", cost[site]["seconds"])
+                    found.steps.append(spent / steps)
+                    found.beside.setdefault(steps, []).append(cost[site]["seconds"] - spent)
+            for site, spent in cost.items():
+                if "evaluate_seconds" in spent:
+                    found.validation[site] = spent["evaluate_seconds"]
+                peaks = [spent[key] for key in ("peak_mb", "evaluate_peak_mb") if key in spent]
                 found.peak = max(found.peak, *peaks)
 
         state = run(
@@ -257,27 +278,24 @@ def _measured(trial: Federation, folder: RunFolder, design: "Trial", transport: 
             evaluate=validate,
             after_round=keep,
         )
-        running.evaluators.begin(trial.rounds + 1)
-        final = {"split": "validation", "grid": "original", "metrics": trial.evaluation.metrics}
-        running.evaluate(model(state), **final)
-        costs = running.evaluators.calls[-1].cost
-        found.final = {site: cost["seconds"] for site, cost in costs.items()}
-    return found
-
-
-def _turns(trial: Federation) -> int:
-    return math.ceil(len(trial.sites) / trial.engine.workers)
+        if last:
+            running.evaluators.begin(trial.rounds + 1)
+            metrics = trial.evaluation.metrics
+            running.evaluate(model(state), split="validation", grid="original", metrics=metrics)
+            costs = running.evaluators.calls[-1].cost
+            found.final = {site: cost["seconds"] for site, cost in costs.items()}
 
 
 def _added_up(
     federation: Federation,
     design: Design,
     sizes: Mapping[str, Size],
-    chosen: Sequence[str],
     measured: _Measured,
 ) -> Forecast:
     """What the trial says of the whole run."""
-    step, beside = statistics.median(measured.steps), statistics.median(measured.beside)
+    few, more = (statistics.median(measured.beside[steps]) for steps in (FEW, MORE))
+    waited = max(0.0, (more - few) / (MORE - FEW))
+    step, beside = statistics.median(measured.steps) + waited, max(0.0, few - FEW * waited)
     workers = max(1, federation.engine.workers)
     training = [site.name for site in federation.sites if site.role == "train" and site.name in sizes]
     local = federation.local
@@ -288,26 +306,24 @@ def _added_up(
         n: beside + step * count_steps(local.steps, local.epochs, c, local.batch) for n, c in trained.items()
     }
     per_round = makespan(list(calls.values()), workers) + statistics.median(measured.server)
-    middle = statistics.median(v for values in measured.validation.values() for v in values)
-    last = statistics.median(measured.final.values())
     unit = IMAGES if federation.task == "classification" else 1
 
-    def evaluated(split: str, per_case: Mapping[str, float], otherwise: float) -> float:
-        seconds = [per_case.get(n, otherwise) * s.cases.get(split, 0) / unit for n, s in sizes.items()]
+    def evaluated(split: str, per_unit: Mapping[str, float]) -> float:
+        otherwise = statistics.median(per_unit.values())
+        seconds = [per_unit.get(n, otherwise) * s.cases.get(split, 0) / unit for n, s in sizes.items()]
         return makespan(seconds, workers)
 
-    known = {name: statistics.median(values) for name, values in measured.validation.items()}
     models = federation.evaluation.models
     # the best round may be the last; then it is evaluated once
     count = len({"best", "last"} & set(models)) + (len(training) if "local" in models else 0)
-    ends = sum(evaluated(split, measured.final, last) for split in ("validation", "test")) * count
+    ends = sum(evaluated(split, measured.final) for split in ("validation", "test")) * count
     validations = math.ceil(federation.rounds / federation.evaluation.every)
     sent = bytes_per_round(design, len(trained), len(sizes))
     often = validations / federation.rounds
     return Forecast(
         step,
         per_round,
-        evaluated("validation", known, middle),
+        evaluated("validation", measured.validation),
         measured.start,
         ends,
         federation.rounds,
@@ -323,171 +339,3 @@ def makespan(seconds: Sequence[float], workers: int) -> float:
     for one in seconds:
         heapq.heappush(free, heapq.heappop(free) + one)
     return max(free)
-
-
-# ------------------------------------------------------------------------------------------------------ made-up sites
-
-
-class Trial(Experiment):
-    """A design with made-up sites, as the folder of a trial describes them."""
-
-    def __init__(self, federation: Federation, folder: RunFolder) -> None:
-        plain = json.loads((folder.path / "trial.json").read_text(encoding="utf-8"))
-        space = LabelSpace.from_plain(plain["space"])
-        Design.__init__(self, federation, space, plain["channels"])
-        self.indexes = []
-        made = {name: MadeUp(self, name, Size(**size)) for name, size in plain["sizes"].items()}
-        self.sources = made  # type: ignore[assignment]
-        self.training = dict(made)  # type: ignore[assignment]
-        if self.pooled:
-            cases = {
-                split: sum(s.size.cases[split] for s in made.values())
-                for split in ("train", "validation", "test")
-            }
-            names = tuple(dict.fromkeys(name for s in made.values() for name in s.size.annotated))
-            first = next(iter(made.values())).size
-            self.training = {POOLED: MadeUp(self, POOLED, replace(first, annotated=names, cases=cases))}  # type: ignore[dict-item]
-
-
-def open_trial(run: str) -> Callable[[Question], None]:
-    """`answer(question)` for a worker process of a trial."""
-    folder = RunFolder(Path(run))
-    return Hosts(Trial(load_federation(folder.path / "federation.yaml"), folder), folder).answer
-
-
-class MadeUp:
-    """A site whose images are noise, and whose labels are boxes; as `transport.host.SiteSource`."""
-
-    def __init__(self, design: Design, name: str, size: Size) -> None:
-        self.design, self.name, self.size, self.space = design, name, size, design.space
-        taught = frozenset(self.space.index(n) for n in size.annotated if n in self.space.names)
-        self.labels = SiteLabels(self.space, taught)
-        self.n_train = size.cases["train"]
-        self.known = torch.tensor(known_row(self.space, taught))
-        self.n_labelled = self.known.long() * self.n_train
-
-    @property
-    def n_positive(self) -> Tensor:
-        return self.n_labelled
-
-    def summary(self) -> dict[str, Any]:
-        """What a run asks of it."""
-        return {"cases": dict(self.size.cases), "role": "train", "annotated": list(self.size.annotated)}
-
-    def batches(
-        self,
-        rng_parts: tuple[str | int, ...],
-        *,
-        batch: int,
-        steps: int | None = None,
-        epochs: float | None = None,
-        device: torch.device | str = "cpu",
-    ) -> "MadeUpBatches":
-        """Batches of noise, each the same."""
-        made = self._batch(rng_parts, batch).to(device)
-        return MadeUpBatches(made, count_steps(steps, epochs, self.n_train, batch))
-
-    def _batch(self, parts: tuple[str | int, ...], batch: int) -> Batch:
-        space, (inputs, *size) = self.space, self.design.sample_shape
-        rng = generator(*parts)
-        image = torch.randn(batch, inputs, *size, generator=rng)
-        if space.level == "image":
-            target = torch.randint(0, 2, (batch, len(space)), generator=rng).float()
-        elif space.exclusive:
-            target = torch.zeros(batch, *size, dtype=torch.int64)
-            _boxes(target, [c for c in space.foreground if self.known[c]])
-        else:
-            target = torch.randint(0, 2, (batch, len(space), *size), generator=rng).float()
-        found = Batch(image, target, self.known.expand(batch, -1).clone(), [str(n) for n in range(batch)])
-        if space.findings:
-            found.finding = torch.randint(0, 2, (batch, len(space.findings)), generator=rng).float()
-            found.finding_known = torch.ones_like(found.finding, dtype=torch.bool)
-        return found
-
-    def volumes(self, split: str) -> Iterator[Any]:
-        """The cases of a split."""
-        for number in range(self.size.cases[split]):
-            yield self._image(number) if self.space.level == "image" else self._volume(number)
-
-    def _image(self, number: int) -> ImageSample:
-        rng = generator(self.name, "image", number)
-        truth = ((torch.arange(len(self.space)) + number) % 2).float()
-        return ImageSample(
-            f"case-{number}",
-            f"patient-{number}",
-            torch.randn(*self.design.sample_shape, generator=rng),
-            truth,
-            self.known,
-            self.known,
-        )
-
-    def _volume(self, number: int) -> "MadeUpVolume":
-        preprocessing = self.design.federation.preprocessing
-        assert preprocessing is not None
-        affine = np.diag([*self.size.spacing, 1.0])
-        geometry = geometry_of(self.size.shape, affine, preprocessing)
-        rng = np.random.default_rng(seed_of(self.name, "volume", number))
-        grid = (self.design.channels, *geometry.grid_shape)
-        findings = len(self.space.findings)
-        return MadeUpVolume(
-            case=f"case-{number}",
-            image=torch.from_numpy(rng.standard_normal(grid, dtype=np.float32)),
-            spacing=geometry.grid_spacing,
-            raw_spacing=geometry.spacing,
-            known=self.known,
-            scored=self.known,
-            whole=False,
-            finding=torch.ones(findings),
-            finding_known=torch.ones(findings, dtype=torch.bool),
-            finding_scored=torch.ones(findings, dtype=torch.bool),
-            geometry=geometry,
-            space=self.space,
-        )
-
-
-class MadeUpBatches:
-    """One batch, so many times."""
-
-    def __init__(self, batch: Batch, steps: int) -> None:
-        self.batch, self.steps = batch, steps
-
-    def __len__(self) -> int:
-        return self.steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        for _ in range(self.steps):
-            yield replace(self.batch, image=self.batch.image.clone(), target=self.batch.target.clone())
-
-
-@dataclass
-class MadeUpVolume(Volume):
-    """A case of noise with boxes as its truth."""
-
-    geometry: Geometry
-    space: LabelSpace
-
-    def truth(self, grid: str) -> np.ndarray:
-        """See `Volume`."""
-        shape = self.geometry.grid_shape if grid == "federation" else self.geometry.shape
-        classes = [c for c in self.space.foreground if self.known[c]]
-        if self.space.exclusive:
-            found = torch.zeros(shape, dtype=torch.uint8)
-            _boxes(found[None], classes)
-            return found.numpy()
-        masks = np.zeros((len(self.space), *shape), dtype=np.uint8)
-        for c in classes:
-            masks[(c, *(slice(n // 4, n // 4 + max(1, n // 5)) for n in shape))] = 1
-        return masks
-
-    def restore(self, probabilities: Tensor) -> np.ndarray:
-        """See `Volume`."""
-        return restore(probabilities, self.geometry, self.space.exclusive)
-
-
-def _boxes(target: Tensor, classes: Sequence[int]) -> None:
-    """Draws a box of each class into labels [B, *S], beside each other along the first axis."""
-    size = target.shape[1:]
-    for number, c in enumerate(classes):
-        first, stop = (size[0] * n // max(1, len(classes)) for n in (number, number + 1))
-        rest = (slice(n // 3, n // 3 + max(1, n // 4)) for n in size[1:])
-        target[(slice(None), slice(first, max(first + 1, (first + stop) // 2)), *rest)] = c

@@ -110,7 +110,7 @@ def sizes(
             cases["train"] -= cases["validation"]
         shape = tuple(max(1, round(n)) for n in site.shape["50"])
         spacing = tuple(site.spacing_mm["50"]) if site.spacing_mm else (1.0,) * len(shape)
-        found[name] = Size(tuple(brings[name]), cases, shape, spacing)
+        found[name] = Size(tuple(brings[name]), cases, shape, spacing, site.kind == "masks")
     return found
 
 
