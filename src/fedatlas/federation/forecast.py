@@ -144,7 +144,7 @@ def forecast(federation: Federation, space: LabelSpace, channels: int, sizes: Ma
     chosen = _chosen(federation, sizes)
     measured = _Measured()
     with tempfile.TemporaryDirectory(prefix="fedatlas-trial-") as place, keeping_workers():
-        sites = _made_up(federation, space, channels, {name: sizes[name] for name in chosen}, Path(place))
+        sites = made_up(federation, space, channels, {name: sizes[name] for name in chosen}, Path(place))
         trial = replace(
             federation,
             labels=replace(federation.labels, names=space.names),
@@ -185,7 +185,7 @@ def _chosen(federation: Federation, sizes: Mapping[str, Size]) -> list[str]:
     return sorted(covered[: max(MOST_SITES, at_once(federation, len(training)))])
 
 
-def _made_up(
+def made_up(
     federation: Federation, space: LabelSpace, channels: int, sizes: Mapping[str, Size], place: Path
 ) -> list[SiteConfig]:
     """Writes a folder of noise for each site, and returns the sites of a federation that reads them. A class that none of them

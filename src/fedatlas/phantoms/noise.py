@@ -36,11 +36,12 @@ def write_scans(
     label = np.zeros(shape, dtype=np.uint8)
     for number, box in enumerate(_boxes(shape, len(classes)), start=1):
         label[box] = number
-    values = np.linspace(*(window or (-1000.0, 1000.0)), 256, dtype=np.float32)
+    low, high = window or (-1000.0, 1000.0)
+    values = np.linspace(low, high, 256, dtype=np.float32)
     for case in range(cases):
         rng = np.random.default_rng(seed_of(folder.name, case))
         for channel in range(channels):
-            image = values[rng.integers(256, size=tuple(shape))]
+            image = values[rng.integers(256, size=tuple(shape), dtype=np.uint8)]
             file = folder / "imagesTr" / f"case-{case}_{channel:04d}.nii.gz"
             nib.save(nib.Nifti1Image(image, affine), file)  # type: ignore[attr-defined]
         nib.save(nib.Nifti1Image(label, affine), folder / "labelsTr" / f"case-{case}.nii.gz")  # type: ignore[attr-defined]
