@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "transport.flower": "core transport",
     "methods.shared": "core losses learning transport.protection",
     "methods": "core losses learning methods.shared",
-    "federation": "core losses nets learning data evaluation transport transport.protection methods",
+    "federation": "core losses nets learning phantoms data evaluation transport transport.protection methods",
     "planning": "core nets data transport federation",
     "analysis.runs": "core losses learning data evaluation transport analysis federation",
     "compare": "core data evaluation report transport federation",

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from set_cases import scan as write_scan
 from fedatlas.cli import main
 from fedatlas.core.errors import DataError, FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.data.checks import check_federation, shared_scans
+from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import load_federation, parse_federation
-from fedatlas.federation.forecast import Forecast, Size, forecast, makespan
+from fedatlas.federation.forecast import Forecast, Size, forecast, made_up, makespan
 from fedatlas.planning.description import SPREAD, VALUES, Description, describe, read_description, written
 from fedatlas.planning.names import Merged, Question, key, merged
+from fedatlas.planning.plan import descriptions
 from fedatlas.planning.recognise import recognised
 from fedatlas.planning.rules import (
     Machine,
@@ -309,6 +313,15 @@ def changed(**keys: Any) -> str:
         (changed(intensities=[]), "intensities of 0 channels"),
         (changed(labels={"a\nb": {"annotated": 1, "present": 1}}), "labels"),
         (changed(overlap=float("nan")), "overlap"),
+        (changed(shape={f"{q:g}": [1e18, 1.0, 1.0] for q in SPREAD}), "shape"),
+        (
+            changed(
+                intensities=[
+                    {"percentiles": dict.fromkeys([f"{q:g}" for q in VALUES], 0.0), "foreground": {"50": 1.0}}
+                ]
+            ),
+            "mean and std",
+        ),
         (" " * (1 << 20) + "{}", "bytes are no description"),
     ],
 )
@@ -317,6 +330,35 @@ def test_what_is_no_description_is_refused(text: str, says: str, tmp_path: Path)
     file.write_text(text)
     with pytest.raises(FederationError, match=says):
         read_description(file)
+
+
+def test_a_label_that_no_table_takes_is_an_error_that_names_its_place(phantom: Path, tmp_path: Path) -> None:
+    shutil.copytree(phantom / "site-0", tmp_path / "site")
+    table = tmp_path / "site" / "dataset.json"
+    told = json.loads(table.read_text())
+    told["labels"] = {"=liver" if value == 1 else name: value for name, value in told["labels"].items()}
+    table.write_text(json.dumps(told))
+    with pytest.raises(DataError, match="site a: cannot be described: labels(.|\n)*formula"):
+        describe(*recognised(tmp_path / "site", "a"))
+
+
+def test_reading_that_names_cases_or_paths_is_not_described(phantom: Path) -> None:
+    config, index = recognised(phantom / "site-0", "a")
+    for held, says in ((index.cases[0].name, "is a case"), (str(phantom), "is a path of this machine")):
+        with pytest.raises(DataError, match=says):
+            describe(replace(config, reading={"test": [held]}), index)
+
+
+def test_a_description_is_written_whole_or_not_at_all(phantom: Path, tmp_path: Path, monkeypatch) -> None:
+    def full(*given: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    file = tmp_path / "north.json"
+    file.write_text("older")
+    monkeypatch.setattr("os.replace", full)
+    monkeypatch.setattr("fedatlas.transport.store._waits", lambda *given: iter(()))
+    assert main(["describe", str(phantom / "site-0"), "-o", str(file), "--overwrite"]) == 1
+    assert file.read_text() == "older" and list(tmp_path.iterdir()) == [file]
 
 
 def test_a_damaged_file_is_named_with_all_others(phantom: Path, tmp_path: Path) -> None:
@@ -356,6 +398,15 @@ def test_columns_of_a_table_are_told_apart_by_what_they_hold(tmp_path: Path) -> 
     assert index.findings == ("Effusion", "Nodule")
 
 
+def test_a_cell_that_is_a_long_report_is_no_file(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(b"")
+    (tmp_path / "older.csv").mkdir()
+    rows = [["no effusion " * 40, f"{n}.png", "train", n] for n in range(2)]
+    table_of(tmp_path, ["report", "path", "split", "Effusion"], *rows)
+    assert recognised(tmp_path, "a")[0].reading["ignored"] == ["report"]
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -385,6 +436,14 @@ def test_other_folders_and_options_are_refused(tmp_path: Path) -> None:
         recognised(tmp_path, "a", "mask")
     with pytest.raises(FederationError, match="name it with --format"):
         recognised(tmp_path, "a", None, {"table": "x.csv"})
+    with pytest.raises(FederationError, match="name: got 'a/b'"):
+        recognised(tmp_path, "a/b")
+
+
+def test_a_device_that_is_none_writes_no_file(phantom: Path, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "federation.yaml"
+    assert main(["init", *sites_of(phantom), "-o", str(out), "--device", "gpu"]) == 1
+    assert "--device gpu" in capsys.readouterr().err and not out.exists()
 
 
 # ---------------------------------------------------------------------------------------------------- the verbs
@@ -477,6 +536,25 @@ def test_sites_that_do_not_go_together_are_refused(tmp_path: Path, capsys) -> No
         assert main(["init", *given]) == 1 and says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, "two descriptions are of site 's0'"),
+        ({"task": "classification", "kind": "findings"}, "is of a classification, the file is of a segmentation"),
+        ({"site": "elsewhere"}, "is of no site of the file"),
+    ],
+)  # fmt: skip
+def test_descriptions_that_are_not_of_the_file_are_refused(
+    change: dict[str, Any], says: str, small, tmp_path: Path
+) -> None:
+    federation = parse_federation(small, base=tmp_path)
+    one = told(federation.sites[0].name, {"x": (1, 1)})
+    with pytest.raises(FederationError, match=says):
+        descriptions(
+            federation, [*([] if change else [one]), one.model_copy(update=change)], lambda text: None
+        )
+
+
 # ---------------------------------------------------------------------------------------------------- predictions
 
 
@@ -487,6 +565,48 @@ def test_tasks_are_done_in_their_order_by_whoever_is_free() -> None:
 def test_a_run_is_its_rounds_validations_start_and_end() -> None:
     seen = Forecast(0.1, 2.0, 5.0, 1.0, 30.0, rounds=10, validations=2, memory=1, bytes_per_round=7)
     assert seen.seconds == 1 + 10 * 2 + 2 * 5 + 30 and seen.bytes == 70
+
+
+@pytest.mark.parametrize("kind", ["scans", "pictures", "images"])
+def test_noise_is_read_as_a_hospitals_files(kind: str, small, small_images, tmp_path: Path) -> None:
+    values, names = small_images if kind == "images" else small, ("x", "y", "z")
+    if kind == "pictures":
+        values = values | {
+            "labels": {"exclusive": False, "findings": {"odd": None}},
+            "preprocessing": {"size": [24, 32], "patch": [16, 16], "context": 0},
+        }
+    federation = parse_federation(values, base=tmp_path)
+    exclusive = kind == "scans"
+    told = tuple(federation.labels.findings)
+    space = LabelSpace(
+        ("background", *names) if exclusive else names,
+        (),
+        exclusive,
+        "image" if kind == "images" else "voxel",
+        told,
+        (None,) * len(told),
+    )
+    shape, spacing = ((20, 30, 1), (1.0, 2.0, 1.0)) if kind == "pictures" else ((24, 20, 16), (2.0, 2.0, 4.0))
+    sizes = {
+        name: Size(own, {"train": 9, "validation": 3}, shape, spacing, kind == "pictures")
+        for name, own in {"a": ("x",), "b": ("x", "y")}.items()
+    }
+    sites = made_up(federation, space, 1, sizes, tmp_path / "noise")
+    labels = replace(federation.labels, names=space.names)
+    experiment = Experiment(replace(federation, sites=tuple(sites), labels=labels), tmp_path / "cache")
+    assert not any(problem.fatal for problem in check_federation(experiment.indexes, space))
+    experiment.prepare()
+    annotated = {name: source.summary()["annotated"] for name, source in experiment.sources.items()}
+    assert annotated == {"a": ["x", "z"], "b": ["x", "y"]}, "what no site annotates is the first one's"
+    assert not shared_scans([scan for source in experiment.sources.values() for scan in source.scans()])
+    for source in experiment.sources.values():
+        batch = next(iter(source.batches(("test",), batch=2, steps=1)))
+        case = next(source.volumes("validation"))
+        there = case.truth if kind == "images" else case.truth("original")
+        assert batch.image.shape[0] == 2 and there.max() > 0
+        if kind != "images":
+            assert len(source.items["train"]) == 1 and there.shape[-3:] == shape
+            assert tuple(case.raw_spacing) == spacing
 
 
 @pytest.mark.slow

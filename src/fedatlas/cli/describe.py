@@ -26,14 +26,14 @@ def call(arguments: argparse.Namespace) -> int:
     shared.require_out(arguments.out, arguments.overwrite)
     from fedatlas.planning.description import describe, written
     from fedatlas.planning.recognise import recognised, site_name
+    from fedatlas.transport.store import write_atomic
 
     reading = shared.options_of_a_layout(arguments.reading)
     name = arguments.name or site_name(arguments.folder)
     site = recognised(arguments.folder, name, arguments.format, reading)
     with Counter(arguments.quiet) as counter:
         text = written(describe(*site, counter.show))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(text, encoding="utf-8")
+    write_atomic(arguments.out, text.encode())
     print(
         f"{arguments.out}: {len(text.encode()):,} bytes that describe site {name}. Read them, then send them to the coordinator:"
     )

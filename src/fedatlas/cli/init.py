@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,9 +49,14 @@ def options(made: argparse.ArgumentParser) -> None:
 def call(arguments: argparse.Namespace) -> int:
     out: Path = arguments.out
     shared.require_out(out, arguments.overwrite)
-    _require_numbers(arguments)
+    shared.require_positive(arguments, "memory", "hours")
+    if arguments.workers is not None and arguments.workers < 0:
+        raise FedAtlasError(f"--workers {arguments.workers}: 0 or more is expected")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
+        raise FedAtlasError(f"--device {arguments.device}: cpu, cuda, cuda:0, … is expected")
     from fedatlas.planning.draft import drafted, parsed, text_of
     from fedatlas.planning.rules import this_machine
+    from fedatlas.transport.store import write_atomic
 
     with Counter(arguments.quiet) as counter:
         sites, paths = _sites(arguments, counter)
@@ -71,8 +77,7 @@ def call(arguments: argparse.Namespace) -> int:
             draft = in_time(draft, parsed(text, out), arguments.hours, counter.show)
         text = text_of(draft, out)
     parsed(text, out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    write_atomic(out, text.encode())
     for note in [*draft.labels.notes, *draft.findings.notes]:
         print(f"note: {note}")
     classes = ", ".join(draft.labels.names)
@@ -82,15 +87,6 @@ def call(arguments: argparse.Namespace) -> int:
     for verb in verbs:
         print(f"  fedatlas {verb} {out}" + ("" if here else " -o deploy/"))
     return 0
-
-
-def _require_numbers(arguments: argparse.Namespace) -> None:
-    for name in ("memory", "hours"):
-        value = getattr(arguments, name)
-        if value is not None and not 0 < value < 1e6:
-            raise FedAtlasError(f"--{name} {value:g}: a number above 0 is expected")
-    if arguments.workers is not None and arguments.workers < 0:
-        raise FedAtlasError(f"--workers {arguments.workers}: 0 or more is expected")
 
 
 def _name(given: Sequence[Path]) -> str:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from fedatlas.cli import shared
 from fedatlas.cli.progress import Counter
-from fedatlas.core.errors import FedAtlasError
 
 NAME = "plan"
 SENTENCE = "Propose spacing, patch, net and batch with reasons, and predict memory, time and bytes of a run."
@@ -30,17 +29,15 @@ def options(made: argparse.ArgumentParser) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     shared.require_known(arguments)
-    if arguments.memory is not None and not 0 < arguments.memory < 1e6:
-        raise FedAtlasError(f"--memory {arguments.memory:g}: a number above 0 is expected")
+    shared.require_positive(arguments, "memory")
     from fedatlas.planning.description import read_description
     from fedatlas.planning.plan import plan_file, text_of
 
-    described = [read_description(path) for path in arguments.sites]
     with Counter(arguments.quiet) as counter:
         result = plan_file(
             arguments.federation,
             arguments.override,
-            {one.site: one for one in described},
+            [read_description(path) for path in arguments.sites],
             memory=arguments.memory,
             dimensions=arguments.dimensions,
             trial=not arguments.no_trial,

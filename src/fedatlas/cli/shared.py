@@ -131,6 +131,14 @@ def planning(made: argparse.ArgumentParser) -> None:
     )
 
 
+def require_positive(arguments: argparse.Namespace, *names: str) -> None:
+    """Raises FedAtlasError where an option is given and is no number above 0."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and not 0 < value < 1e6:
+            raise FedAtlasError(f"--{name} {value:g}: a number above 0 is expected")
+
+
 def require_out(out: Path, overwrite: bool) -> None:
     """Raises FedAtlasError where a file would be replaced that nobody gave up."""
     if out.is_dir():

@@ -8,12 +8,12 @@ Axes are in the order left-right, back-front, foot-head; spacings in mm, shapes 
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedatlas import __version__
 from fedatlas.core.errors import DataError, FederationError
@@ -23,6 +23,7 @@ from fedatlas.data.formats.picture import PictureError, read_picture
 from fedatlas.data.index import SiteConfig, SiteIndex, naming_of
 from fedatlas.data.reading import Label, Raw, read_case
 from fedatlas.data.transforms import Preprocessing, geometry_of
+from fedatlas.federation.facts import Count, Text
 from fedatlas.transport.egress import problem_of_text
 
 ABOUT = (
@@ -38,16 +39,10 @@ SAMPLE = 20_000
 """Voxels of a case that count, evenly spread."""
 MOST_BYTES = 1 << 20
 """The largest description that is read."""
+LONGEST = 100_000
+"""Voxels or millimetres of the largest axis that is read."""
 
 
-def _one_line(text: str) -> str:
-    if problem := problem_of_text(text):
-        raise ValueError(problem)
-    return text
-
-
-Text = Annotated[str, AfterValidator(_one_line)]
-Count = Annotated[int, Field(ge=0, lt=1 << 40)]
 Percentiles = dict[str, list[float]]
 """Percentile -> a number for each axis."""
 
@@ -110,11 +105,17 @@ def describe(
     config: SiteConfig, index: SiteIndex, tell: Callable[[str], None] = lambda text: None
 ) -> Description:
     """Reads every training case of a site. tell: is told of the cases that are read. Raises DataError with all that is wrong."""
-    for value in map(str, config.reading.values()):
-        if Path(value).is_absolute():
+    names = {case.name for case in index.cases} | {case.patient for case in index.cases}
+    for text in _texts(config.reading):
+        if Path(text).is_absolute():
             raise DataError(
-                f"site {index.name}: reading: {value!r} is a path of this machine, which a description does not hold; give it "
+                f"site {index.name}: reading: {text!r} is a path of this machine, which a description does not hold; give it "
                 "relative to the folder"
+            )
+        if text in names:
+            raise DataError(
+                f"site {index.name}: reading: {text!r} is a case or patient, and a description names none; put the cases that "
+                "are listed into a folder of their own"
             )
     problems = [problem for problem in index.problems if problem.fatal]
     cases = [case for case in index.cases if case.split == "train" and case.labelled]
@@ -127,6 +128,21 @@ def describe(
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise DataError(f"site {index.name}: cannot be described before this is mended:\n{listed}{more}")
     splits = [case.split for case in index.cases if case.labelled]
+    try:
+        return _described(config, index, cases, seen, splits)
+    except ValidationError as error:
+        raise DataError(
+            f"site {index.name}: cannot be described: {_first_of(error)}; rename it, a description is sent as a table is"
+        ) from None
+
+
+def _described(
+    config: SiteConfig,
+    index: SiteIndex,
+    cases: Sequence[Case],
+    seen: "_OfImages | _OfVoxels",
+    splits: Sequence[str],
+) -> Description:
     return Description(
         about=ABOUT,
         fedatlas=__version__,
@@ -143,6 +159,24 @@ def describe(
         findings=_findings(index, cases) if index.level == "voxel" else {},
         **seen.numbers(),
     )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text among the values of lists and dicts."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
+
+
+def _first_of(error: ValidationError) -> str:
+    """The first thing that is wrong, with its place, and not what was found there."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(str(part)[:80] for part in first['loc'])}: {first['msg']}"
 
 
 def _kind(config: SiteConfig, index: SiteIndex) -> Literal["volumes", "masks", "findings"]:
@@ -322,9 +356,7 @@ def read_description(path: Path) -> Description:
     try:
         description = Description.model_validate(found)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part)[:80] for part in first["loc"])
-        raise FederationError(f"{path}: {place}: {first['msg']}; {remedy}") from None
+        raise FederationError(f"{path}: {_first_of(error)}; {remedy}") from None
     _require_whole(path, description, remedy)
     return description
 
@@ -335,16 +367,21 @@ def _require_whole(path: Path, description: Description, remedy: str) -> None:
     wanted = {f"{q:g}" for q in SPREAD}
     for name, rows in (("shape", description.shape), ("spacing_mm", description.spacing_mm)):
         if rows is not None and (
-            set(rows) != wanted or any(len(r) != axes or min(r) <= 0 for r in rows.values())
+            set(rows) != wanted
+            or any(len(r) != axes or min(r) <= 0 or max(r) > LONGEST for r in rows.values())
         ):
             raise FederationError(
-                f"{path}: {name}: {axes} numbers above 0 for each of the percentiles {', '.join(sorted(wanted))} are expected; "
+                f"{path}: {name}: {axes} numbers above 0, to {LONGEST:,}, for each of the percentiles {', '.join(sorted(wanted))} are expected; "
                 f"{remedy}"
             )
     values = {f"{q:g}" for q in VALUES}
     for channel in description.intensities:
-        if set(channel.percentiles) != values or not set(channel.foreground or values) >= values:
-            raise FederationError(f"{path}: intensities: percentiles are missing; {remedy}")
+        whole, labelled = set(channel.percentiles) == values, channel.foreground
+        if not whole or (labelled is not None and set(labelled) != values | {"mean", "std"}):
+            raise FederationError(
+                f"{path}: intensities: the percentiles {', '.join(sorted(values))} are expected, and of the foreground mean and "
+                f"std, too; {remedy}"
+            )
     if not description.labels or not description.cases.get("train"):
         raise FederationError(f"{path}: names no label, or no training case; {remedy}")
     if len(description.intensities) != len(description.channels):

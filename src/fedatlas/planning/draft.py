@@ -65,8 +65,6 @@ def drafted(
         if finding in labels.names:  # a finding needs a name of its own
             told.rename(finding, f"has {finding}")
     exclusive = sites[0].task == "segmentation" and _exclusive(sites)
-    groups = labels.groups if sites[0].task == "segmentation" else []
-    labels.groups = groups
     classes = len(labels.names) + exclusive
     return Draft(
         name, sites, paths, labels, told, exclusive, machine, proposals(sites, classes, machine, dimensions)

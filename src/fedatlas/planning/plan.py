@@ -25,18 +25,18 @@ LEAST_ROUNDS = 10
 def plan_file(
     path: Path,
     overrides: Sequence[str],
-    described: Mapping[str, Description],
+    described: Sequence[Description],
     *,
     memory: float | None,
     dimensions: int | None,
     trial: bool,
     tell: Tell,
 ) -> dict[str, Any]:
-    """Plain values: what stands in the file, what the rules propose, and the forecast of the file as it is. described: site ->
-    its description, for sites whose data are not here; of the others every training case is read."""
+    """Plain values: what stands in the file, what the rules propose, and the forecast of the file as it is. described:
+    sites whose data are not here; of the others every training case is read."""
     federation = load_federation(path, overrides)
     sites = descriptions(federation, described, tell)
-    brings = {name: brought(federation, site) for name, site in sites.items()}
+    brings = _brought(federation, sites)
     space = space_of(federation, brings)
     machine = this_machine(federation.engine.device, federation.engine.workers, memory)
     found = proposals([sites[name] for name in sorted(sites)], len(space), machine, dimensions)
@@ -48,17 +48,35 @@ def plan_file(
         "forecast": None,
     }
     if trial:
-        tell("trial: a few rounds on made-up cases of the sites' sizes")
-        channels = channels_of(federation, list(sites.values()))
-        result["forecast"] = told(forecast(federation, space, channels, sizes(federation, sites, brings)))
+        result["forecast"] = told(foreseen(federation, sites, tell))
     return result
 
 
+def foreseen(federation: Federation, sites: Mapping[str, Description], tell: Tell) -> Forecast:
+    """What a run on this machine will take, by a trial. sites: by name, of those that train."""
+    tell("trial: a few rounds on made-up cases of the sites' sizes")
+    brings = _brought(federation, sites)
+    space = space_of(federation, brings)
+    classification = federation.task == "classification"
+    channels = federation.images.channels if classification else len(next(iter(sites.values())).channels)
+    return forecast(federation, space, channels, sizes(federation, sites, brings))
+
+
 def descriptions(
-    federation: Federation, described: Mapping[str, Description], tell: Tell
+    federation: Federation, described: Sequence[Description], tell: Tell
 ) -> dict[str, Description]:
-    """Every site that trains or is tested on, by name."""
-    unknown = sorted(described.keys() - {site.name for site in federation.sites})
+    """Every site that trains, by name."""
+    given: dict[str, Description] = {}
+    for one in described:
+        if one.site in given:
+            raise FederationError(f"two descriptions are of site {one.site!r}; give the newer one")
+        if one.task != federation.task:
+            raise FederationError(
+                f"the description of site {one.site!r} is of a {one.task}, the file is of a {federation.task}; describe the folder "
+                "with the labels that the file is about"
+            )
+        given[one.site] = one
+    unknown = sorted(given.keys() - {site.name for site in federation.sites})
     if unknown:
         names = ", ".join(site.name for site in federation.sites)
         raise FederationError(
@@ -68,8 +86,8 @@ def descriptions(
     for site in federation.sites:
         if site.role != "train":
             continue
-        if site.name in described:
-            found[site.name] = described[site.name]
+        if site.name in given:
+            found[site.name] = given[site.name]
         elif site.path is None:
             raise FederationError(
                 f"site {site.name}: has no path here, and no description; give what `fedatlas describe` wrote there with --sites"
@@ -80,6 +98,10 @@ def descriptions(
     if not found:
         raise FederationError("no site of the file trains; nothing is to be planned")
     return found
+
+
+def _brought(federation: Federation, sites: Mapping[str, Description]) -> dict[str, list[str]]:
+    return {name: brought(federation, site) for name, site in sites.items()}
 
 
 def brought(federation: Federation, site: Description) -> list[str]:
@@ -116,11 +138,7 @@ def sizes(
 
 def in_time(draft: Draft, federation: Federation, hours: float, tell: Tell) -> Draft:
     """The draft with no more rounds than so many hours allow on this machine, and LEAST_ROUNDS at least."""
-    sites = {site.site: site for site in draft.sites}
-    brings = {name: brought(federation, site) for name, site in sites.items()}
-    tell("trial: a few rounds on made-up cases of the sites' sizes")
-    space = space_of(federation, brings)
-    seen = forecast(federation, space, channels_of(federation, draft.sites), sizes(federation, sites, brings))
+    seen = foreseen(federation, {site.site: site for site in draft.sites}, tell)
     if seen.seconds <= 3600 * hours:
         return draft
     often = seen.validations / seen.rounds
@@ -136,11 +154,6 @@ def in_time(draft: Draft, federation: Federation, hours: float, tell: Tell) -> D
         for p in draft.found
     ]
     return replace(draft, found=fewer)
-
-
-def channels_of(federation: Federation, sites: Sequence[Description]) -> int:
-    """Images per case, as the net is given them."""
-    return federation.images.channels if federation.task == "classification" else len(sites[0].channels)
 
 
 def _value(values: Mapping[str, Any], proposal: Proposal) -> Any:

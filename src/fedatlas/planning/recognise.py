@@ -1,5 +1,6 @@
 """Which data set a folder is, and how it is read: what a person would otherwise write under `sites`."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas.core.errors import DataError, FedAtlasError, FederationError
+from fedatlas.core.options import from_dict
 from fedatlas.data import datasets
 from fedatlas.data.datasets.chestxray14 import CLASSES, FILE, FINDINGS, NOTHING, PATIENT
 from fedatlas.data.datasets.shared.findings import empty, read_table
@@ -45,7 +47,7 @@ def recognised(
             f"--reading {next(iter(given))}=…: options belong to a layout; name it with --format, one of "
             f"{', '.join(datasets.known())}"
         )
-    config = SiteConfig(name=name, path=str(folder.resolve()))  # type: ignore[call-arg]
+    config = from_dict(SiteConfig, {"name": name, "path": str(folder.resolve())}, what="the site")
     if form is None:
         config = _guessed(config, folder)
     else:
@@ -80,7 +82,11 @@ def _guessed(config: SiteConfig, folder: Path) -> SiteConfig:
         return replace(config, reference=fuller) if there else config
     if (folder / "masks").is_dir() and (folder / "images").is_dir():
         return replace(config, format="masks")
-    tables = {file: found for file in sorted(folder.glob("*.csv")) if (found := _table(config.name, file))}
+    tables = {
+        file: found
+        for file in sorted(folder.glob("*.csv"))
+        if file.is_file() and (found := _table(config.name, file))
+    }
     if len(tables) > 1:
         names = ", ".join(file.name for file in tables)
         raise DataError(
@@ -151,8 +157,9 @@ def _columns(
     first = rows[:50]
     for folder in (".", "images", "pictures", "png"):
         base = path.parent / folder
+        # a cell may be a report, which is too long for the name of a file
         file = next(
-            (n for n in header if first and all(v[n] and (base / v[n]).is_file() for v in first)), None
+            (n for n in header if first and all(v[n] and os.path.isfile(base / v[n]) for v in first)), None
         )
         if file is not None:
             break
