@@ -16,9 +16,19 @@ from fedatlas.cli import main
 from fedatlas.core.errors import DataError, FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data.checks import check_federation, shared_scans
-from fedatlas.federation.design import Experiment
+from fedatlas.federation.design import Design, Experiment
 from fedatlas.federation.file import load_federation, parse_federation
-from fedatlas.federation.forecast import Forecast, Size, forecast, made_up, makespan
+from fedatlas.federation.forecast import (
+    FEW,
+    MORE,
+    Forecast,
+    Measured,
+    Size,
+    added_up,
+    forecast,
+    made_up,
+    makespan,
+)
 from fedatlas.planning.description import SPREAD, VALUES, Description, describe, read_description, written
 from fedatlas.planning.names import Merged, Question, key, merged
 from fedatlas.planning.plan import descriptions
@@ -565,6 +575,26 @@ def test_tasks_are_done_in_their_order_by_whoever_is_free() -> None:
 def test_a_run_is_its_rounds_validations_start_and_end() -> None:
     seen = Forecast(0.1, 2.0, 5.0, 1.0, 30.0, rounds=10, validations=2, memory=1, bytes_per_round=7)
     assert seen.seconds == 1 + 10 * 2 + 2 * 5 + 30 and seen.bytes == 70
+
+
+def test_waiting_for_batches_grows_with_the_steps_and_predicting_with_the_cases(
+    small, tmp_path: Path
+) -> None:
+    federation = parse_federation(small | {"local": {"batch": 4, "steps": 50}}, base=tmp_path)
+    sizes = {site.name: Size(("x",), {"train": 7, "validation": 2}) for site in federation.sites}
+    # a call takes 2 s, 3 s a case, 1 s a step, and a step waits .5 s for its batch
+    measured = Measured(
+        steps=[1.0],
+        predicting=[3.0],
+        beside={n: [2.0 + 0.5 * n] for n in (FEW, MORE)},
+        server=[0.25],
+        validation=dict.fromkeys(sizes, 4.0),
+        final=dict.fromkeys(sizes, 5.0),
+    )
+    seen = added_up(federation, Design(federation, LabelSpace(("background", "x")), 1), sizes, measured)
+    assert seen.seconds_per_step == pytest.approx(1.5)
+    assert seen.seconds_per_round == pytest.approx(len(sizes) * (2 + 3 * 7 + 1.5 * 50) + 0.25)
+    assert seen.seconds_per_validation == pytest.approx(len(sizes) * 2 * 4.0)
 
 
 @pytest.mark.parametrize("kind", ["scans", "pictures", "images"])

@@ -142,7 +142,7 @@ class Forecast:
 def forecast(federation: Federation, space: LabelSpace, channels: int, sizes: Mapping[str, Size]) -> Forecast:
     """Runs the trial. sizes: of the sites that train. Raises FederationError where the federation cannot run on noise."""
     chosen = _chosen(federation, sizes)
-    measured = _Measured()
+    measured = Measured()
     with tempfile.TemporaryDirectory(prefix="fedatlas-trial-") as place, keeping_workers():
         sites = made_up(federation, space, channels, {name: sizes[name] for name in chosen}, Path(place))
         trial = replace(
@@ -169,7 +169,7 @@ def forecast(federation: Federation, space: LabelSpace, channels: int, sizes: Ma
             "the trial on made-up cases timed no step or no evaluation; nothing is predicted"
         )
     design = Design(federation, space, channels)
-    return _added_up(federation, design, sizes, measured)
+    return added_up(federation, design, sizes, measured)
 
 
 def at_once(federation: Federation, sites: int) -> int:
@@ -218,10 +218,12 @@ def made_up(
 
 
 @dataclass
-class _Measured:
-    """Of the trial, in seconds. steps: of a step alone; beside: steps of a round -> of a call without its steps; peak: MiB."""
+class Measured:
+    """Of the trial, in seconds. steps: of a step alone; predicting: of what a model is first made to say of a training case;
+    beside: steps of a round -> of a call without these two; validation, final: site -> of its unit of cases; peak: MiB."""
 
     steps: list[float] = field(default_factory=list)
+    predicting: list[float] = field(default_factory=list)
     beside: dict[int, list[float]] = field(default_factory=dict)
     server: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
@@ -230,7 +232,7 @@ class _Measured:
     peak: float = 0.0
 
 
-def _measure(trial: Federation, folder: RunFolder, found: _Measured) -> None:
+def _measure(trial: Federation, folder: RunFolder, found: Measured) -> None:
     """Runs the federation of a trial, and adds what it took."""
     folder.path.mkdir()
     text = yaml.safe_dump(resolved(trial), sort_keys=False, allow_unicode=True)
@@ -262,8 +264,10 @@ def _measure(trial: Federation, folder: RunFolder, found: _Measured) -> None:
             for site, numbers in record.log["sites"].items():
                 if "seconds" in cost[site]:
                     spent = numbers.get("step_seconds", cost[site]["seconds"])
+                    predicting = numbers.get("predicting_seconds", 0.0)
                     found.steps.append(spent / steps)
-                    found.beside.setdefault(steps, []).append(cost[site]["seconds"] - spent)
+                    found.predicting.append(predicting)
+                    found.beside.setdefault(steps, []).append(cost[site]["seconds"] - spent - predicting)
             for site, spent in cost.items():
                 if "evaluate_seconds" in spent:
                     found.validation[site] = spent["evaluate_seconds"]
@@ -286,26 +290,28 @@ def _measure(trial: Federation, folder: RunFolder, found: _Measured) -> None:
             found.final = {site: cost["seconds"] for site, cost in costs.items()}
 
 
-def _added_up(
+def added_up(
     federation: Federation,
     design: Design,
     sizes: Mapping[str, Size],
-    measured: _Measured,
+    measured: Measured,
 ) -> Forecast:
     """What the trial says of the whole run."""
     few, more = (statistics.median(measured.beside[steps]) for steps in (FEW, MORE))
     waited = max(0.0, (more - few) / (MORE - FEW))
     step, beside = statistics.median(measured.steps) + waited, max(0.0, few - FEW * waited)
+    predicting = statistics.median(measured.predicting)
     workers = max(1, federation.engine.workers)
     training = [site.name for site in federation.sites if site.role == "train" and site.name in sizes]
     local = federation.local
     trained = {name: sizes[name].cases["train"] for name in training}
     if design.pooled:
         trained = {POOLED: sum(trained.values())}
-    calls = {
-        n: beside + step * count_steps(local.steps, local.epochs, c, local.batch) for n, c in trained.items()
-    }
-    per_round = makespan(list(calls.values()), workers) + statistics.median(measured.server)
+    calls = [
+        beside + predicting * cases + step * count_steps(local.steps, local.epochs, cases, local.batch)
+        for cases in trained.values()
+    ]
+    per_round = makespan(calls, workers) + statistics.median(measured.server)
     unit = IMAGES if federation.task == "classification" else 1
 
     def evaluated(split: str, per_unit: Mapping[str, float]) -> float:
