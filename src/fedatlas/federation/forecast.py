@@ -34,7 +34,9 @@ from fedatlas.transport.rounds import Round, RunFolder, run
 
 FEW, MORE = 2, 6
 """Optimizer steps of a round of the trial, which is run with the one and with the other: from their difference follows what a step
-waits for its batch, and what a call takes beside its steps. Each has two rounds, of which the first does not count."""
+waits for its batch, and what a call takes beside its steps."""
+ROUNDS = 2
+"""Of each of the two runs; the first does not count."""
 MOST_SITES = 4
 """Sites of the trial."""
 IMAGES = 32
@@ -149,8 +151,7 @@ def forecast(federation: Federation, space: LabelSpace, channels: int, sizes: Ma
             federation,
             labels=replace(federation.labels, names=space.names),
             sites=tuple(sites),
-            rounds=2,
-            evaluation=replace(federation.evaluation, every=2, overlays=False, local="last"),
+            evaluation=replace(federation.evaluation, overlays=False, local="last"),
             engine=replace(federation.engine, workers=at_once(federation, len(chosen)), cache=None),
         )
         try:
@@ -245,7 +246,7 @@ def _measure(trial: Federation, folder: RunFolder, found: Measured) -> None:
             return Finished("last", state.round, lambda: lambda site: design.method.eval_members(state, site))
 
         def validate(state: Any) -> list[dict[str, Any]]:
-            if not last or state.round < trial.rounds:
+            if not last or state.round < ROUNDS:
                 return []
             if running.evaluators is not running.clients:
                 running.evaluators.begin(state.round)
@@ -256,7 +257,7 @@ def _measure(trial: Federation, folder: RunFolder, found: Measured) -> None:
             cost = record.log["cost"]
             if record.number == 0:
                 found.start = sum(c["seconds"] for c in cost.values()) / trial.engine.workers
-            if record.number < trial.rounds:
+            if record.number < ROUNDS:
                 return
             calls = [spent["seconds"] for _, spent in sorted(cost.items()) if "seconds" in spent]
             round_took = record.log["phases"]["round"]
@@ -278,12 +279,12 @@ def _measure(trial: Federation, folder: RunFolder, found: Measured) -> None:
             design.method,
             design.make_net(),
             running.clients,
-            trial.rounds,
+            ROUNDS,
             evaluate=validate,
             after_round=keep,
         )
         if last:
-            running.evaluators.begin(trial.rounds + 1)
+            running.evaluators.begin(ROUNDS + 1)
             metrics = trial.evaluation.metrics
             running.evaluate(model(state), split="validation", grid="original", metrics=metrics)
             costs = running.evaluators.calls[-1].cost
