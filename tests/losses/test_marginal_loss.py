@@ -1,5 +1,6 @@
 """Marginal and exclusion losses against the published code's numbers and against literal, slow versions."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedatlas.core.errors import FederationError
 from fedatlas.losses import MarginalDiceCE, MarginalDiceCEExclusion
 from fedatlas.losses.dice import dice_loss
 from fedatlas.losses.marginal import (
@@ -48,7 +50,7 @@ def slow_merge(q: Tensor, target: Tensor, known: Tensor) -> tuple[Tensor, Tensor
     return m, y
 
 
-def slow_loss(z: Tensor, target: Tensor, known: Tensor, pooled: bool, power: int) -> float:
+def slow_loss(z: Tensor, target: Tensor, known: Tensor, pooled: bool, power: int, log: bool) -> float:
     m, y = slow_merge(z.softmax(1), target, known)
     samples, classes, voxels = m.shape
     ce = 0.0
@@ -61,7 +63,8 @@ def slow_loss(z: Tensor, target: Tensor, known: Tensor, pooled: bool, power: int
         for part in [who] if pooled and who else [[s] for s in who]:
             overlap = sum(float((m[s, c] * y[s, c]).sum()) for s in part)
             size = sum(float((m[s, c] ** power).sum() + y[s, c].sum()) for s in part)
-            dice.append(1 - (2 * overlap + 0.1) / (size + 0.2))
+            d = (2 * overlap + 0.1) / (size + 0.2)
+            dice.append(-math.log(d) if log else 1 - d)
     return ce / (samples * voxels) + sum(dice) / len(dice)
 
 
@@ -165,19 +168,22 @@ def test_fedmenu_losses_of_several_organs_are_the_mean_of_each() -> None:
     assert sum(dice) / 2 == pytest.approx(float(v["dac_dice"]), abs=1e-6)
 
 
+@pytest.mark.parametrize("log", [True, False])
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize(
     ("batch", "classes", "size"), [(1, 2, (3,)), (2, 3, (2, 3)), (3, 5, (3, 2)), (4, 4, (2, 1, 2))]
 )
 def test_mixed_label_sets_equal_the_literal_loop(
-    batch: int, classes: int, size: tuple[int, ...], power: Any, pooled: bool
+    batch: int, classes: int, size: tuple[int, ...], power: Any, pooled: bool, log: bool
 ) -> None:
-    loss = MarginalDiceCE(smooth_numerator=0.1, smooth_denominator=0.2, power=power, pooled=pooled)
+    loss = MarginalDiceCE(
+        smooth_numerator=0.1, smooth_denominator=0.2, power=power, pooled=pooled, log_dice=log
+    )
     for seed in range(4):
         z, target, known = random_case(seed, batch, classes, size)
         assert float(loss(z, target, known)) == pytest.approx(
-            slow_loss(z, target, known, pooled, power), abs=1e-9
+            slow_loss(z, target, known, pooled, power, log), abs=1e-9
         )
 
 
@@ -263,7 +269,13 @@ def test_nothing_known_is_a_constant(background: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "loss", [MarginalDiceCE(), MarginalDiceCEExclusion(), MarginalDiceCE(ce_on_probs=True)]
+    "loss",
+    [
+        MarginalDiceCE(),
+        MarginalDiceCEExclusion(),
+        MarginalDiceCE(ce_on_probs=True),
+        MarginalDiceCE(log_dice=True, smooth_numerator=0.01),
+    ],
 )
 @pytest.mark.parametrize("mixed", [True, False])
 def test_labels_of_unknown_classes_change_nothing(loss: MarginalDiceCE, mixed: bool) -> None:
@@ -280,7 +292,13 @@ def test_labels_of_unknown_classes_change_nothing(loss: MarginalDiceCE, mixed: b
 
 
 @pytest.mark.parametrize(
-    "loss", [MarginalDiceCE(), MarginalDiceCEExclusion(), MarginalDiceCE(ce_on_probs=True)]
+    "loss",
+    [
+        MarginalDiceCE(),
+        MarginalDiceCEExclusion(),
+        MarginalDiceCE(ce_on_probs=True),
+        MarginalDiceCE(log_dice=True, smooth_numerator=0.01),
+    ],
 )
 def test_gradient_of_a_softmax_loss(loss: MarginalDiceCE) -> None:
     """I4: sums to 0 over channels; a constant added to all logits changes nothing."""
@@ -291,6 +309,33 @@ def test_gradient_of_a_softmax_loss(loss: MarginalDiceCE) -> None:
     assert grad.abs().max() > 1e-4
     assert grad.sum(1).abs().max() < 1e-12
     torch.testing.assert_close(loss(z + 7, target, known), value)
+
+
+LOG = MarginalDiceCE(log_dice=True, smooth_numerator=0.01, smooth_denominator=0.01)
+
+
+def test_the_logarithm_of_dice_moves_a_class_of_which_nothing_is_found() -> None:
+    """10 of 1,000 voxels have the class, which the model gives a probability of about 1e-5 everywhere."""
+    z = torch.tensor([0.0, -11.5], dtype=torch.float64).reshape(1, 2, 1).repeat(1, 1, 1000).requires_grad_()
+    target = torch.zeros(1, 1000, dtype=torch.uint8)
+    target[:, :10] = 1
+    known = torch.ones(1, 2, dtype=torch.bool)
+    pulls = []
+    for loss in (MarginalDiceCE(), LOG):
+        (grad,) = torch.autograd.grad(dataclasses.replace(loss, ce=0.0)(z, target, known), z)
+        pulls.append(-float(grad[0, 1, :10].sum()))
+    assert 0 < pulls[0] < 1e-4
+    p, n = math.exp(-11.5) / (1 + math.exp(-11.5)), 10
+    # of -log((2 sum p + .01) / (1000 p + n + .01)) / 2 channels, without the small part of the background
+    assert (
+        pulls[1] == pytest.approx(0.5 * 2 * n * p / (2 * n * p + 0.01), rel=0.02)
+        and pulls[1] > 100 * pulls[0]
+    )
+
+
+def test_the_logarithm_of_dice_needs_a_numerator() -> None:
+    with pytest.raises(FederationError, match="log_dice is true and smooth_numerator is 0"):
+        MarginalDiceCE(log_dice=True)
 
 
 def test_gradient_within_the_merged_set_is_proportional_to_probability() -> None:
@@ -305,7 +350,10 @@ def test_gradient_within_the_merged_set_is_proportional_to_probability() -> None
             torch.testing.assert_close(ratio[s, c], ratio[s, 0])
 
 
-@pytest.mark.parametrize("loss", [MarginalDiceCE(), MarginalDiceCEExclusion()])
+@pytest.mark.parametrize(
+    "loss",
+    [MarginalDiceCE(), MarginalDiceCEExclusion(), MarginalDiceCE(log_dice=True, smooth_numerator=0.01)],
+)
 @pytest.mark.parametrize("size", [1e4, -1e4])
 def test_stable_at_large_logits(loss: MarginalDiceCE, size: float) -> None:
     z, target, known = random_case(7, 3, 5, (4, 4))

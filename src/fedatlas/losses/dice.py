@@ -16,14 +16,18 @@ def dice_loss(
     smooth_numerator: float = 0.0,
     smooth_denominator: float = 1e-5,
     pooled: bool = True,
+    log: bool = False,
 ) -> Tensor:
-    """The mean over channels of 1 - (2 sum ab + sn) / (sum a^p + sum b^p + sd).
+    """The mean over channels of 1 - d, d = (2 sum ab + sn) / (sum a^p + sum b^p + sd), or with `log` of -log d.
 
     a: [B, C, *S] probabilities; b: [B, C, *S] probabilities, or a bool mask.
     valid: [B, C] bool, whether the channel counts in the sample; all by default.
     power: p, 1 or 2. smooth_numerator, smooth_denominator: sn and sd.
     pooled: True: the sums of a channel run over all samples in which it counts, and the mean over channels
         that count in some sample. False: one Dice for each sample and channel that counts, and their mean.
+    log: -log d, whose gradient is that of 1 - d over d. Where a class is small and nothing of it is found yet, that of 1 - d
+        vanishes with its probabilities, and that of -log d does not. sn and sd are above 0 then, as d may be 0 (Wong et
+        al., 3D segmentation with exponential logarithmic loss for highly unbalanced object sizes, MICCAI 2018).
 
     Returns 0, with a gradient of 0, where no channel counts.
     """
@@ -36,5 +40,9 @@ def dice_loss(
         overlap, size, counts = overlap.sum(0), size.sum(0), counts.any(0)
     # what does not count is kept from a division 0 / 0, whose gradient would not be finite
     denominator = torch.where(counts, size + smooth_denominator, 1)
-    loss = torch.where(counts, 1 - (2 * overlap + smooth_numerator) / denominator, 0)
+    numerator = (
+        torch.where(counts, 2 * overlap + smooth_numerator, 1) if log else 2 * overlap + smooth_numerator
+    )
+    term = denominator.log() - numerator.log() if log else 1 - numerator / denominator
+    loss = torch.where(counts, term, 0)
     return loss.sum() / counts.sum().clamp(min=1)

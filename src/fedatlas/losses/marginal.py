@@ -23,6 +23,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fedatlas.core.errors import FederationError
 from fedatlas.core.options import option, options
 from fedatlas.losses.dice import dice_loss
 from fedatlas.losses.heads import full_precision, over_heads
@@ -107,9 +108,10 @@ def marginal_dice(
     smooth_denominator: float = 1e-5,
     pooled: bool = True,
     background: bool = True,
+    log: bool = False,
 ) -> Tensor:
     """The soft Dice loss of the merged probabilities (P2): the mean over the K channels, channel 0 only if
-    `background`. In a mixed batch a class is pooled over the samples that know it."""
+    `background`. In a mixed batch a class is pooled over the samples that know it. log: see `dice.dice_loss`."""
     first = 0 if background else 1
     return dice_loss(
         batch.log_m[:, first:].exp(),
@@ -119,6 +121,7 @@ def marginal_dice(
         smooth_numerator=smooth_numerator,
         smooth_denominator=smooth_denominator,
         pooled=pooled,
+        log=log,
     )
 
 
@@ -181,12 +184,24 @@ class MarginalDiceCE:
     smooth_denominator: float = option(1e-5, "Added to the Dice denominator.", gt=0)
     pooled: bool = option(True, "Whether the Dice sums run over the whole batch instead of each sample.")
     background: bool = option(True, "Whether the merged background is a channel of the Dice part.")
+    log_dice: bool = option(
+        False,
+        "Whether the Dice part is -log d in place of 1 - d, which keeps a small class learning of which nothing is found yet; it "
+        "needs smooth_numerator above 0.",
+    )
     clamp: float | None = option(
         None, "Smallest probability in the cross-entropy, below which it has no gradient.", gt=0, lt=1
     )
     ce_on_probs: bool = option(
         False, "Whether a second softmax is applied in the cross-entropy, as ConDistFL's public code does."
     )
+
+    def __post_init__(self) -> None:
+        if self.log_dice and self.smooth_numerator == 0:
+            raise FederationError(
+                "loss marginal_dice_ce: log_dice is true and smooth_numerator is 0, so that a class without overlap would "
+                "have an infinite loss; take a smooth_numerator above 0, as 0.01"
+            )
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], target: Tensor, known: Tensor) -> Tensor:
         """A scalar. outputs: logits [B, C, *S], or one per head; target [B, *S] class index; known [B, C]."""
@@ -203,6 +218,7 @@ class MarginalDiceCE:
             smooth_denominator=self.smooth_denominator,
             pooled=self.pooled,
             background=self.background,
+            log=self.log_dice,
         )
         return self.dice * dice + self.ce * ce
 
