@@ -458,7 +458,7 @@ def results(metric: str = "auroc", **arms: list[float]) -> dict[str, Any]:
             }
             for arm, values in arms.items()
         },
-        "differences": {}, "bootstrap": {}, "printed": {"one": {"a": 0.7}},
+        "compared": {}, "differences": {}, "bootstrap": {}, "printed": {"one": {"a": 0.7}},
         "ranks": asdict(mean_ranks({})), "tables": [],
     }  # fmt: skip
 

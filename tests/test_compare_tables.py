@@ -318,6 +318,39 @@ def test_the_verdict_says_which_arms_are_not_told_apart(tmp_path) -> None:
     assert verdict(collect(alone))[0].startswith("Best: localized. ")
 
 
+def test_an_arm_is_compared_with_the_reference_that_the_file_names(tmp_path) -> None:
+    """menu against unet; unet, which is a reference, and localized, the first arm, against nobody."""
+    comparison = menu(tmp_path, layout={"columns": "site-class"}, references={"menu": "unet"})
+    rng = np.random.default_rng(0)
+    levels = {"localized": 0.9, "unet": 0.5, "menu": 0.6}
+    of = around(0.0, 8, rng)
+    for arm, level in levels.items():
+        pretend(comparison, arm, {"best": {"c1/liver": [level + value for value in of]}})
+    found = collect(comparison)
+    assert found["compared"] == {"menu": "unet"} and list(found["differences"]) == ["menu"]
+    assert found["bootstrap"]["menu"]["value"] == pytest.approx(0.1)
+    text = markdown(found)
+    assert "difference to unet" in text and "| menu | 8 | +0.100 | +0.100 to +0.100 |" in text
+    assert "Difference to unet, 95 % interval by case: menu +0.100" in verdict(found)[1]
+    both = menu(tmp_path, layout={"columns": "site-class"}, references={"menu": "unet", "unet": "localized"})
+    text = markdown(collect(both))
+    assert "| menu - unet | 8 | +0.100 |" in text and "| unet - localized | 8 | -0.400 |" in text
+    assert "Differences to the arm that is named" in text
+
+
+@pytest.mark.parametrize(
+    ("references", "told"),
+    [
+        ({"men": "unet"}, "references: the arm 'men'"),
+        ({"menu": "net"}, "references: the arm 'net'"),
+        ({"menu": "menu"}, "references: menu is its own reference"),
+    ],
+)
+def test_a_reference_that_cannot_be_is_refused(tmp_path, references, told) -> None:
+    with pytest.raises(FederationError, match=told):
+        menu(tmp_path, references=references)
+
+
 def test_of_distances_the_verdict_takes_the_least(tmp_path) -> None:
     comparison = menu(tmp_path, seeds=[0, 1], measure={"metric": "asd"}, layout={"columns": "site-class"})
     for seed in (0, 1):

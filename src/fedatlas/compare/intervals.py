@@ -110,7 +110,7 @@ def _predict(trained: Trained, source: Any, site: str, split: str) -> Predicted:
 def bootstrap(
     comparison: Comparison, cells: Mapping[str, Mapping[int, Cells]], tell: Tell
 ) -> dict[str, dict[str, Any]]:
-    """arm -> interval by patient of its difference to the first arm; {} where labels are not of whole images.
+    """arm -> interval by patient of its difference to its reference; {} where labels are not of whole images.
 
     A resample takes the same patients in all cells. The difference is the mean over all cells of site, class and seed
     where each has LEAST_PATIENTS with and without the class; else, over classes and seeds, of the images of all sites
@@ -119,15 +119,14 @@ def bootstrap(
     federation = comparison.first
     if federation.task != "classification":
         return {}
-    first, *others = comparison.arms
-    reference, found = Predictor(comparison, first), {}
-    for arm in others:
-        seeds = [seed for seed in cells[first] if seed in cells[arm]]
+    predictors, found = {arm: Predictor(comparison, arm) for arm in comparison.arms}, {}
+    for arm, reference in comparison.compared.items():
+        seeds = [seed for seed in cells[reference] if seed in cells[arm]]
         if not seeds:
             continue
         tell(f"{arm}: interval by patient")
         try:
-            found[arm] = _interval(comparison, reference, Predictor(comparison, arm), seeds, cells)
+            found[arm] = _interval(comparison, predictors[reference], predictors[arm], seeds, cells)
         except FedAtlasError as error:
             found[arm] = {"value": None, "reason": str(error).splitlines()[0]}
     return found

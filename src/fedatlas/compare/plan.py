@@ -184,6 +184,11 @@ class ComparisonFile:
     arms: dict[str, dict[str, Any] | None] = option(
         ..., "Arm -> what it changes in the base; the first is the reference.", min_length=1
     )
+    references: dict[str, str] = option(
+        {},
+        "Arm -> the arm that its difference is to, where arms come in pairs, as with few and with many cases; of all others it "
+        "is the first arm.",
+    )
     seeds: tuple[int, ...] = option((0,), "Seeds of every arm.", min_length=1)
     profiles: dict[str, dict[str, Any]] = option({}, "Name -> budget, and what it changes for all arms.")
     measure: Measure = option(Measure(), "What the tables average.")  # type: ignore[call-arg]
@@ -211,8 +216,8 @@ class ComparisonFile:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is to be run and compared. federations: arm -> seed -> federation, in order; the first arm is the reference.
-    folder: holds a run folder per arm and seed. command: what makes the table, for a reader."""
+    """What is to be run and compared. federations: arm -> seed -> federation, in order; the first arm is the reference
+    of those that are not in references, arm -> its own. folder: holds a run folder per arm and seed. command: what makes the table, for a reader."""
 
     name: str
     profile: str | None
@@ -231,6 +236,18 @@ class Comparison:
     title: str | None = None
     shared: str | None = None
     """The name of the folder of its runs where that is not its own."""
+    references: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def compared(self) -> dict[str, str]:
+        """Arm -> the arm that its difference is to. Arms that are such a reference themselves have none, unless they name one."""
+        first = self.arms[0]
+        references = {first, *self.references.values()}
+        return {
+            arm: self.references.get(arm, first)
+            for arm in self.arms
+            if arm in self.references or arm not in references
+        }
 
     @property
     def arms(self) -> list[str]:
@@ -357,6 +374,12 @@ def _from_file(
         )
     if profile is not None and profile not in given.profiles:
         raise not_known(f"{file}: the profile", profile, given.profiles)
+    for arm, reference in given.references.items():
+        for name in (arm, reference):
+            if name not in given.arms:
+                raise not_known(f"{file}: references: the arm", name, given.arms)
+        if arm == reference:
+            raise FederationError(f"{file}: references: {arm} is its own reference; name another arm")
     budget, common = _budget(file, given, profile)
     chosen = _seeds(file, given.seeds, budget.seeds, seeds)
     for arm in budget.arms:
@@ -386,6 +409,7 @@ def _from_file(
         claims=given.claims,
         layout=given.layout,
         shared=given.runs,
+        references=given.references,
     )
 
 

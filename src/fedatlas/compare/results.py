@@ -50,7 +50,8 @@ def finished(comparison: Comparison) -> Finished:
 def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[str, Any]:
     """What the finished runs came to, as plain values; runs that are not finished have none.
 
-    As `means` gives it, and budget: arm -> rounds, steps, epochs, total steps. differences: arm -> against the first, over `pairs`:
+    As `means` gives it, and budget: arm -> rounds, steps, epochs, total steps. compared: arm -> its reference, the arm that
+    its difference is to. differences: arm -> against that, over `pairs`:
     "case", each the mean over its classes and the seeds, or, where labels are of whole images, "cell" of site, class
     and seed. bootstrap: arm -> an interval of the difference of the table's means, by case, or by patient where labels
     are of whole images. ranks: of the arms of which every seed is finished, over cells of site and class, each the
@@ -62,6 +63,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     cells = {arm: {seed: means_of(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
     found["budget"] = {arm: _budget_of(of_arm) for arm, of_arm in comparison.federations.items()}
     by_case = any(case for of_arm in values.values() for of_seed in of_arm.values() for _, case, _ in of_seed)
+    found["compared"] = comparison.compared
     found["pairs"] = "case" if by_case else "cell"
     if by_case:
         found |= _by_case(comparison, values)
@@ -294,27 +296,39 @@ def _organs(comparison: Comparison) -> dict[str, str]:
 
 
 def _by_cell(comparison: Comparison, cells: Mapping[str, Mapping[int, Cells]]) -> dict[str, dict[str, Any]]:
-    """Differences to the first arm, paired by site, class and seed."""
-    first, *others = comparison.arms
+    """Differences of the arms to their references, paired by site, class and seed."""
     flat = {
         arm: {(seed, *key): value for seed, found in of_arm.items() for key, value in found.items()}
         for arm, of_arm in cells.items()
     }
-    compared = differences(flat[first], {arm: flat[arm] for arm in others})
-    return {arm: asdict(found) for arm, found in compared.items()}
+    return _tested(
+        {
+            arm: {
+                key: value - other
+                for key, value in flat[arm].items()
+                if value is not None and (other := flat[reference].get(key)) is not None
+            }
+            for arm, reference in comparison.compared.items()
+        }
+    )
+
+
+def _tested(apart: Mapping[str, Mapping[Any, float | None]]) -> dict[str, dict[str, Any]]:
+    """Arm -> what its differences come to, and whether they are told from 0; adjusted over the arms."""
+    nothing = {key: 0.0 for of_arm in apart.values() for key in of_arm}
+    return {arm: asdict(found) for arm, found in differences(nothing, apart).items()}
 
 
 def _by_case(comparison: Comparison, values: Mapping[str, Mapping[int, Values]]) -> dict[str, dict[str, Any]]:
-    """Differences to the first arm, paired by case, each the mean over its classes and the seeds; and the interval of
-    the difference of the table's means, by case."""
-    first, *others = comparison.arms
+    """Differences of the arms to their references, paired by case, each the mean over its classes and the seeds; and the
+    interval of the difference of the table's means, by case."""
     of_case: dict[str, dict[tuple[str, str], float | None]] = {}
     intervals: dict[str, dict[str, Any]] = {}
-    for arm in others:
+    for arm, of_reference in comparison.compared.items():
         apart: dict[tuple[int, str, str], dict[str, float]] = {}
         for seed, found in values[arm].items():
             for (site, case, name), value in found.items():
-                reference = values[first].get(seed, {}).get((site, case, name))
+                reference = values[of_reference].get(seed, {}).get((site, case, name))
                 if value is not None and reference is not None:
                     apart.setdefault((seed, site, name), {})[case] = value - reference
         every: dict[tuple[str, str], list[float]] = {}
@@ -325,9 +339,7 @@ def _by_case(comparison: Comparison, values: Mapping[str, Mapping[int, Values]])
         rng = np.random.default_rng(seed_of("comparison", comparison.name, arm))
         if apart:
             intervals[arm] = interval_by_case(_weighted(comparison, apart), rng)
-    nothing = {key: 0.0 for found in of_case.values() for key in found}
-    compared = differences(nothing, of_case)
-    return {"differences": {arm: asdict(found) for arm, found in compared.items()}, "bootstrap": intervals}
+    return {"differences": _tested(of_case), "bootstrap": intervals}
 
 
 def _weighted(

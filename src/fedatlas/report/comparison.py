@@ -355,24 +355,26 @@ def _as_printed(value: float, digits: int) -> str:
 
 
 def _differences(found: Mapping[str, Any]) -> list[str | Table]:
-    """Each arm against the first."""
+    """Each arm against its reference."""
     if not found["differences"]:
         return []
+    references = list(dict.fromkeys(found["compared"].values()))
+    of = references[0] if len(references) == 1 else "the arm that is named"
     by_case, of_images = found.get("pairs") == "case", bool(found["bootstrap"])
     scale, digits = unit(found)
-    first = next(iter(found["arms"]))
     lines = []
     for arm, apart in found["differences"].items():
         interval = found["bootstrap"].get(arm)
+        name = arm if len(references) == 1 else f"{arm} - {found['compared'][arm]}"
         if not apart["n"]:
-            lines.append([arm, "0", *[NOT_RUN] * (4 if by_case else 5 if of_images else 3)])
+            lines.append([name, "0", *[NOT_RUN] * (4 if by_case else 5 if of_images else 3)])
             continue
         tests = [_p(apart[test]) for test in ("wilcoxon", "t")]
         if by_case:
             assert interval is not None
             lines.append(
                 [
-                    arm,
+                    name,
                     str(apart["n"]),
                     f"{scale * interval['value']:+.{digits}f}",
                     _range(interval, scale, digits),
@@ -380,21 +382,22 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
                 ]
             )
             continue
-        line = [arm, str(apart["n"]), f"{scale * apart['mean']:+.{digits}f}", *tests]
+        line = [name, str(apart["n"]), f"{scale * apart['mean']:+.{digits}f}", *tests]
         lines.append(line + (_interval_cells(interval, scale, digits) if of_images else []))
+    title = f"difference to {references[0]}" if len(references) == 1 else "difference"
     if by_case:
-        head = ["arm", "cases", f"difference to {first}", "95 % interval by case", "p Wilcoxon", "p t"]
+        head = ["arm", "cases", title, "95 % interval by case", "p Wilcoxon", "p t"]
         told = [
-            f"Differences to {first}: of the means above over what both arms have, with an interval over resamples of the "
+            f"Differences to {of}: of the means above over what both arms have, with an interval over resamples of the "
             "cases of every site, the trained models held fixed. The tests pair by case, each the mean of its differences "
             "over its classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 cases have neither, a single "
             "case of a site has no interval."
         ]
         return [" ".join(told), Table(head, lines)]
-    head = ["arm", "cells", f"difference to {first}", "p Wilcoxon", "p t"]
+    head = ["arm", "cells", title, "p Wilcoxon", "p t"]
     head += ["difference, 95 % interval by patient", "over"] if of_images else []
     told = [
-        f"Differences to {first}, paired by site, class and seed (a cell). p values are Holm-adjusted over the arms; fewer "
+        f"Differences to {of}, paired by site, class and seed (a cell). p values are Holm-adjusted over the arms; fewer "
         "than 6 cells have none. Cells of one site share its test cases over classes and seeds, which these tests take for "
         "independent: their p values are too small."
     ]

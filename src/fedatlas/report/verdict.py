@@ -11,7 +11,7 @@ from fedatlas.report.comparison import LOWER, heading, unit
 def verdict(found: Mapping[str, Any]) -> list[str]:
     """Sentences, plain text, from what `compare.collect` found; none where fewer than two arms have a value.
 
-    The arms in order of the table's mean, the best first; the differences to the first arm with their intervals by case;
+    The arms in order of the table's mean, the best first; the differences to their references with their intervals by case;
     the means of every further table; and what a single seed leaves open.
     """
     ranked = _ranked(found)
@@ -47,21 +47,21 @@ def _means(found: Mapping[str, Any], ranked: list[tuple[str, float]]) -> str:
 
 
 def _not_told_apart(found: Mapping[str, Any], best: str) -> list[str]:
-    """The arms of which the interval of the difference to the best holds 0. Intervals are of differences to the first arm, so
-    that nothing is said of two others."""
+    """The arms of which the interval of the difference to the best holds 0. Intervals are of differences to an arm's
+    reference, so that nothing is said of two others."""
     if found.get("pairs") != "case":
         return []
-    first = next(iter(found["arms"]))
+    compared = found["compared"]
     within = [
         arm
         for arm, of in found["bootstrap"].items()
         if of["low"] is not None and of["low"] <= 0 <= of["high"] and of["value"]
     ]
-    return within if best == first else [first] if best in within else []
+    return [compared[best]] if best in within else [arm for arm in within if compared[arm] == best]
 
 
 def _apart(found: Mapping[str, Any]) -> str:
-    """The differences to the first arm that have an interval by case."""
+    """The differences to the arms' references that have an interval by case."""
     if found.get("pairs") != "case":
         return ""
     (scale, digits), parts = unit(found), []
@@ -69,6 +69,9 @@ def _apart(found: Mapping[str, Any]) -> str:
         interval = found["bootstrap"].get(arm)
         if interval and interval["low"] is not None:
             value, low, high = (f"{scale * interval[key]:+.{digits}f}" for key in ("value", "low", "high"))
-            parts.append(f"{arm} {value} ({low} to {high})")
-    first = next(iter(found["arms"]))
-    return f"Difference to {first}, 95 % interval by case: {', '.join(parts)}." if parts else ""
+            parts.append((found["compared"][arm], f"{arm} {value} ({low} to {high})"))
+    told = [
+        f"Difference to {reference}, 95 % interval by case: {', '.join(text for of, text in parts if of == reference)}."
+        for reference in dict.fromkeys(of for of, _ in parts)
+    ]
+    return " ".join(told)
