@@ -1,9 +1,10 @@
-"""Draws the diagrams of docs/explanation as docs/pictures/*.svg: boxes, arrows and bars. What is a default of a method is
-read from its class; everything else is text.
+"""Draws the diagrams of docs/explanation, and the differences of docs/results.md, as docs/pictures/*.svg: boxes, arrows and
+bars. What is a default of a method is read from its class, what was measured from that page's tables; everything else is text.
 
     .venv/bin/python tools/make_diagrams.py
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -300,7 +301,66 @@ def privacy() -> Drawing:
     return d
 
 
-DIAGRAMS = (architecture, missing_labels, condistfl, fedmenu, ufps, privacy)
+GAINS = (
+    ("each organ annotated at one site, all labelled cases", "head-neck", "standalone", "fedatlas"),
+    ("one site, four cases at each site", "head-neck-few", "standalone-4", "fedatlas-4"),
+    ("two sites, four cases", "head-neck-annotators", "standalone-two", "fedatlas-two"),
+    ("all four sites, four cases", "head-neck-annotators", "standalone-four", "fedatlas-four"),
+)
+"""What was asked, and where docs/results.md answers: a table's place, the merged local models, the model of all sites."""
+
+
+def difference(page: str, place: str, arm: str, reference: str) -> tuple[float, float, float]:
+    """A difference and its interval from a table of the page, of `arm` to `reference`.
+
+    Raises ValueError where the page has none.
+    """
+    table = page.partition(f"<!-- {place} -->")[2].partition(f"<!-- /{place} -->")[0]
+    name = arm if f"| difference to {reference} |" in table else f"{arm} - {reference}"
+    number = r"([+-]\d+\.\d+)"
+    found = re.search(
+        rf"^\| {re.escape(name)} \| \d+ \| {number} \| {number} to {number} \|", table, re.MULTILINE
+    )
+    if found is None:
+        raise ValueError(f"docs/results.md: the table {place} has no difference of {arm} to {reference}")
+    value, low, high = map(float, found.groups())
+    return value, low, high
+
+
+def gains() -> Drawing:
+    """By how much one model of all sites is above the merged models of sites that train alone."""
+    page = (OUT.parent / "results.md").read_text()
+    left, unit, top = 400, 36.0, 46
+    d = Drawing(
+        860,
+        top + 44 * len(GAINS) + 62,
+        "One model of all sites against the merged models of sites that train alone",
+    )
+    zero = left + 2 * unit
+    bottom = top + 44 * len(GAINS)
+    for points in range(-2, 11, 2):
+        x = zero + unit * points
+        d.bar(x, top - 12, 1 if points else 2, bottom - top + 12, GRID if points else MUTED)
+        d.text(x, bottom + 20, f"{points:+d}" if points else "0", colour=MUTED)
+    d.text(
+        zero + 4 * unit,
+        bottom + 42,
+        "difference of the mean Dice, in points (95 % interval over cases)",
+        colour=MUTED,
+    )
+    d.text(zero + 6, top - 20, "one model of all sites is better", at="start", colour=MUTED)
+    for number, (label, *where) in enumerate(GAINS):
+        value, low, high = difference(page, *where)
+        y = top + 22 + 44 * number
+        d.text(left - 16, y + 4.5, label, at="end")
+        # the page has the merged models' difference to the one model
+        d.bar(zero - 100 * unit * high, y - 1.5, 100 * unit * (high - low), 3, INK)
+        d.bar(zero - 100 * unit * value - 5, y - 9, 10, 18, SERVER)
+        d.text(zero - 100 * unit * low + 10, y + 4.5, f"{-100 * value:+.1f}", at="start")
+    return d
+
+
+DIAGRAMS = (architecture, missing_labels, condistfl, fedmenu, ufps, privacy, gains)
 
 if __name__ == "__main__":
     for draw in DIAGRAMS:
