@@ -248,7 +248,7 @@ def write_seg(
         described.append(segment)
     # slices, rows, columns, and of classes that overlap segments; exclusive ones have the numbers of the segments
     frames = labels.transpose(2, 1, 0) if space.exclusive else labels.transpose(3, 2, 1, 0)
-    frames = frames.astype(np.uint8 if len(space) < 256 else np.uint16)
+    frames = frames.astype(np.uint8 if len(space) < 256 else np.uint16, order="C")
     if _frames_of_one(volume):  # in the order of the source's frames
         count = int(volume.headers[0].NumberOfFrames)
         placed = np.zeros((count, *frames.shape[1:]), frames.dtype)
@@ -299,112 +299,148 @@ def write_rtstruct(
     A contour runs half-way between voxels inside and outside, and holes are joined to their outline by a line to and fro,
     as the standard has it, so that whoever fills contours gets the voxels back.
     """
-    module = pydicom()
-    sequence, dataset = module.Sequence, module.Dataset
-    source = volume.headers[0]
-    place = source.SeriesInstanceUID, _digest(labels), model
-    made = dataset()
-    _copy_modules(source, made)
-    now = datetime.now()
-    made.SOPClassUID = "1.2.840.10008.5.1.4.1.1.481.3"
-    made.SOPInstanceUID = _uid("rtstruct", *place)
-    made.Modality = "RTSTRUCT"
-    made.SeriesInstanceUID = _uid("rtstruct series", *place)
-    made.SeriesNumber = _number(volume)
-    made.SeriesDescription = "FedAtlas structures"
-    made.InstanceNumber = 1
-    made.OperatorsName = ""
-    made.Manufacturer, made.ManufacturerModelName = "FedAtlas", model[:64]
-    made.SoftwareVersions = fedatlas.__version__
-    made.StructureSetLabel, made.StructureSetName = "FEDATLAS", "Structures by a model"
-    made.StructureSetDate = made.InstanceCreationDate = made.SeriesDate = now.strftime("%Y%m%d")
-    made.StructureSetTime = made.InstanceCreationTime = made.SeriesTime = now.strftime("%H%M%S")
-    made.ApprovalStatus = "UNAPPROVED"
-    made.SpecificCharacterSet = "ISO_IR 192"
-    frame = str(source.get("FrameOfReferenceUID") or _uid("frame", source.SeriesInstanceUID))
+    made = _structure_set(volume, model, _digest(labels))
+    frame = str(
+        volume.headers[0].get("FrameOfReferenceUID") or _uid("frame", volume.headers[0].SeriesInstanceUID)
+    )
     made.FrameOfReferenceUID, made.PositionReferenceIndicator = frame, ""
-
-    def item(**values: Any) -> Any:
-        found = dataset()
-        for name, value in values.items():
-            setattr(found, name, value)
-        return found
-
-    def image(header: Any) -> Any:
-        return item(ReferencedSOPClassUID=header.SOPClassUID, ReferencedSOPInstanceUID=header.SOPInstanceUID)
-
-    series = item(
-        SeriesInstanceUID=source.SeriesInstanceUID, ContourImageSequence=sequence(map(image, volume.headers))
-    )
-    study = item(
-        ReferencedSOPClassUID="1.2.840.10008.3.1.2.3.1",
-        ReferencedSOPInstanceUID=source.StudyInstanceUID,
-        RTReferencedSeriesSequence=sequence([series]),
-    )
-    made.ReferencedFrameOfReferenceSequence = sequence(
-        [item(FrameOfReferenceUID=frame, RTReferencedStudySequence=sequence([study]))]
-    )
-    to_patient, one = LPS @ volume.affine, _frames_of_one(volume)
+    made.ReferencedFrameOfReferenceSequence = [_reference(volume, frame)]
+    slices = np.ascontiguousarray(np.moveaxis(labels, -1, -3))  # [Z, X, Y], or [C, Z, X, Y]
     rois, contours, observations = [], [], []
     for number, c in enumerate(space.foreground, start=1):
-        name, mask = space.names[c], labels == c if space.exclusive else labels[c] > 0
+        name = space.names[c]
         rois.append(
-            item(
+            _item(
                 ROINumber=number,
                 ReferencedFrameOfReferenceUID=frame,
                 ROIName=name[:64],
                 ROIGenerationAlgorithm="AUTOMATIC",
             )
         )
-        drawn = []
-        for z in np.flatnonzero(mask.any(axis=(0, 1))).tolist():
-            # one object per slice, or one with all frames
-            of = image(source if one else volume.headers[z])
-            if one:
-                of.ReferencedFrameNumber = volume.frames[z]
-            for outline in outlines(mask[..., z]):
-                indices = np.column_stack([outline, np.full(len(outline), z), np.ones(len(outline))])
-                points = (indices @ to_patient.T)[:, :3]
-                drawn.append(
-                    item(
-                        ContourImageSequence=sequence([of]),
-                        ContourGeometricType="CLOSED_PLANAR",
-                        NumberOfContourPoints=len(points),
-                        ContourData=[f"{value:.3f}" for value in points.ravel()],
-                    )
-                )
-        roi = item(ReferencedROINumber=number, ROIDisplayColor=_colour(number))
-        if drawn:
-            roi.ContourSequence = sequence(drawn)
-        contours.append(roi)
-        code = codes[name]
-        kind = item(CodeValue=code.value, CodingSchemeDesignator=code.scheme, CodeMeaning=code.meaning[:64])
-        if code.side:
-            value, scheme, meaning = SIDES[code.side]
-            kind.SegmentedPropertyTypeModifierCodeSequence = sequence(
-                [item(CodeValue=value, CodingSchemeDesignator=scheme, CodeMeaning=meaning)]
-            )
-        observations.append(
-            item(
-                ObservationNumber=number,
-                ReferencedROINumber=number,
-                RTROIIdentificationCodeSequence=sequence([kind]),
-                RTROIInterpretedType="ORGAN",
-                ROIInterpreter="",
-            )
-        )
-    made.StructureSetROISequence = sequence(rois)
-    made.ROIContourSequence = sequence(contours)
-    made.RTROIObservationsSequence = sequence(observations)
+        contours.append(_contours(number, slices == c if space.exclusive else slices[c] > 0, volume))
+        observations.append(_observation(number, codes[name]))
+    made.StructureSetROISequence = rois
+    made.ROIContourSequence = contours
+    made.RTROIObservationsSequence = observations
+    if path is not None:
+        with quiet(), saved(path) as temporary:
+            made.save_as(temporary, enforce_file_format=True)
+    return made
+
+
+def _item(**values: Any) -> Any:
+    """A pydicom Dataset, as items of sequences are."""
+    made = pydicom().Dataset()
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def _structure_set(volume: Volume, model: str, digest: str) -> Any:
+    """What an RTSTRUCT says of itself, its patient and its study. digest: of the labels, from which its UIDs follow."""
+    module, source = pydicom(), volume.headers[0]
+    place = source.SeriesInstanceUID, digest, model
+    day, time = datetime.now().strftime("%Y%m%d %H%M%S").split()
+    made = _item(
+        SOPClassUID="1.2.840.10008.5.1.4.1.1.481.3",
+        SOPInstanceUID=_uid("rtstruct", *place),
+        Modality="RTSTRUCT",
+        SeriesInstanceUID=_uid("rtstruct series", *place),
+        SeriesNumber=_number(volume),
+        SeriesDescription="FedAtlas structures",
+        InstanceNumber=1,
+        OperatorsName="",
+        Manufacturer="FedAtlas",
+        ManufacturerModelName=model[:64],
+        SoftwareVersions=fedatlas.__version__,
+        StructureSetLabel="FEDATLAS",
+        StructureSetName="Structures by a model",
+        StructureSetDate=day,
+        StructureSetTime=time,
+        InstanceCreationDate=day,
+        InstanceCreationTime=time,
+        SeriesDate=day,
+        SeriesTime=time,
+        ApprovalStatus="UNAPPROVED",
+        SpecificCharacterSet="ISO_IR 192",
+    )
+    _copy_modules(source, made)
     meta = module.dataset.FileMetaDataset()
     meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = made.SOPClassUID, made.SOPInstanceUID
     meta.TransferSyntaxUID = "1.2.840.10008.1.2.1"
     made.file_meta = meta
     made.preamble = bytes(128)  # or else what stores it leaves the beginning of a file out
-    if path is not None:
-        with quiet(), saved(path) as temporary:
-            made.save_as(temporary, enforce_file_format=True)
     return made
+
+
+def _image(header: Any) -> Any:
+    """An object of the series, as items refer to it."""
+    return _item(ReferencedSOPClassUID=header.SOPClassUID, ReferencedSOPInstanceUID=header.SOPInstanceUID)
+
+
+def _reference(volume: Volume, frame: str) -> Any:
+    """The frame of reference with the study and the series that an RTSTRUCT is drawn on, and all its objects."""
+    source = volume.headers[0]
+    series = _item(
+        SeriesInstanceUID=source.SeriesInstanceUID,
+        ContourImageSequence=[_image(header) for header in volume.headers],
+    )
+    study = _item(
+        ReferencedSOPClassUID="1.2.840.10008.3.1.2.3.1",
+        ReferencedSOPInstanceUID=source.StudyInstanceUID,
+        RTReferencedSeriesSequence=[series],
+    )
+    return _item(FrameOfReferenceUID=frame, RTReferencedStudySequence=[study])
+
+
+def _contours(number: int, slices: np.ndarray, volume: Volume) -> Any:
+    """The contours of an ROI, a mask [Z, X, Y]; each names the object, or the frame, that it is drawn on."""
+    to_patient, one = LPS @ volume.affine, _frames_of_one(volume)
+    drawn = []
+    for z in np.flatnonzero(slices.any(axis=(1, 2))).tolist():
+        for outline in outlines(slices[z]):
+            image = _image(volume.headers[0 if one else z])
+            if one:
+                image.ReferencedFrameNumber = volume.frames[z]
+            indices = np.column_stack([outline, np.full(len(outline), z), np.ones(len(outline))])
+            drawn.append(_contour(image, (indices @ to_patient.T)[:, :3]))
+    roi = _item(ReferencedROINumber=number, ROIDisplayColor=_colour(number))
+    if drawn:
+        roi.ContourSequence = drawn
+    return roi
+
+
+def _contour(image: Any, points: np.ndarray) -> Any:
+    """A closed contour through points [n, 3], mm in LPS, drawn on an image."""
+    made = _item(
+        ContourImageSequence=[image],
+        ContourGeometricType="CLOSED_PLANAR",
+        NumberOfContourPoints=len(points),
+    )
+    # in the form in which a file holds it: pydicom would check and keep every number by itself
+    elements, tag = importlib.import_module("pydicom.dataelem"), importlib.import_module("pydicom.tag")
+    text = "\\".join([f"{value:.3f}" for value in points.ravel().tolist()])
+    value = f"{text}{' ' * (len(text) % 2)}".encode()
+    made.add(elements.RawDataElement(tag.Tag("ContourData"), "DS", len(value), value, 0, False, True))
+    made.set_original_encoding(False, True, pydicom().charset.default_encoding)
+    return made
+
+
+def _observation(number: int, code: Meaning) -> Any:
+    """What an ROI is of, in codes."""
+    kind = _item(CodeValue=code.value, CodingSchemeDesignator=code.scheme, CodeMeaning=code.meaning[:64])
+    if code.side:
+        value, scheme, meaning = SIDES[code.side]
+        kind.SegmentedPropertyTypeModifierCodeSequence = [
+            _item(CodeValue=value, CodingSchemeDesignator=scheme, CodeMeaning=meaning)
+        ]
+    return _item(
+        ObservationNumber=number,
+        ReferencedROINumber=number,
+        RTROIIdentificationCodeSequence=[kind],
+        RTROIInterpretedType="ORGAN",
+        ROIInterpreter="",
+    )
 
 
 _COPIED = """PatientName PatientID IssuerOfPatientID PatientBirthDate PatientSex OtherPatientIDs PatientAge PatientSize
@@ -472,7 +508,7 @@ def _frames_of_one(volume: Volume) -> bool:
 
 
 def _digest(labels: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(labels).tobytes()).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(labels)).hexdigest()
 
 
 def _number(volume: Volume) -> int:
