@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import warnings
 import zipfile
 from io import BytesIO
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import pydicom
 import pytest
 from dicom_series import NAME, NUMBER, sample, write_enhanced, write_series
+from pydicom.dataelem import RawDataElement
+from pydicom.tag import Tag
 
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data.formats import dicom, drawings
@@ -216,6 +219,86 @@ def test_objects_that_do_not_fit(change, text, tmp_path) -> None:
     with pytest.raises(FileError, match=text) as told:
         dicom.load(one(tmp_path))
     assert not any(word in str(told.value) for word in (NUMBER, *NAME.split("^")))
+
+
+def wrong(name: str, kind: str, value: bytes) -> Any:
+    """A change that puts a value into a header as a device wrote it, whatever the standard allows."""
+
+    def change(data: Any) -> None:
+        tag = Tag(name)
+        data[tag] = RawDataElement(tag, kind, len(value), value, 0, False, True)
+        data.set_original_encoding(False, True, data._character_set)
+
+    return change
+
+
+PLANTED = NAME.partition("^")[0].encode() + b" "
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (wrong("InstanceNumber", "IS", PLANTED), "ValueError"),
+        (wrong("InstanceNumber", "IS", b"1\\2 "), "TypeError"),
+    ],
+)
+def test_a_header_without_a_number_is_a_damaged_file(change, text, tmp_path) -> None:
+    files = write_series(tmp_path, voxels_of(), STRAIGHT)
+    resaved(files[2], change)
+    assert dicom.find([tmp_path]).damaged == ((files[2], text),)
+
+
+def test_a_position_has_three_numbers(tmp_path) -> None:
+    files = write_series(tmp_path, voxels_of(), STRAIGHT)
+    for file in files:
+        resaved(file, wrong("ImagePositionPatient", "DS", b"1\\2 "))
+    with pytest.raises(FileError, match=r"object 1 of 8 is not readable \(ValueError\)"):
+        dicom.load(one(tmp_path))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "change",
+    [
+        wrong("SeriesNumber", "IS", PLANTED),
+        wrong("PatientSize", "DS", PLANTED),
+        lambda data: data.pop("StudyInstanceUID"),
+        lambda data: data.pop("SOPClassUID"),
+    ],
+    ids=["SeriesNumber", "PatientSize", "study", "class"],
+)
+def test_headers_that_lack_what_a_result_needs(change, tmp_path, caplog) -> None:
+    """An error, nothing half written, and what is wrong in a header is in no warning and no log."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for file in write_series(tmp_path / "scan", voxels_of(), STRAIGHT):
+            resaved(file, change)
+    caplog.clear()
+    volume = dicom.load(one(tmp_path / "scan"))
+    codes, _ = drawings.meanings(SPACE, {})
+    labels = labels_of(volume.voxels.shape)
+    with pytest.raises(FileError, match=r"case-\w+: its headers lack what an RTSTRUCT needs \(\w+\)"):
+        drawings.write_rtstruct(tmp_path / "out" / "a.dcm", labels, volume, SPACE, codes, "run")
+    assert not (tmp_path / "out").exists() and caplog.text == ""
+
+
+def test_a_file_is_parsed_once_and_an_archive_opened_no_more_for_more_objects(tmp_path, monkeypatch) -> None:
+    files = write_series(tmp_path / "scan", voxels_of(), turned())
+    with zipfile.ZipFile(tmp_path / "scan.zip", "w") as archive:
+        for file in files:
+            archive.write(file, file.name)
+    wanted = dicom.load(one(tmp_path / "scan"))
+    parsed, opened = [], []
+    read, unpack = pydicom.dcmread, zipfile.ZipFile
+    monkeypatch.setattr(pydicom, "dcmread", lambda *a, **b: parsed.append(a) or read(*a, **b))
+    monkeypatch.setattr(zipfile, "ZipFile", lambda *a, **b: opened.append(a) or unpack(*a, **b))
+    for path in (tmp_path / "scan", tmp_path / "scan.zip"):
+        (series,) = dicom.find([path], keep=True).series
+        found = dicom.load(series)
+        assert np.array_equal(found.voxels, wanted.voxels) and np.array_equal(found.affine, wanted.affine)
+        assert [str(header) for header in found.headers] == [str(header) for header in wanted.headers]
+        assert len(parsed) == (len(files) if path.is_dir() else 3 * len(files))
+    assert len(opened) == 3  # for the names, the headers and the pixels of all
 
 
 @pytest.fixture

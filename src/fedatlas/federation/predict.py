@@ -146,10 +146,12 @@ def _given(scans: Sequence[Sequence[Path]], series: Sequence[str], trained: Trai
     given = []
     for files in scans:
         if len(files) == 1 and dicom.is_series(files[0]):
-            chosen = _chosen(dicom.find(files), series, str(files[0]))
+            chosen = _chosen(dicom.find(files, keep=True), series, str(files[0]))
         elif files[0] in slices:
             chosen = (
-                _chosen(dicom.find(slices), series, f"{len(slices)} files") if files[0] == slices[0] else []
+                _chosen(dicom.find(slices, keep=True), series, f"{len(slices)} files")
+                if files[0] == slices[0]
+                else []
             )
         else:
             given.append(Given(tuple(files), str(files[0])))

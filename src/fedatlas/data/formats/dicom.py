@@ -9,6 +9,7 @@ to mm in RAS, as that of NIfTI does; DICOM's own coordinates are LPS.
 
 import hashlib
 import importlib
+import logging
 import math
 import os
 import warnings
@@ -34,6 +35,8 @@ UNEVEN, GAP = 0.01, 0.1
 slice is missing."""
 LARGEST = 1 << 32
 """Bytes of one object in an archive, at most."""
+DEFERRED = 1 << 12
+"""Bytes of a value from which on it stays in its file until it is asked for, where a header is kept."""
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 """From LPS to RAS, and back."""
 
@@ -54,6 +57,20 @@ def pydicom() -> Any:
         ) from None
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings and the log of pydicom, which may quote a value of the header, and with it a patient."""
+    log = logging.getLogger("pydicom")
+    level = log.level
+    log.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
 def pseudonym(uid: str, kind: str = "case") -> str:
     """What stands for a UID in names and messages."""
     return f"{kind}-{hashlib.sha256(f'fedatlas {kind} {uid}'.encode()).hexdigest()[:12]}"
@@ -69,24 +86,41 @@ def shown_uid(text: str) -> str:
 
 @dataclass(frozen=True)
 class Part:
-    """One DICOM object. path: its file, or the archive that holds it as `member`; content: itself, a pydicom Dataset that
-    was received and lies in no file; `load` takes its pixels out."""
+    """One DICOM object. path: its file, or the archive that holds it as `member`; content: itself, a pydicom Dataset, of
+    one that was received and lies in no file, or that `find` kept; `load` takes its pixels out."""
 
     path: Path
     member: str = ""
     content: Any = field(default=None, repr=False)
 
-    def read(self, **how: Any) -> Any:
+
+class Reader:
+    """Reads objects one after another; an archive stays open from one to the next. A context."""
+
+    def __init__(self) -> None:
+        self._archive: zipfile.ZipFile | None = None
+        self._path: Path | None = None
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._archive is not None:
+            self._archive.close()
+
+    def read(self, part: Part, **how: Any) -> Any:
         """A pydicom Dataset; how: as of `pydicom.dcmread`. Raises whatever pydicom and zipfile do."""
         read = pydicom().dcmread
-        if self.content is not None:
-            return self.content
-        if not self.member:
-            return read(self.path, **how)
-        with zipfile.ZipFile(self.path) as archive:
-            if archive.getinfo(self.member).file_size > LARGEST:
-                raise Unfit(f"an object of more than {LARGEST >> 30} GiB")
-            return read(BytesIO(archive.read(self.member)), **how)
+        if part.content is not None:
+            return part.content
+        if not part.member:
+            return read(part.path, **how)
+        if self._archive is None or part.path != self._path:
+            self.__exit__()
+            self._archive, self._path = zipfile.ZipFile(part.path), part.path
+        if self._archive.getinfo(part.member).file_size > LARGEST:
+            raise Unfit(f"an object of more than {LARGEST >> 30} GiB")
+        return read(BytesIO(self._archive.read(part.member)), **how)
 
 
 @dataclass(frozen=True)
@@ -171,24 +205,29 @@ def is_series(path: Path) -> bool:
         return False
 
 
-def find(paths: Iterable[Path]) -> Found:
+@quiet()
+def find(paths: Iterable[Path], *, keep: bool = False) -> Found:
     """The series in folders, with all that lies below them, files and archives. No pixel is read. Files that are not
-    DICOM are passed over, and so is an object that is there twice."""
+    DICOM are passed over, and so is an object that is there twice.
+
+    keep: hold the whole headers of images, so that `load` parses them no second time; it can then load each series once.
+    """
     damaged: list[tuple[Path, str]] = []
-    return _told_apart(_parts(paths, damaged), damaged)
+    return _told_apart(_parts(paths, damaged), damaged, keep)
 
 
+@quiet()
 def received(contents: Iterable[Any], where: str) -> Found:
     """As `find`, of objects that were received. where: whence, for messages."""
     return _told_apart((Part(Path(where), str(n), content) for n, content in enumerate(contents)), [])
 
 
-def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]]) -> Found:
-    images: dict[str, list[tuple[Any, Part]]] = {}
+def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bool = False) -> Found:
+    images: dict[str, list[tuple[int, Any, Part]]] = {}
     drawings: list[Drawing] = []
     seen: set[str] = set()
     others = 0
-    for header, part in _headers(parts, damaged):
+    for number, header, part in _headers(parts, damaged, keep):
         uid, modality = str(header.get("SOPInstanceUID") or ""), str(header.get("Modality") or "")
         if uid and uid in seen:
             continue
@@ -203,12 +242,12 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]]) -> Found
         ):
             damaged.append((part.path, "its header is cut off"))
         elif modality in IMAGES:
-            images.setdefault(str(header.SeriesInstanceUID), []).append((header, part))
+            images.setdefault(str(header.SeriesInstanceUID), []).append((number, header, part))
         else:
             others += 1
     frames: dict[str, list[str]] = {}
     for series, members in images.items():
-        frames.setdefault(str(members[0][0].get("FrameOfReferenceUID") or ""), []).append(series)
+        frames.setdefault(str(members[0][1].get("FrameOfReferenceUID") or ""), []).append(series)
     drawn: dict[str, list[Drawing]] = {}
     stray: list[Drawing] = []
     for drawing in drawings:
@@ -221,8 +260,8 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]]) -> Found
         stray += [] if here else [drawing]
     found = []
     for uid, members in images.items():
-        members.sort(key=lambda of: (int(of[0].get("InstanceNumber") or 0), str(of[0].get("SOPInstanceUID"))))
-        first = members[0][0]
+        members.sort(key=lambda of: (of[0], str(of[1].get("SOPInstanceUID"))))
+        first = members[0][1]
         person = f"{first.get('IssuerOfPatientID') or ''}|{first.get('PatientID') or ''}"
         found.append(
             Series(
@@ -231,28 +270,35 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]]) -> Found
                 str(first.get("FrameOfReferenceUID") or ""),
                 str(first.Modality),
                 person if first.get("PatientID") else "",
-                tuple(part for _, part in members),
+                tuple(part for *_, part in members),
                 tuple(sorted(drawn.get(uid, ()), key=lambda drawing: drawing.name)),
             )
         )
     return Found(tuple(sorted(found, key=lambda of: of.name)), tuple(stray), others, tuple(damaged))
 
 
-def _headers(parts: Iterable[Part], damaged: list[tuple[Path, str]]) -> Iterator[tuple[Any, Part]]:
+def _headers(
+    parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bool
+) -> Iterator[tuple[int, Any, Part]]:
+    """The number of each object in its series, its header, and where it is."""
     pydicom()
     other = importlib.import_module("pydicom.errors").InvalidDicomError
-    for part in parts:
-        try:
-            with quiet():
-                header = part.read(stop_before_pixels=True, specific_tags=_TAGS.split())
-        except other:
-            continue  # a file of another kind
-        except DataError:
-            raise
-        except Exception as error:  # pydicom raises whatever it meets in a damaged file
-            damaged.append((part.path, reason(error)))
-            continue
-        yield header, part
+    some = {"stop_before_pixels": True, "specific_tags": _TAGS.split()}
+    with Reader() as reader:
+        for part in parts:
+            kept = keep and not part.member  # in an archive nothing can be left for later
+            try:
+                header = reader.read(part, **({"defer_size": DEFERRED} if kept else some))
+                number = int(header.get("InstanceNumber") or 0)
+            except other:
+                continue  # a file of another kind
+            except DataError:
+                raise
+            except Exception as error:  # pydicom raises whatever it meets in a damaged file
+                damaged.append((part.path, reason(error)))
+                continue
+            kept = kept and str(header.get("Modality")) in IMAGES
+            yield number, header, replace(part, content=header) if kept else part
 
 
 def _parts(paths: Iterable[Path], damaged: list[tuple[Path, str]]) -> Iterator[Part]:
@@ -324,14 +370,6 @@ def reason(error: BaseException) -> str:
     return str(error).splitlines()[0] if plain and str(error) else type(error).__name__
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without the warnings of pydicom and highdicom, which may quote a value of the header, and with it a patient."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 # ------------------------------------------------------------------------------------------------ volumes
 
 
@@ -364,7 +402,7 @@ class _Plane:
 
 def series_of(files: Iterable[Path], uid: str) -> Series:
     """The series of a UID in these files and archives. Raises FileError where it is not there any more."""
-    found = next((series for series in find(files).series if series.uid == uid), None)
+    found = next((series for series in find(files, keep=True).series if series.uid == uid), None)
     if found is None:
         raise FileError(
             Path(pseudonym(uid)), "its files hold the series no more", "add them, or take the case out"
@@ -372,6 +410,7 @@ def series_of(files: Iterable[Path], uid: str) -> Series:
     return found
 
 
+@quiet()
 def load(series: Series) -> Volume:
     """The volume of a series, of one object per slice or of objects with many frames.
 
@@ -383,20 +422,20 @@ def load(series: Series) -> Volume:
     where, notes = Path(series.name), list[str]()
     planes: list[_Plane] = []
     headers: list[Any] = []
-    for number, part in enumerate(series.parts, start=1):
-        try:
-            with quiet():
-                data = part.read()
+    with Reader() as reader:
+        for number, part in enumerate(series.parts, start=1):
+            try:
+                data = reader.read(part)
                 planes += _planes(data)
-            if "PixelData" in data:
-                del data["PixelData"]
-            headers.append(data)
-        except (DataError, MemoryError):
-            raise
-        except Exception as error:  # pydicom and its decoders raise whatever they meet in a damaged file
-            what = f"object {number} of {len(series.parts)} is not readable ({reason(error)})"
-            remedy = f"{_EXPORT}; for compressed pixels also install pylibjpeg with its decoders"
-            raise FileError(where, what, remedy) from None
+                if "PixelData" in data:
+                    del data["PixelData"]
+                headers.append(data)
+            except (DataError, MemoryError):
+                raise
+            except Exception as error:  # pydicom and its decoders raise whatever they meet in a damaged file
+                what = f"object {number} of {len(series.parts)} is not readable ({reason(error)})"
+                remedy = f"{_EXPORT}; for compressed pixels also install pylibjpeg with its decoders"
+                raise FileError(where, what, remedy) from None
     _require_alike(where, planes, headers)
     normal = np.cross(*planes[0].along)
     planes.sort(key=lambda plane: float(plane.place @ normal))
@@ -468,7 +507,7 @@ def _plane(data: Any, place: Any, turn: Any, size: Any, pixels: np.ndarray, scal
     else:
         values = pixels.astype(np.float32) * np.float32(slope) + np.float32(intercept)
     return _Plane(
-        np.array([float(mm) for mm in place.ImagePositionPatient]),
+        np.array([float(mm) for mm in place.ImagePositionPatient]).reshape(3),
         np.array([float(mm) for mm in turn.ImageOrientationPatient]).reshape(2, 3),
         (columns, rows),
         values,

@@ -7,7 +7,8 @@ import colorsys
 import hashlib
 import importlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ import fedatlas
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data.datasets.shared.listing import Drawn
-from fedatlas.data.formats.dicom import LPS, Part, Volume, pseudonym, pydicom, quiet, reason
+from fedatlas.data.formats.dicom import LPS, Part, Reader, Volume, pseudonym, pydicom, quiet, reason
 from fedatlas.data.formats.flat import Note
 from fedatlas.data.transforms import FileError, saved
 
@@ -31,6 +32,7 @@ OFF_GRID = 0.1
 # ------------------------------------------------------------------------------------------------ reading
 
 
+@quiet()
 def read_masks(
     masks: Sequence[tuple[str, Drawn]], shape: Sequence[int], affine: np.ndarray, case: str
 ) -> tuple[dict[str, np.ndarray], list[Note]]:
@@ -48,8 +50,8 @@ def read_masks(
     for (path, member), names in objects.items():
         title = Path(case, "label")
         try:
-            with quiet():
-                data = Part(path, member).read()
+            with Reader() as reader:
+                data = reader.read(Part(path, member))
                 kind = str(data.Modality).lower()
                 title = Path(case, pseudonym(str(data.SOPInstanceUID), kind))
                 draw = _segments if kind == "seg" else _rois
@@ -205,6 +207,7 @@ def _uid(*parts: Any) -> str:
     return f"2.25.{uuid.uuid5(uuid.NAMESPACE_OID, '|'.join(map(str, parts))).int}"
 
 
+@quiet()
 def write_seg(
     path: Path | None,
     labels: np.ndarray,
@@ -254,31 +257,26 @@ def write_seg(
         placed = np.zeros((count, *frames.shape[1:]), frames.dtype)
         placed[np.subtract(volume.frames, 1)] = frames
         frames = placed
-    place = {"series": volume.headers[0].SeriesInstanceUID, "labels": _digest(labels), "model": model}
-    with quiet():
-        try:
-            made = hd.seg.Segmentation(
-                source_images=list(volume.headers),
-                pixel_array=frames,
-                segmentation_type=hd.seg.SegmentationTypeValues.BINARY,
-                segment_descriptions=described,
-                series_instance_uid=_uid("seg series", *place.values()),
-                series_number=_number(volume),
-                sop_instance_uid=_uid("seg", *place.values()),
-                instance_number=1,
-                manufacturer="FedAtlas",
-                manufacturer_model_name=model[:64],
-                software_versions=fedatlas.__version__,
-                device_serial_number="1",
-                content_description="Segmentation by a model",
-                content_label="FEDATLAS",
-                content_creator_name="FedAtlas^",
-                omit_empty_frames=bool(labels.any()),
-            )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            what = f"its headers lack what a SEG needs ({reason(error)})"
-            remedy = "export the series again, or take --as nifti"
-            raise FileError(Path(pseudonym(str(place["series"]))), what, remedy) from None
+    place = volume.headers[0].SeriesInstanceUID, _digest(labels), model
+    with _of_headers(volume, "a SEG"):
+        made = hd.seg.Segmentation(
+            source_images=list(volume.headers),
+            pixel_array=frames,
+            segmentation_type=hd.seg.SegmentationTypeValues.BINARY,
+            segment_descriptions=described,
+            series_instance_uid=_uid("seg series", *place),
+            series_number=_number(volume),
+            sop_instance_uid=_uid("seg", *place),
+            instance_number=1,
+            manufacturer="FedAtlas",
+            manufacturer_model_name=model[:64],
+            software_versions=fedatlas.__version__,
+            device_serial_number="1",
+            content_description="Segmentation by a model",
+            content_label="FEDATLAS",
+            content_creator_name="FedAtlas^",
+            omit_empty_frames=bool(labels.any()),
+        )
         made.SeriesDescription = "FedAtlas segmentation"
         if path is not None:
             with saved(path) as temporary:
@@ -286,6 +284,7 @@ def write_seg(
     return made
 
 
+@quiet()
 def write_rtstruct(
     path: Path | None,
     labels: np.ndarray,
@@ -299,33 +298,45 @@ def write_rtstruct(
     A contour runs half-way between voxels inside and outside, and holes are joined to their outline by a line to and fro,
     as the standard has it, so that whoever fills contours gets the voxels back.
     """
-    made = _structure_set(volume, model, _digest(labels))
-    frame = str(
-        volume.headers[0].get("FrameOfReferenceUID") or _uid("frame", volume.headers[0].SeriesInstanceUID)
-    )
-    made.FrameOfReferenceUID, made.PositionReferenceIndicator = frame, ""
-    made.ReferencedFrameOfReferenceSequence = [_reference(volume, frame)]
-    slices = np.ascontiguousarray(np.moveaxis(labels, -1, -3))  # [Z, X, Y], or [C, Z, X, Y]
-    rois, contours, observations = [], [], []
-    for number, c in enumerate(space.foreground, start=1):
-        name = space.names[c]
-        rois.append(
-            _item(
-                ROINumber=number,
-                ReferencedFrameOfReferenceUID=frame,
-                ROIName=name[:64],
-                ROIGenerationAlgorithm="AUTOMATIC",
-            )
+    with _of_headers(volume, "an RTSTRUCT"):
+        made = _structure_set(volume, model, _digest(labels))
+        frame = str(
+            volume.headers[0].get("FrameOfReferenceUID") or _uid("frame", volume.headers[0].SeriesInstanceUID)
         )
-        contours.append(_contours(number, slices == c if space.exclusive else slices[c] > 0, volume))
-        observations.append(_observation(number, codes[name]))
-    made.StructureSetROISequence = rois
-    made.ROIContourSequence = contours
-    made.RTROIObservationsSequence = observations
-    if path is not None:
-        with quiet(), saved(path) as temporary:
-            made.save_as(temporary, enforce_file_format=True)
+        made.FrameOfReferenceUID, made.PositionReferenceIndicator = frame, ""
+        made.ReferencedFrameOfReferenceSequence = [_reference(volume, frame)]
+        slices = np.ascontiguousarray(np.moveaxis(labels, -1, -3))  # [Z, X, Y], or [C, Z, X, Y]
+        rois, contours, observations = [], [], []
+        for number, c in enumerate(space.foreground, start=1):
+            name = space.names[c]
+            rois.append(
+                _item(
+                    ROINumber=number,
+                    ReferencedFrameOfReferenceUID=frame,
+                    ROIName=name[:64],
+                    ROIGenerationAlgorithm="AUTOMATIC",
+                )
+            )
+            contours.append(_contours(number, slices == c if space.exclusive else slices[c] > 0, volume))
+            observations.append(_observation(number, codes[name]))
+        made.StructureSetROISequence = rois
+        made.ROIContourSequence = contours
+        made.RTROIObservationsSequence = observations
+        if path is not None:
+            with saved(path) as temporary:
+                made.save_as(temporary, enforce_file_format=True)
     return made
+
+
+@contextmanager
+def _of_headers(volume: Volume, what: str) -> Iterator[None]:
+    """Raises FileError where the headers lack, or hold wrongly, something that is copied from them."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        where = Path(pseudonym(str(volume.headers[0].SeriesInstanceUID)))
+        told = f"its headers lack what {what} needs ({reason(error)})"
+        raise FileError(where, told, "export the series again, or take --as nifti") from None
 
 
 def _item(**values: Any) -> Any:
