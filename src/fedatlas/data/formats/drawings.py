@@ -519,7 +519,7 @@ def _frames_of_one(volume: Volume) -> bool:
 
 
 def _digest(labels: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(labels)).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(labels).data).hexdigest()
 
 
 def _number(volume: Volume) -> int:
