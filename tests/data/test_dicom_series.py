@@ -248,6 +248,22 @@ def test_a_header_without_a_number_is_a_damaged_file(change, text, tmp_path) -> 
     assert dicom.find([tmp_path]).damaged == ((files[2], text),)
 
 
+@pytest.mark.parametrize("what", ["encrypted, or packed in an unknown way", "damaged"])
+def test_an_archive_that_cannot_be_unpacked_is_not_quoted(what, tmp_path) -> None:
+    """zipfile names the file in it, and with that the patient."""
+    (file, *_) = write_series(tmp_path / "scan", voxels_of(), STRAIGHT)
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(file, file.name)
+    packed = bytearray(path.read_bytes())
+    if what == "damaged":
+        packed[len(packed) // 2] ^= 1  # the sum of its bytes is another now
+    else:
+        packed[packed.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(packed)
+    assert dicom.find([path]).damaged == ((path, f"its archive is {what}"),)
+
+
 def test_a_position_has_three_numbers(tmp_path) -> None:
     files = write_series(tmp_path, voxels_of(), STRAIGHT)
     for file in files:

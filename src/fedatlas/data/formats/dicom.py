@@ -14,6 +14,7 @@ import math
 import os
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -120,7 +121,18 @@ class Reader:
             self._archive, self._path = zipfile.ZipFile(part.path), part.path
         if self._archive.getinfo(part.member).file_size > LARGEST:
             raise Unfit(f"an object of more than {LARGEST >> 30} GiB")
-        return read(BytesIO(self._archive.read(part.member)), **how)
+        try:
+            content = self._archive.read(part.member)
+        except (
+            RuntimeError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:  # which quote the name of the file in it
+            how_so = (
+                "encrypted, or packed in an unknown way" if isinstance(error, RuntimeError) else "damaged"
+            )
+            raise Unfit(f"its archive is {how_so}") from None
+        return read(BytesIO(content), **how)
 
 
 @dataclass(frozen=True)
