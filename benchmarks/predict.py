@@ -5,8 +5,8 @@
 The scan is a bundled CT, and the same at four times its resolution in plane, 256 × 256. Ours is the whole path: reading (NIfTI, or a
 series in DICOM), resampling, windows, merging, resampling back, and writing (NIfTI, SEG or RTSTRUCT). The bare net is given arrays
 of the shapes that it is given there, and nothing else is done. It is the net of most of our experiments (`--filters` makes another),
-after one step: what it draws is noise in nearly every slice, of which a SEG has more frames and an RTSTRUCT more contours than of a
-trained model (`--run`). Seconds are processor time of one process, what several scans take beyond one: starting Python and
+after one step: what it draws is noise, of which a SEG has more frames and an RTSTRUCT more contours than of organs, which a
+trained model draws (`--run`). Seconds are processor time of one process, what several scans take beyond one: starting Python and
 reading the model are told apart, as seconds of a process.
 """
 
