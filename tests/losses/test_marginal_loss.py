@@ -50,7 +50,7 @@ def slow_merge(q: Tensor, target: Tensor, known: Tensor) -> tuple[Tensor, Tensor
     return m, y
 
 
-def slow_loss(z: Tensor, target: Tensor, known: Tensor, pooled: bool, power: int, log: bool) -> float:
+def slow_loss(z: Tensor, target: Tensor, known: Tensor, pooled: bool, power: int, below: float) -> float:
     m, y = slow_merge(z.softmax(1), target, known)
     samples, classes, voxels = m.shape
     ce = 0.0
@@ -64,7 +64,7 @@ def slow_loss(z: Tensor, target: Tensor, known: Tensor, pooled: bool, power: int
             overlap = sum(float((m[s, c] * y[s, c]).sum()) for s in part)
             size = sum(float((m[s, c] ** power).sum() + y[s, c].sum()) for s in part)
             d = (2 * overlap + 0.1) / (size + 0.2)
-            dice.append(-math.log(d) if log else 1 - d)
+            dice.append(1 - below - below * math.log(d / below) if d < below else 1 - d)
     return ce / (samples * voxels) + sum(dice) / len(dice)
 
 
@@ -168,22 +168,22 @@ def test_fedmenu_losses_of_several_organs_are_the_mean_of_each() -> None:
     assert sum(dice) / 2 == pytest.approx(float(v["dac_dice"]), abs=1e-6)
 
 
-@pytest.mark.parametrize("log", [True, False])
+@pytest.mark.parametrize("below", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize(
     ("batch", "classes", "size"), [(1, 2, (3,)), (2, 3, (2, 3)), (3, 5, (3, 2)), (4, 4, (2, 1, 2))]
 )
 def test_mixed_label_sets_equal_the_literal_loop(
-    batch: int, classes: int, size: tuple[int, ...], power: Any, pooled: bool, log: bool
+    batch: int, classes: int, size: tuple[int, ...], power: Any, pooled: bool, below: float
 ) -> None:
     loss = MarginalDiceCE(
-        smooth_numerator=0.1, smooth_denominator=0.2, power=power, pooled=pooled, log_dice=log
+        smooth_numerator=0.1, smooth_denominator=0.2, power=power, pooled=pooled, log_below=below
     )
     for seed in range(4):
         z, target, known = random_case(seed, batch, classes, size)
         assert float(loss(z, target, known)) == pytest.approx(
-            slow_loss(z, target, known, pooled, power, log), abs=1e-9
+            slow_loss(z, target, known, pooled, power, below), abs=1e-9
         )
 
 
@@ -274,7 +274,7 @@ def test_nothing_known_is_a_constant(background: bool) -> None:
         MarginalDiceCE(),
         MarginalDiceCEExclusion(),
         MarginalDiceCE(ce_on_probs=True),
-        MarginalDiceCE(log_dice=True, smooth_numerator=0.01),
+        MarginalDiceCE(log_below=1.0, smooth_numerator=0.01),
     ],
 )
 @pytest.mark.parametrize("mixed", [True, False])
@@ -297,7 +297,7 @@ def test_labels_of_unknown_classes_change_nothing(loss: MarginalDiceCE, mixed: b
         MarginalDiceCE(),
         MarginalDiceCEExclusion(),
         MarginalDiceCE(ce_on_probs=True),
-        MarginalDiceCE(log_dice=True, smooth_numerator=0.01),
+        MarginalDiceCE(log_below=1.0, smooth_numerator=0.01),
     ],
 )
 def test_gradient_of_a_softmax_loss(loss: MarginalDiceCE) -> None:
@@ -311,7 +311,7 @@ def test_gradient_of_a_softmax_loss(loss: MarginalDiceCE) -> None:
     torch.testing.assert_close(loss(z + 7, target, known), value)
 
 
-LOG = MarginalDiceCE(log_dice=True, smooth_numerator=0.01, smooth_denominator=0.01)
+LOG = MarginalDiceCE(log_below=1.0, smooth_numerator=0.01, smooth_denominator=0.01)
 
 
 def test_the_logarithm_of_dice_moves_a_class_of_which_nothing_is_found() -> None:
@@ -333,9 +333,28 @@ def test_the_logarithm_of_dice_moves_a_class_of_which_nothing_is_found() -> None
     )
 
 
+@pytest.mark.parametrize("below", [0.1, 0.5])
+def test_the_logarithm_begins_without_a_step_or_a_bend(below: float) -> None:
+    """One voxel with p and y = 1, for which d = 2p / (1 + p); and -log d, where it is all below 1."""
+    p = torch.linspace(0.01, 0.99, 197, dtype=torch.float64, requires_grad=True)
+    d = (2 * p / (1 + p)).detach()
+    y = torch.ones(1, 197, 1, dtype=torch.bool)
+
+    def total(level: float) -> Tensor:
+        each = dice_loss(p.reshape(1, -1, 1), y, smooth_denominator=0.0, pooled=False, log_below=level)
+        return 197 * each
+
+    (steep,) = torch.autograd.grad(total(below), p)
+    (even,) = torch.autograd.grad(total(0.0), p)
+    torch.testing.assert_close(steep, even * torch.where(d < below, below / d, 1))
+    assert total(1.0).item() == pytest.approx(-float(d.log().sum()))
+    expected = torch.where(d < below, 1 - below - below * (d / below).log(), 1 - d)
+    assert total(below).item() == pytest.approx(float(expected.sum()))
+
+
 def test_the_logarithm_of_dice_needs_a_numerator() -> None:
-    with pytest.raises(FederationError, match="log_dice is true and smooth_numerator is 0"):
-        MarginalDiceCE(log_dice=True)
+    with pytest.raises(FederationError, match="log_below is 1 and smooth_numerator is 0"):
+        MarginalDiceCE(log_below=1.0)
 
 
 def test_gradient_within_the_merged_set_is_proportional_to_probability() -> None:
@@ -352,7 +371,7 @@ def test_gradient_within_the_merged_set_is_proportional_to_probability() -> None
 
 @pytest.mark.parametrize(
     "loss",
-    [MarginalDiceCE(), MarginalDiceCEExclusion(), MarginalDiceCE(log_dice=True, smooth_numerator=0.01)],
+    [MarginalDiceCE(), MarginalDiceCEExclusion(), MarginalDiceCE(log_below=1.0, smooth_numerator=0.01)],
 )
 @pytest.mark.parametrize("size", [1e4, -1e4])
 def test_stable_at_large_logits(loss: MarginalDiceCE, size: float) -> None:

@@ -16,18 +16,19 @@ def dice_loss(
     smooth_numerator: float = 0.0,
     smooth_denominator: float = 1e-5,
     pooled: bool = True,
-    log: bool = False,
+    log_below: float = 0.0,
 ) -> Tensor:
-    """The mean over channels of 1 - d, d = (2 sum ab + sn) / (sum a^p + sum b^p + sd), or with `log` of -log d.
+    """The mean over channels of 1 - d, d = (2 sum ab + sn) / (sum a^p + sum b^p + sd).
 
     a: [B, C, *S] probabilities; b: [B, C, *S] probabilities, or a bool mask.
     valid: [B, C] bool, whether the channel counts in the sample; all by default.
     power: p, 1 or 2. smooth_numerator, smooth_denominator: sn and sd.
     pooled: True: the sums of a channel run over all samples in which it counts, and the mean over channels
         that count in some sample. False: one Dice for each sample and channel that counts, and their mean.
-    log: -log d, whose gradient is that of 1 - d over d. Where a class is small and nothing of it is found yet, that of 1 - d
-        vanishes with its probabilities, and that of -log d does not. sn and sd are above 0 then, as d may be 0 (Wong et
-        al., 3D segmentation with exponential logarithmic loss for highly unbalanced object sizes, MICCAI 2018).
+    log_below: l, between 0 and 1: below d = l the loss goes on as 1 - l - l log(d / l), without a step or a bend; 1: it is
+        -log d. Where a class is small and nothing of it is found yet, the gradient of 1 - d vanishes with its
+        probabilities, and that of the logarithm does not (Wong et al., 3D segmentation with exponential logarithmic
+        loss for highly unbalanced object sizes, MICCAI 2018). sn is above 0 then, as d may be 0 without it.
 
     Returns 0, with a gradient of 0, where no channel counts.
     """
@@ -40,9 +41,9 @@ def dice_loss(
         overlap, size, counts = overlap.sum(0), size.sum(0), counts.any(0)
     # what does not count is kept from a division 0 / 0, whose gradient would not be finite
     denominator = torch.where(counts, size + smooth_denominator, 1)
-    numerator = (
-        torch.where(counts, 2 * overlap + smooth_numerator, 1) if log else 2 * overlap + smooth_numerator
-    )
-    term = denominator.log() - numerator.log() if log else 1 - numerator / denominator
+    d = (2 * overlap + smooth_numerator) / denominator
+    term = 1 - d
+    if log_below:
+        term = torch.where(d < log_below, 1 - log_below - log_below * (d / log_below).log(), term)
     loss = torch.where(counts, term, 0)
     return loss.sum() / counts.sum().clamp(min=1)

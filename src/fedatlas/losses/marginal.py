@@ -108,10 +108,10 @@ def marginal_dice(
     smooth_denominator: float = 1e-5,
     pooled: bool = True,
     background: bool = True,
-    log: bool = False,
+    log_below: float = 0.0,
 ) -> Tensor:
     """The soft Dice loss of the merged probabilities (P2): the mean over the K channels, channel 0 only if
-    `background`. In a mixed batch a class is pooled over the samples that know it. log: see `dice.dice_loss`."""
+    `background`. In a mixed batch a class is pooled over the samples that know it. log_below: see `dice.dice_loss`."""
     first = 0 if background else 1
     return dice_loss(
         batch.log_m[:, first:].exp(),
@@ -121,7 +121,7 @@ def marginal_dice(
         smooth_numerator=smooth_numerator,
         smooth_denominator=smooth_denominator,
         pooled=pooled,
-        log=log,
+        log_below=log_below,
     )
 
 
@@ -184,10 +184,12 @@ class MarginalDiceCE:
     smooth_denominator: float = option(1e-5, "Added to the Dice denominator.", gt=0)
     pooled: bool = option(True, "Whether the Dice sums run over the whole batch instead of each sample.")
     background: bool = option(True, "Whether the merged background is a channel of the Dice part.")
-    log_dice: bool = option(
-        False,
-        "Whether the Dice part is -log d in place of 1 - d, which keeps a small class learning of which nothing is found yet; it "
-        "needs smooth_numerator above 0.",
+    log_below: float = option(
+        0.0,
+        "The Dice d of a class below which its loss goes on as a logarithm, 1 - l - l log(d / l), which keeps a small class "
+        "learning of which nothing is found yet; 0: nowhere, 1: -log d. It needs smooth_numerator above 0.",
+        ge=0,
+        le=1,
     )
     clamp: float | None = option(
         None, "Smallest probability in the cross-entropy, below which it has no gradient.", gt=0, lt=1
@@ -197,9 +199,9 @@ class MarginalDiceCE:
     )
 
     def __post_init__(self) -> None:
-        if self.log_dice and self.smooth_numerator == 0:
+        if self.log_below and self.smooth_numerator == 0:
             raise FederationError(
-                "loss marginal_dice_ce: log_dice is true and smooth_numerator is 0, so that a class without overlap would "
+                f"loss marginal_dice_ce: log_below is {self.log_below:g} and smooth_numerator is 0, so that a class without overlap would "
                 "have an infinite loss; take a smooth_numerator above 0, as 0.01"
             )
 
@@ -218,7 +220,7 @@ class MarginalDiceCE:
             smooth_denominator=self.smooth_denominator,
             pooled=self.pooled,
             background=self.background,
-            log=self.log_dice,
+            log_below=self.log_below,
         )
         return self.dice * dice + self.ce * ce
 
