@@ -120,6 +120,15 @@ def test_a_folder_of_series_is_evaluated_and_checked(trained, hospital, tmp_path
     assert status == 0 and "site h: 2 train, 1 validation" in out, out + err
 
 
+def test_series_without_labels_are_not_evaluated(trained, hospital, tmp_path, capsys) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in next(hospital.glob("*0")).glob("*ct*.dcm"):
+        (bare / file.name).write_bytes(file.read_bytes())
+    status, _, err = asked(capsys, "evaluate", trained, "--data", bare, "--format", "dicom")
+    assert status == 1 and "holds no labels, and scores need them; " in err and "1 series have no" in err
+
+
 def test_codes_decide_no_result(values, tmp_path) -> None:
     without = values | {"labels": {"names": ORGANS[:3]}}
     assert hash_of(parse_federation(values, base=tmp_path)) == hash_of(
@@ -138,6 +147,7 @@ def test_codes_decide_no_result(values, tmp_path) -> None:
         (["{zip}"], "1 file not readable as DICOM (no archive that can be read"),
         (["{cut}"], "1 file not readable as DICOM (its header is cut off); export the series again"),
         (["{one}", "--store"], "--store: is for a PACS; give it with --dicomweb"),
+        (["{one}", "-o", "{zip}"], "a.zip: is a file; give a folder for the result"),
         ([], "give scans, or a PACS with --dicomweb and --series; got neither"),
         (["{one}", "--dicomweb", "http://h/"], "got both"),
         (["--dicomweb", "http://h/"], "Give its Series Instance UID with --series"),
@@ -169,7 +179,8 @@ def test_what_is_asked_wrongly_is_a_sentence(given, text, trained, hospital, tmp
     (tmp_path / "cut" / file.name).write_bytes(file.read_bytes()[:600])
     places["nifti"] = write_nifti(tmp_path / "nifti")
     arguments = [argument.format(**places) for argument in given]
-    status, out, err = asked(capsys, "predict", trained, *arguments, "-o", tmp_path / "out")
+    where = [] if "-o" in arguments else ["-o", tmp_path / "out"]
+    status, out, err = asked(capsys, "predict", trained, *arguments, *where)
     assert status == 1 and out == "" and text in err.replace("\n", " "), err
     assert not (tmp_path / "out").exists() and "Traceback" not in err
 

@@ -1,46 +1,38 @@
-"""Draws docs/pictures/dicom.png: a SEG that `fedatlas predict` wrote over its CT.
+"""Draws a DICOM SEG over its CT.
 
-    python tools/make_dicom_picture.py runs/<id>
+    python tools/make_dicom_picture.py CT SEG OUT.png
 
-The bundled CT is written as a series, predicted with `--as seg`, and both are read back by readers that are none of ours: the CT by
-SimpleITK, the SEG by highdicom. Where a voxel of the SEG lies is asked of its frames, in mm.
+CT is the folder of the series. Both are read by readers that are none of ours: the CT by SimpleITK, the SEG by highdicom. Where a
+voxel of the SEG lies is asked of its frames, in mm. docs/pictures/hospital-seg.png is the SEG of docs/how-to/hospital.md as the PACS gave
+it back; dicom.png that of the bundled scan site-a/hn_022, written by `fedatlas.data.exports.write_series`.
 """
 
 import sys
-import tempfile
-from pathlib import Path
 
 import highdicom as hd
 import matplotlib.pyplot as plt
 import numpy as np
 import SimpleITK as sitk
+from PIL import Image
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-from dicom_series import sample, write_series  # noqa: E402
-
-from fedatlas.cli import main  # noqa: E402
-
-PLACES = (18, 26, 34, 42)
+SHOWN = (0.1, 0.4, 0.65, 0.9)
+"""Which of the slices with a label are shown, as parts of their range."""
 
 
-def draw(run: str, folder: Path) -> None:
-    voxels, affine, _ = sample()
-    write_series(folder / "ct", voxels, affine)
-    main(["predict", run, str(folder / "ct"), "-o", str(folder / "out"), "--as", "seg"])
+def draw(folder: str, file: str, out: str) -> None:
     reader = sitk.ImageSeriesReader()
-    reader.SetFileNames(reader.GetGDCMSeriesFileNames(str(folder / "ct")))
+    reader.SetFileNames(reader.GetGDCMSeriesFileNames(folder))
     scan = reader.Execute()
-    (file,) = (folder / "out").glob("*_seg.dcm")
     seg = hd.seg.segread(file)
     labels = np.zeros(sitk.GetArrayFromImage(scan).shape, np.uint8)
     for frame, plane in zip(seg.PerFrameFunctionalGroupsSequence, seg.pixel_array, strict=True):
         place = [float(mm) for mm in frame.PlanePositionSequence[0].ImagePositionPatient]
         z = scan.TransformPhysicalPointToIndex(place)[2]
         labels[z][plane > 0] = frame.SegmentIdentificationSequence[0].ReferencedSegmentNumber
-    figure, axes = plt.subplots(1, len(PLACES), figsize=(11, 3.1), layout="constrained")
+    places = np.quantile(np.flatnonzero(labels.any(axis=(1, 2))), SHOWN).astype(int).tolist()
+    figure, axes = plt.subplots(1, len(places), figsize=(11, 3.1), layout="constrained")
     colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
-    for place, axis in zip(PLACES, axes, strict=True):
+    for place, axis in zip(places, axes, strict=True):
         axis.imshow(
             sitk.GetArrayFromImage(scan)[place], cmap="gray", vmin=-200, vmax=300, interpolation="bilinear"
         )
@@ -63,9 +55,9 @@ def draw(run: str, folder: Path) -> None:
         if (labels == int(s.SegmentNumber)).any()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(ROOT / "docs" / "pictures" / "dicom.png", dpi=110)
+    figure.savefig(out, dpi=90)
+    Image.open(out).convert("RGB").quantize(64).save(out, optimize=True)
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as name:
-        draw(sys.argv[1], Path(name))
+    draw(*sys.argv[1:])

@@ -19,6 +19,7 @@ from fedatlas.data.datasets.shared.listing import Splitting
 from fedatlas.data.images import Images, check_images
 from fedatlas.data.index import SiteConfig, label_space_of, naming_of, read_image_site, read_site
 from fedatlas.data.reading import read_case
+from fedatlas.planning.recognise import recognised
 
 NAMES = tuple(datasets.registry())
 NONE = Splitting(test=0, validation=0)  # type: ignore[call-arg]
@@ -110,6 +111,14 @@ def test_it_is_read_with_three_states_per_case_and_class(name, root) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_its_folder_is_recognised(name, root) -> None:
+    """Those with a dataset.json or a list by that alone."""
+    found, index = recognised(root, "s")
+    assert found.format == ("auto" if (root / found.table).is_file() else name)
+    assert index.cases
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_its_cases_have_one_order(name, root, tmp_path) -> None:
     """Whatever order the file system gives."""
     copy = tmp_path / "copy"
@@ -168,7 +177,8 @@ def test_a_file_whose_name_is_not_utf8_is_named_or_passed_over(name, root) -> No
 
 def test_names_and_nearest_names() -> None:
     assert NAMES == tuple(sorted(NAMES)) == tuple(sorted(FAKES))
-    assert datasets.names("volumes", "masks", "findings") and datasets.find("amso22") is None
+    assert datasets.names() == datasets.names("volumes", "masks", "findings") == NAMES
+    assert set(datasets.known()) >= set(NAMES) and datasets.find("amso22") is None
     with pytest.raises(FederationError, match="'amso22' does not exist; did you mean 'amos22'"):
         datasets.get("amso22")
     with pytest.raises(ValueError, match="'amso22' does not exist; did you mean 'amos22'"):

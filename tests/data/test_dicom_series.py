@@ -416,6 +416,13 @@ def test_codes_of_classes() -> None:
     }
 
 
+def test_sides_of_classes_may_be_short() -> None:
+    codes, _ = drawings.meanings(LabelSpace(("background", "Parotid_L", "Kidney-Rt", "SpinalCord")), {})
+    assert codes["Parotid_L"] == drawings.Meaning("45289007", "SCT", "Parotid gland", "left")
+    assert codes["Kidney-Rt"] == drawings.Meaning("64033007", "SCT", "Kidney", "right")
+    assert codes["SpinalCord"].meaning == "Spinal cord"
+
+
 def test_a_segmentation_on_another_grid_is_refused(volume, tmp_path) -> None:
     codes, _ = drawings.meanings(SPACE, {})
     drawings.write_seg(

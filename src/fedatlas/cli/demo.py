@@ -1,12 +1,15 @@
-"""`fedatlas demo`: trains on the images that come with the package."""
+"""`fedatlas demo`: trains on the images that come with the package, or writes them as hospitals' folders of DICOM."""
 
 import argparse
+from pathlib import Path
 
 from fedatlas.cli import shared
 from fedatlas.core.errors import FedAtlasError
 
 NAME = "demo"
-SENTENCE = "Train on the real images that come with the package, and say what to look at."
+SENTENCE = (
+    "Train on the real images that come with the package, or write them as hospitals' folders of DICOM."
+)
 EXAMPLE = "fedatlas demo"
 
 FILES = {"compare": "demo.yaml", "ct": "quickstart.yaml", "xray": "quickstart-xray.yaml"}
@@ -18,9 +21,9 @@ def options(made: argparse.ArgumentParser) -> None:
         "which",
         nargs="?",
         default="compare",
-        choices=FILES,
+        choices=(*FILES, "dicom"),
         help="compare: one model of four sites' CT beside FedAvg and each site alone (default); ct: the first of these alone; "
-        "xray: findings of chest X-rays of three sites",
+        "xray: findings of chest X-rays of three sites; dicom: train nothing, and write CT of two hospitals as DICOM, with SEG and RTSTRUCT",
     )
     made.add_argument(
         "-o",
@@ -30,6 +33,9 @@ def options(made: argparse.ArgumentParser) -> None:
         metavar="KEY.PATH=VALUE",
         help="override a key of the federation file, as -o rounds=2; of ct and xray",
     )
+    made.add_argument(
+        "--out", type=Path, help="of dicom: a new folder for the hospitals' folders (default: hospitals)"
+    )
     shared.runs(made)
 
 
@@ -38,6 +44,10 @@ def call(arguments: argparse.Namespace) -> int:
     from fedatlas.data.samples import path
 
     which, folder = arguments.which, path()
+    if which == "dicom":
+        return _write_hospitals(arguments)
+    if arguments.out is not None:
+        raise FedAtlasError(f"--out {arguments.out}: is for `fedatlas demo dicom`; runs go into --runs")
     file, runs = folder / FILES[which], ["--runs", str(arguments.runs)]
     print(f"the file that says what is done: {file}", flush=True)
     if which == "compare":
@@ -58,3 +68,17 @@ def call(arguments: argparse.Namespace) -> int:
             "your own: copy the file, and give your folders in the place of its sites"
         )
     return status
+
+
+def _write_hospitals(arguments: argparse.Namespace) -> int:
+    from fedatlas.data.exports import write_hospitals
+
+    if arguments.override:
+        raise FedAtlasError(
+            f"-o {arguments.override[0]}: is for demos that train, and `demo dicom` trains nothing; leave it out"
+        )
+    out = arguments.out or Path("hospitals")
+    for name, text in write_hospitals(out).items():
+        print(f"{out / name}: {text}")
+    print("try:      fedatlas describe " + f"{out / 'north'} -o north.json; docs/how-to/hospital.md goes on")
+    return 0

@@ -82,10 +82,16 @@ def call(arguments: argparse.Namespace) -> int:
         print(f"note: {note}")
     classes = ", ".join(draft.labels.names)
     print(f"{out}: {len(sites)} sites, {len(draft.labels.names)} classes ({classes}). Read it, then:")
-    here = len(paths) == len(sites)
-    verbs = ["plan", "check", "run"] if here else ["deploy init"]
+    if len(paths) == len(sites):
+        verbs = [f"{verb} {out}" for verb in ("plan", "check", "run")]
+    else:
+        described = " ".join(str(path) for path in arguments.sites if path.is_file())
+        verbs = [
+            f"plan {out} --sites {described}",
+            f"deploy init {out} -o deploy/ --host NAME, where NAME is this machine's",
+        ]
     for verb in verbs:
-        print(f"  fedatlas {verb} {out}" + ("" if here else " -o deploy/"))
+        print(f"  fedatlas {verb}")
     return 0
 
 

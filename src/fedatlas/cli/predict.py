@@ -110,6 +110,8 @@ def _require_whole(arguments: argparse.Namespace) -> None:
         raise FedAtlasError("--dicomweb: which series? Give its Series Instance UID with --series")
     if arguments.store and arguments.form == "nifti":
         raise FedAtlasError("--store: a PACS takes DICOM; give --as seg or --as rtstruct")
+    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
+        raise FedAtlasError(f"-o {arguments.out}: is a file; give a folder for the result")
     if arguments.out is None and not arguments.store:
         raise FedAtlasError("-o: the folder for the result is missing; give one, or store it with --store")
 

@@ -12,6 +12,8 @@ import numpy as np
 from fedatlas.core.errors import DataError, FederationError
 
 BACKGROUND = "background"
+SHORT_SIDES = {"l": "left", "lt": "left", "r": "right", "rt": "right"}
+"""Words of names, as in Kidney_L, that stand for a side."""
 
 
 @dataclass(frozen=True)

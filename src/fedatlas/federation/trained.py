@@ -239,6 +239,9 @@ def evaluate_folder(
     form |= {"role": "test", "aliases": aliases} if whole else tables
     index = index_of()
     labels = [name for name in dict.fromkeys((*index.names, *index.findings)) if name != BACKGROUND]
+    if not labels:
+        what = "".join(f"; {problem}" for problem in index.problems[:1])
+        raise FederationError(f"{data}: holds no labels, and scores need them{what}")
     known = [name for name in labels if aliases.get(name, name) in ours]
     if not known:
         raise FederationError(

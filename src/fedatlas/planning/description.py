@@ -152,7 +152,7 @@ def _described(
         format=config.format,
         reading=config.reading,
         reference=config.reference is not None,
-        channels=_channel_names(config, index),
+        channels=seen.channels() or _channel_names(config, index),
         cases={split: splits.count(split) for split in ("train", "validation", "test")},
         patients=len({case.patient for case in index.cases}),
         labels=seen.labels(cases),
@@ -182,7 +182,8 @@ def _first_of(error: ValidationError) -> str:
 def _kind(config: SiteConfig, index: SiteIndex) -> Literal["volumes", "masks", "findings"]:
     if index.level == "image":
         return "findings"
-    return "masks" if any(case.masks for case in index.cases) or config.format == "masks" else "volumes"
+    pictures = config.format == "masks" or any(case.masks and not case.series for case in index.cases)
+    return "masks" if pictures else "volumes"
 
 
 def _channel_names(config: SiteConfig, index: SiteIndex) -> list[str]:
@@ -227,6 +228,9 @@ class _OfImages:
         self.values.append(_sample(picture.pixels.ravel()))
         return []
 
+    def channels(self) -> list[str]:
+        return []
+
     def labels(self, cases: Sequence[Case]) -> dict[str, Named]:
         return _findings(self.index, cases)
 
@@ -254,6 +258,7 @@ class _OfVoxels:
         self.counts: dict[str, list[int]] = {name: [] for name in index.used}
         self.covered = self.doubly = 0
         self.colour, self.measured = False, True
+        self.modalities: set[str] = set()
 
     def add(self, case: Case) -> list[Problem]:
         """Reads a case; what is wrong with it."""
@@ -265,7 +270,9 @@ class _OfVoxels:
         self.shapes.append(geometry.turned_shape)
         self.spacings.append(geometry.turned_spacing)
         self.colour |= bool(raw.about.get("colour"))
-        self.measured &= not raw.about or case.pixel is not None
+        self.measured &= not raw.about.get("picture") or case.pixel is not None
+        if case.series:
+            self.modalities.add(raw.about["modality"])
         for channel, image in enumerate(raw.image):
             self.values[channel].append(_sample(image.ravel()))
         if raw.label is not None:
@@ -281,6 +288,10 @@ class _OfVoxels:
             self.labelled[channel].append(_sample(image[depth > 0]))
         for c in label.known:
             self.counts[self.space.names[c]].append(label.counts[c])
+
+    def channels(self) -> list[str]:
+        """What series in DICOM say that they are, where all say the same."""
+        return sorted(self.modalities) if len(self.modalities) == 1 else []
 
     def labels(self, cases: Sequence[Case]) -> dict[str, Named]:
         found = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import SHORT_SIDES
 from fedatlas.planning.description import Description, Named
 
 LESIONS = ("tumor", "lesion", "cancer", "metastasis", "cyst", "nodule", "mass")
@@ -77,7 +78,7 @@ def key(name: str) -> str:
     """What is equal for names that most likely mean the same: sides first, one spelling, singular."""
     words = []
     for word in plain(name).split():
-        word = {"l": "left", "lt": "left", "r": "right", "rt": "right"}.get(word, word)
+        word = SHORT_SIDES.get(word, word)
         for british, american in SPELLINGS:
             word = word.replace(british, american) if len(word) > 4 else word
         words.append(word[:-1] if len(word) > 4 and word.endswith("s") and word[-2] not in "sui" else word)

@@ -39,6 +39,11 @@ def recognised(
         raise DataError(
             f"{folder}: {what}; give the folder of a site, or descriptions (*.json) that `fedatlas describe` wrote"
         )
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise FederationError(
+            f"--name {name!r}: the name of a site has letters without accents, digits, '.', '_' and '-', 100 at most, and begins "
+            f"with a letter or digit; {site_name(Path(name))} would do"
+        )
     given = dict(reading or {})
     if form is not None:
         datasets.require(form, "the data set", also=(AUTO,))
@@ -54,7 +59,7 @@ def recognised(
         config = replace(config, format=form, reading=given)
     index = _index(config)
     if not any(case.labelled and case.split == "train" for case in index.cases):
-        why = f"; {_first_fatal(index)}" if _first_fatal(index) else ""
+        why = f"; {_first_problem(index)}" if index.problems else ""
         raise DataError(
             f"site {name}: {folder}: read as {config.format}, no labelled training case is there{why}"
         )
@@ -69,8 +74,9 @@ def _index(config: SiteConfig) -> SiteIndex:
     return read_site(config, folder)
 
 
-def _first_fatal(index: SiteIndex) -> str:
-    return next((str(problem) for problem in index.problems if problem.fatal), "")
+def _first_problem(index: SiteIndex) -> str:
+    """A fatal one before a note."""
+    return str(min(index.problems, key=lambda problem: not problem.fatal))
 
 
 def _guessed(config: SiteConfig, folder: Path) -> SiteConfig:
@@ -96,12 +102,16 @@ def _guessed(config: SiteConfig, folder: Path) -> SiteConfig:
     if tables:
         form, reading = next(iter(tables.values()))
         return replace(config, format=form, reading=reading)
-    fitting = [
-        name for name in datasets.known() if name not in ("nnunet", "csv", "masks") and _fits(config, name)
-    ]
+    readable = {
+        name: labelled
+        for name in datasets.known()
+        if name not in ("nnunet", "csv", "masks") and (labelled := _labelled(config, name)) is not None
+    }
+    # without a labelled case, the reader of the only layout that fits says why there is none
+    fitting = [name for name in readable if any(readable.values()) <= readable[name]]
     if len(fitting) == 1:
         return replace(config, format=fitting[0])
-    if fitting:
+    if any(readable.values()):
         raise DataError(
             f"site {config.name}: {folder}: may be {' or '.join(fitting)}; say which with --format"
         )
@@ -115,17 +125,17 @@ def _not_understood(name: str, folder: Path, table: str) -> str:
         return f"{folder}: holds folders of sites, as {sites[0].name}, and is none itself; give {folder}/*"
     return (
         f"site {name}: {folder}: no layout is recognised: no {table} with a label table, no images/ with masks/<class>/, no "
-        f"table (*.csv) of findings; arrange it as docs/how-to/bring-your-data.md says, or name the layout with --format: "
+        f"table (*.csv) of findings, no series in DICOM; arrange it as docs/how-to/bring-your-data.md says, or name the layout with --format: "
         f"{', '.join(datasets.known())}"
     )
 
 
-def _fits(config: SiteConfig, form: str) -> bool:
-    """Does the reader of a data set find a labelled case in the folder?"""
+def _labelled(config: SiteConfig, form: str) -> bool | None:
+    """Does the reader of a data set find a labelled case in the folder? None: it cannot read the folder at all."""
     try:
         index = _index(replace(config, format=form))
     except FedAtlasError:
-        return False
+        return None
     return any(case.labelled for case in index.cases)
 
 

@@ -64,8 +64,8 @@ def registry() -> Mapping[str, DataSet]:
 
 
 def names(*kinds: Kind) -> tuple[str, ...]:
-    """The data sets of these kinds in this package, sorted."""
-    return tuple(name for name, data in registry().items() if data.kind in kinds)
+    """The data sets of these kinds in this package, sorted; of all kinds, where none is given."""
+    return tuple(name for name, data in registry().items() if data.kind in (kinds or get_args(Kind)))
 
 
 def find(name: str) -> DataSet | None:
@@ -105,6 +105,7 @@ def _others() -> Mapping[str, EntryPoint]:
 
 def known(*kinds: Kind) -> tuple[str, ...]:
     """As `names`, and the data sets of other packages."""
+    kinds = kinds or get_args(Kind)
     others = [data for name in sorted(_others().keys() - registry().keys()) if (data := find(name))]
     return (*names(*kinds), *(data.name for data in others if data.kind in kinds))
 

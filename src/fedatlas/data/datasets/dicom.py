@@ -109,7 +109,9 @@ def read(layout: Layout) -> Listing:
         problems.append(Problem(layout.site, title, f"not readable as DICOM ({reason})", remedy))
     problems = some(problems, "cases and files")
     note(
-        missing, "series have no segmentation and were left out", "set `reading.unlabelled: true` to use them"
+        missing,
+        "series have no segmentation and were left out",
+        "export their SEG or RTSTRUCT, too, or set `reading.unlabelled: true`",
     )
     note(len(found.stray), "segmentations are of no series that is here", "export their series, too")
     note(empty, "ROIs have no contour; they count as not annotated", "draw them, or take them out")

@@ -19,7 +19,7 @@ from scipy import ndimage
 
 import fedatlas
 from fedatlas.core.errors import DataError
-from fedatlas.core.labels import LabelSpace
+from fedatlas.core.labels import SHORT_SIDES, LabelSpace
 from fedatlas.data.datasets.shared.listing import Drawn
 from fedatlas.data.formats.dicom import LPS, Part, Reader, Volume, pseudonym, pydicom, quiet, reason
 from fedatlas.data.formats.flat import Note
@@ -186,6 +186,7 @@ def meanings(
     found, told = dict[str, Meaning](), dict[str, str]()
     for name in (space.names[c] for c in space.foreground):
         words = [word for word in name.replace("-", "_").replace(" ", "_").lower().split("_") if word]
+        words = [SHORT_SIDES.get(word, word) for word in words]
         side = next((word for word in words if word in SIDES), "")
         if name in codes:
             value, scheme, meaning = codes[name]
