@@ -15,8 +15,8 @@ import numpy as np
 import SimpleITK as sitk
 from PIL import Image
 
-SHOWN = (0.1, 0.4, 0.65, 0.9)
-"""Which of the slices with a label are shown, as parts of their range."""
+SHOWN = (0.2, 0.4, 0.6, 0.8)
+"""Which slices are shown: so much of what is labelled lies below."""
 
 
 def draw(folder: str, file: str, out: str) -> None:
@@ -29,7 +29,7 @@ def draw(folder: str, file: str, out: str) -> None:
         place = [float(mm) for mm in frame.PlanePositionSequence[0].ImagePositionPatient]
         z = scan.TransformPhysicalPointToIndex(place)[2]
         labels[z][plane > 0] = frame.SegmentIdentificationSequence[0].ReferencedSegmentNumber
-    places = np.quantile(np.flatnonzero(labels.any(axis=(1, 2))), SHOWN).astype(int).tolist()
+    places = np.quantile(np.nonzero(labels)[0], SHOWN).astype(int).tolist()
     figure, axes = plt.subplots(1, len(places), figsize=(11, 3.1), layout="constrained")
     colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
     for place, axis in zip(places, axes, strict=True):
@@ -56,7 +56,7 @@ def draw(folder: str, file: str, out: str) -> None:
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     figure.savefig(out, dpi=90)
-    Image.open(out).convert("RGB").quantize(64).save(out, optimize=True)
+    Image.open(out).convert("RGB").quantize(256).save(out, optimize=True)
 
 
 if __name__ == "__main__":
