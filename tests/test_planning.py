@@ -444,8 +444,6 @@ def test_other_folders_and_options_are_refused(tmp_path: Path) -> None:
         recognised(tmp_path / "nowhere", "a")
     with pytest.raises(FederationError, match="did you mean 'masks'"):
         recognised(tmp_path, "a", "mask")
-    with pytest.raises(FederationError, match="--name 'St Mary': the name of a site .* St-Mary would do"):
-        recognised(tmp_path, "St Mary")
     with pytest.raises(FederationError, match="name it with --format"):
         recognised(tmp_path, "a", None, {"table": "x.csv"})
     with pytest.raises(FederationError, match="name: got 'a/b'"):

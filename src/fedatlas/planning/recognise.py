@@ -39,11 +39,6 @@ def recognised(
         raise DataError(
             f"{folder}: {what}; give the folder of a site, or descriptions (*.json) that `fedatlas describe` wrote"
         )
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise FederationError(
-            f"--name {name!r}: the name of a site has letters without accents, digits, '.', '_' and '-', 100 at most, and begins "
-            f"with a letter or digit; {site_name(Path(name))} would do"
-        )
     given = dict(reading or {})
     if form is not None:
         datasets.require(form, "the data set", also=(AUTO,))
