@@ -304,6 +304,7 @@ def privacy() -> Drawing:
 GAINS = (
     ("each organ annotated at one site, all labelled cases", "head-neck", "standalone", "fedatlas"),
     ("one site, four cases at each site", "head-neck-few", "standalone-4", "fedatlas-4"),
+    ("two sites, four cases", "head-neck-annotators", "standalone-two", "fedatlas-two"),
     ("all four sites, four cases", "head-neck-annotators", "standalone-four", "fedatlas-four"),
 )
 """What was asked, and where docs/results.md answers: a table's place, the merged local models, the model of all sites."""
