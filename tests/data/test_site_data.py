@@ -423,3 +423,16 @@ def test_the_bundled_data_are_sound_and_small(cache) -> None:
         for name in ("right_parotid", "left_parotid")
     )
     assert left < right, "the first axis of RAS runs to the right"
+
+
+def test_a_thread_that_makes_batches_ends_before_the_interpreter() -> None:
+    """As after Ctrl-C, where the iteration is held by the frames of the error. What is registered first runs last."""
+    program = (
+        "import atexit, threading, time\n"
+        "atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name == 'prefetch']))\n"
+        "from fedatlas.data.site_data import prefetch\n"
+        "kept = prefetch(lambda number: time.sleep(0.01) or number, 10**6)\n"
+        "print(next(kept))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["0", "[]"]), done.stderr

@@ -5,6 +5,7 @@ What depends on what the labels are of stands in `data.voxels` and `data.images`
 Shapes: B batch, C classes.
 """
 
+import atexit
 import copy
 import hashlib
 import queue
@@ -360,7 +361,7 @@ def prefetch(make: Callable[[int], T], count: int, *, ahead: int = 2) -> Iterato
     """make(0), make(1), … make(count - 1), in order, made in one thread at most `ahead` before they are read.
 
     What `make` raises is raised here, in its place. The thread has ended when the iteration has, whether it
-    was finished, failed or was given up.
+    was finished, failed or was given up, and before the interpreter does: a thread that it ends within torch would abort it.
     """
     ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=ahead)
     given_up = threading.Event()
@@ -385,7 +386,13 @@ def prefetch(make: Callable[[int], T], count: int, *, ahead: int = 2) -> Iterato
             put((made, None))
 
     thread = threading.Thread(target=work, name="prefetch", daemon=True)
+
+    def end() -> None:
+        given_up.set()
+        thread.join()
+
     thread.start()
+    atexit.register(end)
     try:
         for _ in range(count):
             made, error = ready.get()
@@ -393,5 +400,5 @@ def prefetch(make: Callable[[int], T], count: int, *, ahead: int = 2) -> Iterato
                 raise error
             yield made
     finally:
-        given_up.set()
-        thread.join()
+        end()
+        atexit.unregister(end)
