@@ -354,6 +354,30 @@ def test_scans_that_would_overwrite_each_other(trained: Path, phantom: Path, tmp
     assert "would both be written" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def test_options_may_stand_before_and_between_what_a_verb_is_given(
+    trained: Path, phantom: Path, tmp_path, capsys
+) -> None:
+    scan = phantom / "site-1" / "imagesTs" / "p104_0000.nii.gz"
+    given = [["-o", "OUT", trained, scan], [trained, "-o", "OUT", scan], [trained, scan, "-o", "OUT"]]
+    made = []
+    for number, parts in enumerate(given):
+        out = tmp_path / str(number)
+        output(capsys, "predict", *(out if part == "OUT" else part for part in parts))
+        made.append((out / "p104_0000_labels.nii.gz").read_bytes())
+    assert made[0] == made[1] == made[2]
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_work(
+    trained: Path, phantom: Path, tmp_path, capsys
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "below"
+    scan = phantom / "site-1" / "imagesTs" / "p104_0000.nii.gz"
+    assert main(["predict", str(trained), str(scan), "-o", str(out)]) == 1
+    told = capsys.readouterr().err
+    assert f"-o {out}: cannot be written" in told and "p104" not in told, "no scan was counted yet"
+
+
 def test_scans_of_other_channels(trained: Path, phantom: Path, tmp_path, capsys) -> None:
     scan = phantom / "site-1" / "imagesTs" / "p104_0000.nii.gz"
     assert main(["predict", str(trained), f"{scan},{scan}", "-o", str(tmp_path)]) == 1

@@ -267,6 +267,15 @@ def test_a_batch_is_small_for_the_smallest_site() -> None:
     assert (few, many) == (4, 16), "5 of 100 slices, in powers of 2"
 
 
+def test_memory_that_is_too_small_is_told() -> None:
+    site = told("a", {"x": (1, 1)})
+    reasons = [
+        next(p.reason for p in proposals([site], 3, machine) if p.key == "local.batch")
+        for machine in (CPU, replace(CPU, budget=1000))
+    ]
+    assert "give it more memory" not in reasons[0] and "nothing smaller is proposed" in reasons[1]
+
+
 @pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
 def test_proposals_are_a_federation_file(machine: Machine) -> None:
     sites = [told("a", {"x": (1, 1)}, spacing=(1, 1, 6), shape=(200, 180, 40)), told("b", {"y": (1, 1)})]
@@ -470,6 +479,8 @@ def test_folders_become_a_file_that_is_a_federation(phantom: Path, tmp_path: Pat
     assert "3 sites" in told_text and f"fedatlas run {out}" in told_text
     federation = load_federation(out)
     assert federation.name == "phantom" and len(federation.sites) == 3 and federation.labels.exclusive
+    assert federation.method["name"] == "fedatlas" and federation.local.optimizer == "sgd"
+    assert out.read_text().count("Nesterov") == 1, "one reason stands above the keys of one rule"
     keys = [line for line in out.read_text().splitlines() if line and line[0] not in " #"]
     assert keys[0] == "name: phantom" and all("#" in out.read_text().split(k)[0] for k in keys)
     assert main(["init", *sites_of(phantom), "-o", str(out)]) == 1

@@ -64,7 +64,8 @@ def slow_loss(z: Tensor, target: Tensor, known: Tensor, pooled: bool, power: int
             overlap = sum(float((m[s, c] * y[s, c]).sum()) for s in part)
             size = sum(float((m[s, c] ** power).sum() + y[s, c].sum()) for s in part)
             d = (2 * overlap + 0.1) / (size + 0.2)
-            dice.append(1 - below - below * math.log(d / below) if d < below else 1 - d)
+            logarithm = d < below and any(bool(y[s, c].any()) for s in part)  # of a class that is there
+            dice.append(1 - below - below * math.log(d / below) if logarithm else 1 - d)
     return ce / (samples * voxels) + sum(dice) / len(dice)
 
 

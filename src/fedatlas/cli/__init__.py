@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from fedatlas import __version__
 from fedatlas.cli.shared import INTERRUPTED
@@ -70,7 +71,7 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         description="One model that knows every class, from sites that each labelled only some.",
     )
     top.add_argument("--version", action="version", version=f"fedatlas {__version__}")
-    verbs = top.add_subparsers(title="verbs", required=True, metavar="VERB")
+    verbs = top.add_subparsers(title="verbs", required=True, metavar="VERB", parser_class=_Verb)
     for name in VERBS:
         module = import_module(f"fedatlas.cli.{name}")
         made = verbs.add_parser(
@@ -84,3 +85,20 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             made.set_defaults(verb=getattr(module, "call", None))
             module.options(made)
     return top
+
+
+class _Verb(argparse.ArgumentParser):
+    """Takes options before, between and behind the files of a verb: `predict RUN -o out/ SCAN` as well as `predict RUN SCAN -o out/`."""
+
+    _intermixed = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        if (
+            self._intermixed or self._subparsers is not None
+        ):  # called by the method below, or a verb of several
+            return super().parse_known_args(args, namespace)
+        self._intermixed = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._intermixed = False

@@ -2,6 +2,7 @@
 folder be written."""
 
 import hashlib
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,8 @@ def require_members(
 
 
 def require_new(out: Path, inputs: Sequence[Path], written: Sequence[Path], overwrite: bool) -> None:
-    """Raises FederationError where results would lie among the files that they are of, or replace others that are
-    there. written: what will be made."""
+    """Makes the folder of results, before the work. Raises FederationError where results would lie among the files that they are
+    of, would replace others that are there, or cannot be written. written: what will be made."""
     for file in inputs:
         if file.parent.resolve() == out.resolve():
             raise FederationError(
@@ -115,6 +116,14 @@ def require_new(out: Path, inputs: Sequence[Path], written: Sequence[Path], over
         raise FederationError(
             f"{there[0]}{more}: exists already; give another folder with -o, or replace it with --overwrite"
         )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise FederationError(
+            f"-o {out}: cannot be written ({error.strerror or error}); give another folder"
+        ) from None
 
 
 def require_files(files: Sequence[Path]) -> None:

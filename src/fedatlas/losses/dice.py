@@ -28,22 +28,26 @@ def dice_loss(
     log_below: l, between 0 and 1: below d = l the loss goes on as 1 - l - l log(d / l), without a step or a bend; 1: it is
         -log d. Where a class is small and nothing of it is found yet, the gradient of 1 - d vanishes with its
         probabilities, and that of the logarithm does not (Wong et al., 3D segmentation with exponential logarithmic
-        loss for highly unbalanced object sizes, MICCAI 2018). sn is above 0 then, as d may be 0 without it.
+        loss for highly unbalanced object sizes, MICCAI 2018). sn is above 0 then, as d may be 0 without it. Where b is 0
+        throughout, nothing can be found, and the loss stays 1 - d.
 
     Returns 0, with a gradient of 0, where no channel counts.
     """
     space = tuple(range(2, a.dim()))
     overlap = (a * b).sum(space)
-    size = (a if power == 1 else a * a).sum(space) + (b if power == 1 else b * b).sum(space)
+    wanted = (b if power == 1 else b * b).sum(space)
+    size = (a if power == 1 else a * a).sum(space) + wanted
     counts = torch.ones_like(size, dtype=torch.bool) if valid is None else valid
-    overlap, size = overlap * counts, size * counts
+    overlap, size, wanted = overlap * counts, size * counts, wanted * counts
     if pooled:
-        overlap, size, counts = overlap.sum(0), size.sum(0), counts.any(0)
+        overlap, size, wanted, counts = overlap.sum(0), size.sum(0), wanted.sum(0), counts.any(0)
     # what does not count is kept from a division 0 / 0, whose gradient would not be finite
     denominator = torch.where(counts, size + smooth_denominator, 1)
     d = (2 * overlap + smooth_numerator) / denominator
     term = 1 - d
     if log_below:
-        term = torch.where(d < log_below, 1 - log_below - log_below * (d / log_below).log(), term)
+        term = torch.where(
+            (d < log_below) & (wanted > 0), 1 - log_below - log_below * (d / log_below).log(), term
+        )
     loss = torch.where(counts, term, 0)
     return loss.sum() / counts.sum().clamp(min=1)

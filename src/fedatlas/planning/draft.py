@@ -203,38 +203,34 @@ def _planned(draft: Draft) -> Iterator[str]:
         (b for b in blocks if b), key=["preprocessing", "images", "local", "evaluation"].index
     ):
         yield f"{block}:"
-        for proposal in blocks[block]:
-            yield from _proposed(proposal, 2)
+        yield from _proposed(blocks[block], 2)
         yield ""
-    for proposal in blocks.get("", []):
-        yield from _proposed(proposal, 0)
+    yield from _proposed(blocks.get("", []), 0)
 
 
-def _proposed(proposal: Proposal, indent: int) -> Iterator[str]:
-    yield from _comment(f"{proposal.rule}: {proposal.reason}", indent)
-    yield from _entry(proposal.key.rpartition(".")[2], proposal.value, indent)
+def _proposed(proposals: Sequence[Proposal], indent: int) -> Iterator[str]:
+    before = ""
+    for proposal in proposals:
+        why = f"{proposal.rule}: {proposal.reason}"
+        if why != before:  # several keys of one rule stand below it
+            yield from _comment(why, indent)
+        before = why
+        yield from _entry(proposal.key.rpartition(".")[2], proposal.value, indent)
 
 
 def _method(draft: Draft) -> Iterator[str]:
-    differ = (
-        len(
-            {
-                frozenset(draft.labels.classes[p] for p in draft.labels.classes if p[0] == s.site)
-                for s in draft.sites
-            }
+    if draft.task == "classification":
+        yield from _comment(
+            "The plainest method, the mean of local models; findings that a site does not annotate are left out of its loss. "
+            "Then compare: fedpsl, fedprox, standalone (`fedatlas list methods`)."
         )
-        > 1
-    )
-    others = "condistfl, fedprox" if draft.task == "segmentation" else "fedpsl, fedprox"
-    why = (
-        "its loss teaches at each site what is annotated there, and nothing about the rest"
-        if differ
-        else "the mean of local models"
-    )
-    yield from _comment(
-        f"The plainest method: {why}. Then compare: {others}, standalone (`fedatlas list methods`)."
-    )
-    yield "method: {name: fedavg}"
+        yield "method: {name: fedavg}"
+    else:
+        yield from _comment(
+            "The mean of local models, with momentum; a voxel that a site labels as one organ is none of those that the site does "
+            "not annotate. Then compare: fedavg, condistfl, standalone (`fedatlas list methods`)."
+        )
+        yield "method: {name: fedatlas}"
 
 
 def _engine(draft: Draft) -> Iterator[str]:

@@ -174,11 +174,15 @@ def told(seen: Forecast) -> dict[str, Any]:
 def text_of(result: Mapping[str, Any]) -> str:
     """The result for a person."""
     lines = [f"federation {result['federation']}: what the rules propose for {result['device']}", ""]
+    before = ""
     for entry in result["proposals"]:
         same = entry["file"] == entry["value"] or _plain(entry["file"]) == _plain(entry["value"])
         now = "as in the file" if same else f"the file has {_plain(entry['file'])}"
         lines.append(f"{entry['key']}: {_plain(entry['value'])}   ({now})")
-        lines.append(f"    {entry['rule']}: {entry['reason']}")
+        why = f"    {entry['rule']}: {entry['reason']}"
+        if why != before:  # several keys of one rule stand below each other
+            lines.append(why)
+        before = why
     if result["forecast"]:
         lines += [
             "",

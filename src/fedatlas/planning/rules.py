@@ -174,9 +174,12 @@ def _of_scans(
             "neighbouring slices that a slice is given",
         ),
     ]
-    return (
-        found + _net_and_batch(net, batch, patch, machine) + _length(sites, smallest, on_grid, patch, batch)
-    )
+    return [
+        *found,
+        *_net_and_batch(net, batch, patch, channels, classes, machine),
+        *_optimizer(),
+        *_length(sites, smallest, on_grid, patch, batch),
+    ]
 
 
 def target_spacing(sites: Sequence[Description]) -> tuple[list[float], tuple[str, str]]:
@@ -296,8 +299,13 @@ def _bytes(net: dict[str, Any], size: Sequence[int], channels: int, classes: int
     return step_memory(made, (batch, channels, *size), "adamw").likely
 
 
-def _net_and_batch(net: dict[str, Any], batch: int, patch: Sequence[int], machine: Machine) -> list[Proposal]:
-    budget = gibibytes(machine.budget)
+def _net_and_batch(
+    net: dict[str, Any], batch: int, patch: Sequence[int], channels: int, classes: int, machine: Machine
+) -> list[Proposal]:
+    need, budget = _bytes(net, patch, channels, classes, batch), gibibytes(machine.budget)
+    room = f"of {budget} that it may take"
+    if need > machine.budget:
+        room = f"where it may take {budget}; nothing smaller is proposed, so give it more memory"
     levels = len(net["filters"])
     width = (
         "32 channels first, as nnU-Net"
@@ -315,9 +323,15 @@ def _net_and_batch(net: dict[str, Any], batch: int, patch: Sequence[int], machin
             "local.batch",
             batch,
             "2 at least, more while memory lasts",
-            f"a step may take {budget}, and a batch {MOST_OF_A_SITE:.0%} of the smallest site's voxels",
+            f"a step takes about {gibibytes(need)} {room}; a batch holds {MOST_OF_A_SITE:.0%} of the smallest site's voxels at most",
         ),
     ]
+
+
+def _optimizer() -> list[Proposal]:
+    rule, why = "SGD with Nesterov's momentum, as nnU-Net", "as in this project's comparisons of segmentation"
+    recipe = {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
+    return [Proposal(f"local.{key}", value, rule, why) for key, value in recipe.items()]
 
 
 def _length(
@@ -379,7 +393,12 @@ def _of_pictures(sites: Sequence[Description], classes: int, machine: Machine) -
     passes = (
         float(np.median([site.cases["train"] for site in sites])) * math.prod(size) / math.prod(patch) / batch
     )
-    return found + _net_and_batch(net, batch, patch, machine) + _steps(passes)
+    return [
+        *found,
+        *_net_and_batch(net, batch, patch, channels, classes, machine),
+        *_optimizer(),
+        *_steps(passes),
+    ]
 
 
 def _of_images(sites: Sequence[Description], classes: int, machine: Machine) -> list[Proposal]:
