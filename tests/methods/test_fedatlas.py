@@ -18,7 +18,7 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
-from fedatlas.methods.fedatlas import FedAtlas, L_taught, against_rest, counted
+from fedatlas.methods.fedatlas import NO_CLASS_LOST, FedAtlas, L_taught, against_rest, counted
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedopt import FedOpt
 from fedatlas.transport.pipeline import PLAIN_ANSWER
@@ -175,9 +175,11 @@ def test_all_parts_off_is_fedavg_bit_for_bit() -> None:
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_without_teaching_it_is_fedopt_with_exclusion_bit_for_bit(precision: Any) -> None:
     local = dataclasses.replace(LOCAL, precision=precision)
-    exclusion = LossChoice(name="marginal_dice_ce_exclusion")
-    expected = play(FedOpt(loss=exclusion, momentum=0.6, local=local), rounds=3)
-    assert same(play(FedAtlas(teach=0.0, local=local), rounds=3).model, expected.model)
+    for options in (NO_CLASS_LOST, {"exclusion_ce": 2.0}):
+        exclusion = LossChoice(name="marginal_dice_ce_exclusion", options=options)
+        expected = play(FedOpt(loss=exclusion, momentum=0.6, local=local), rounds=3)
+        own = LossChoice() if options is NO_CLASS_LOST else LossChoice(options=options)
+        assert same(play(FedAtlas(teach=0.0, loss=own, local=local), rounds=3).model, expected.model)
 
 
 def test_where_everything_is_annotated_everywhere_nothing_is_taught() -> None:

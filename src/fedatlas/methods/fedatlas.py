@@ -5,7 +5,7 @@ This project's own method; docs/explanation/fedatlas.md derives it, docs/results
     1  for each round t:
     2      for each site k, at the same time:
     3          for each batch:
-    4              L = supervised loss with exclusion
+    4              L = supervised loss with exclusion, which gives no class up
     5              in every n-th batch:  L += n * teach * L_taught(F, F_t; r)
     6              count how well F finds the classes that the site annotates: overlap_k^c, size_k^c
     7          send F, overlap_k, size_k
@@ -15,7 +15,9 @@ This project's own method; docs/explanation/fedatlas.md derives it, docs/results
 
 A site that annotates a few organs leaves all others free. Two things follow: a voxel that it labels is none of the
 organs that it does not annotate, which the exclusion loss says (line 4); and what only one of K sites knows enters
-their mean with 1/K of its strength, which the server's momentum makes good (line 10).
+their mean with 1/K of its strength, which the server's momentum makes good (line 10). A small class that is not found
+early could be lost for good that way: where little of it is found, the Dice part of the loss goes on as a logarithm, and
+nothing is clamped (line 4).
 
 Where a site annotates nothing, the model that it received can teach (line 5; off by default): within the background and the classes that
 a sample does not annotate, each such class against the rest of them. Only classes that are good teach, each by its
@@ -50,6 +52,11 @@ from fedatlas.losses.marginal import labelled
 from fedatlas.methods.shared.averaging import SENDS, Weighting, mean
 from fedatlas.methods.shared.server_step import MeanWithMomentum, StepState, started, stepped, with_momentum
 
+NO_CLASS_LOST = {
+    "marginal": {"power": 2, "smooth_numerator": 1e-3, "smooth_denominator": 1e-3, "log_below": 0.2}
+}
+"""Options of marginal_dice_ce_exclusion with which a class of which nothing is found goes on learning."""
+
 SENDS_COUNTS = SENDS | {"overlap": "per class", "size": "per class"}
 """What a site answers where a class teaches by how well it is known."""
 
@@ -67,7 +74,8 @@ class FedAtlas(MeanWithMomentum):
 
     exclusion: bool = option(
         True,
-        "Whether the loss auto is marginal_dice_ce_exclusion where classes exclude each other; false: as everywhere else.",
+        "Whether the loss auto is marginal_dice_ce_exclusion where classes exclude each other, without options of its own with those "
+        "that give no class up (log_below 0.2, no clamp); false: as everywhere else.",
     )
     server_momentum: float = option(0.6, "Momentum of the server's step; 0: the mean itself.", ge=0, lt=1)
     teach: float = option(
@@ -145,7 +153,8 @@ class FedAtlas(MeanWithMomentum):
     def supervised(self, space: LabelSpace) -> LossChoice:
         """The supervised loss, with exclusion where it is left open."""
         if self.exclusion and self.loss.name == "auto" and space.exclusive:
-            return dataclasses.replace(self.loss, name="marginal_dice_ce_exclusion")
+            own = self.loss.options or NO_CLASS_LOST
+            return dataclasses.replace(self.loss, name="marginal_dice_ce_exclusion", options=own)
         return self.loss
 
     @at_site
