@@ -235,7 +235,7 @@ def test_the_twenty_keys_are_keys(reference) -> None:
 def test_pictures_say_what_they_are_made_from(tmp_path, capsys) -> None:
     drawn = runpy.run_path(str(ROOT / "tools" / "make_pictures.py"))
     assert drawn["main"]([str(tmp_path)]) == 1
-    assert "fedopt-s0/run.json" in (told := capsys.readouterr().err) and "make demo" in told
+    assert "fedatlas-s0/run.json" in (told := capsys.readouterr().err) and "make demo" in told
     sizes = [file.stat().st_size for file in (ROOT / "docs" / "pictures").iterdir()]
     assert max(sizes) < 150_000 and sum(sizes) < 600_000
 

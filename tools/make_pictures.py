@@ -27,7 +27,7 @@ from fedatlas.evaluation.statistics import cell_means, read_rows, select
 from fedatlas.federation.audit import logs_of
 
 ROOT = Path(__file__).parents[1]
-FEDERATED, ALONE = "fedopt-s0", "standalone-s0"
+FEDERATED, ALONE = "fedatlas-s0", "standalone-s0"
 FINER = 8  # times as many pixels as voxels: outlines are drawn smoothly, the CT is interpolated
 WINDOW = (-160.0, 240.0)  # HU, soft tissue
 INK, MUTED, GRID, BAD = "#1b2128", "#57616c", "#dfe4ea", "#b3261e"

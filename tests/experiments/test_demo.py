@@ -8,6 +8,7 @@ from fedatlas import cli
 from fedatlas.cli import main
 from fedatlas.compare import Comparison, load_comparison
 from fedatlas.federation.design import Experiment
+from fedatlas.methods.fedatlas import NO_CLASS_LOST
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,20 +34,19 @@ def test_overrides_are_of_one_federation(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_arms_differ_in_their_method_alone(demo: Comparison) -> None:
-    """Same data, net and local training. The loss of the models of all sites is one; that of standalone is the one that was
-    better for it on validation cases (docs/results.md). What is evaluated at the end may differ."""
-    assert list(demo.federations) == ["fedopt", "fedavg", "standalone"] and list(demo.seeds) == [0]
+    """Same data, net, local training and loss. What is evaluated at the end may differ."""
+    assert list(demo.federations) == ["fedatlas", "fedavg", "standalone"] and list(demo.seeds) == [0]
     arms = [of[0] for of in demo.federations.values()]
     for name in ("sites", "labels", "preprocessing", "net", "local", "rounds", "sampling", "augmentation"):
         assert all(getattr(arm, name) == getattr(arms[0], name) for arm in arms), name
-    losses = [arm.method["loss"]["name"] for arm in arms]
-    assert losses == ["marginal_dice_ce_exclusion", "marginal_dice_ce_exclusion", "marginal_dice_ce"]
+    own = {"name": "marginal_dice_ce_exclusion", "options": NO_CLASS_LOST}  # of fedatlas, if it is given none
+    assert "loss" not in arms[0].method and [arm.method["loss"] for arm in arms[1:]] == [own, own]
     assert len({arm.method["name"] for arm in arms}) == 3
 
 
 def test_it_is_scored_on_test_cases_of_every_site(demo: Comparison, tmp_path: Path) -> None:
     assert demo.measure.split == "test" and all(table.split == "test" for table in demo.tables)
-    experiment = Experiment(demo.federations["fedopt"][0], tmp_path)
+    experiment = Experiment(demo.federations["fedatlas"][0], tmp_path)
     for source in experiment.sources.values():
         assert {split: len(items) for split, items in source.items.items()} == {  # type: ignore[attr-defined]
             "train": 4,
@@ -57,5 +57,5 @@ def test_it_is_scored_on_test_cases_of_every_site(demo: Comparison, tmp_path: Pa
 
 def test_forgetting_can_show(demo: Comparison) -> None:
     """Local models are scored, and the last local steps still move them."""
-    first = demo.federations["fedopt"][0]
+    first = demo.federations["fedatlas"][0]
     assert "local" in first.evaluation.models and first.local.lr_min > 0

@@ -6,6 +6,7 @@ import pytest
 
 from fedatlas.compare.plan import load_comparison
 from fedatlas.federation.yaml import read_yaml
+from fedatlas.methods.fedatlas import NO_CLASS_LOST, FedAtlas
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 READ = {path: read_yaml(path) for path in sorted(EXPERIMENTS.rglob("*.yaml"))}
@@ -26,3 +27,14 @@ def test_a_comparison_can_be_read(path: Path, profile: str | None, tmp_path: Pat
     comparison = load_comparison([path], profile=profile, data=tmp_path, runs=tmp_path)
     assert comparison.arms
     assert comparison.seeds
+
+
+@pytest.mark.parametrize("name", ["compare", "few", "annotators", "methods"])
+def test_matched_arms_have_loss_and_server_step_of_fedatlas(name: str, tmp_path: Path) -> None:
+    comparison = load_comparison([EXPERIMENTS / "head-neck" / f"{name}.yaml"], data=tmp_path, runs=tmp_path)
+    matched = {arm: runs[0].method for arm, runs in comparison.federations.items() if "matched" in arm}
+    assert matched
+    for arm, method in matched.items():
+        assert method["loss"] == {"name": "marginal_dice_ce_exclusion", "options": NO_CLASS_LOST}, arm
+        if method["name"] not in ("standalone", "centralized"):  # they have no server's step
+            assert method["server_momentum"] == FedAtlas().server_momentum, arm
