@@ -31,8 +31,14 @@ def test_a_comparison_can_be_read(path: Path, profile: str | None, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["compare", "few", "annotators", "methods"])
 def test_matched_arms_have_loss_and_server_step_of_fedatlas(name: str, tmp_path: Path) -> None:
-    comparison = load_comparison([EXPERIMENTS / "head-neck" / f"{name}.yaml"], data=tmp_path, runs=tmp_path)
-    matched = {arm: runs[0].method for arm, runs in comparison.federations.items() if "matched" in arm}
+    comparison = load_comparison(
+        [EXPERIMENTS / "head-neck" / f"{name}.yaml"], profile="full", data=tmp_path, runs=tmp_path
+    )
+    matched = {
+        arm: next(iter(runs.values())).method
+        for arm, runs in comparison.federations.items()
+        if "matched" in arm
+    }
     assert matched
     for arm, method in matched.items():
         assert method["loss"] == {"name": "marginal_dice_ce_exclusion", "options": NO_CLASS_LOST}, arm
