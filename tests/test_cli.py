@@ -367,6 +367,23 @@ def test_options_may_stand_before_and_between_what_a_verb_is_given(
     assert made[0] == made[1] == made[2]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["predict", "run", "scan", "--overwite"], "--overwite: not known; did you mean --overwrite?"),
+        (["check", "f.yaml", "more"], "fedatlas check: error: more: not known"),
+        (["list", "methods", "more"], "fedatlas list: error: more: not known"),
+        (["deploy", "init", "f.yaml", "-o", "d", "--hots", "x"], "did you mean --host?"),
+        (["analyse", "hessian", "run", "--bogus"], "fedatlas analyse hessian: error: --bogus: not known"),
+    ],
+)
+def test_what_a_verb_does_not_take_is_told_with_what_it_takes(arguments, text, capsys) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and text in told and f"usage: fedatlas {arguments[0]}" in told
+
+
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(
     trained: Path, phantom: Path, tmp_path, capsys
 ) -> None:

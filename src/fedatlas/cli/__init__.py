@@ -11,6 +11,7 @@ A verb of several (`deploy`, `analyse`) has no `call`: its `options` adds a pars
 """
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -93,12 +94,23 @@ class _Verb(argparse.ArgumentParser):
     _intermixed = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        if (
-            self._intermixed or self._subparsers is not None
-        ):  # called by the method below, or a verb of several
+        if self._intermixed:  # called by the method below
             return super().parse_known_args(args, namespace)
-        self._intermixed = True
-        try:
-            return self.parse_known_intermixed_args(args, namespace)
-        finally:
-            self._intermixed = False
+        if self._subparsers is not None:  # a verb of several
+            found, unknown = super().parse_known_args(args, namespace)
+        else:
+            self._intermixed = True
+            try:
+                found, unknown = self.parse_known_intermixed_args(args, namespace)
+            finally:
+                self._intermixed = False
+        if unknown:  # said here, where the usage names what the verb takes
+            self.error(
+                f"{' '.join(unknown)}: not known{self._nearest(unknown[0])} (the usage above shows what is allowed)"
+            )
+        return found, unknown
+
+    def _nearest(self, given: str) -> str:
+        """A hint at the option whose name is nearest to the one that was given, or nothing."""
+        near = difflib.get_close_matches(given.partition("=")[0], self._option_string_actions, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
