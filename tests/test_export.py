@@ -181,6 +181,8 @@ def test_errors_say_what_is_allowed_and_leave_what_is_there(
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     assert "it is no export" in fails(str(run), "--to", "safetensors", "-o", str(out), "--overwrite")
+    below = out / "mine.txt" / "below"
+    assert f"-o {below}: cannot be written" in fails(str(run), "--to", "safetensors", "-o", str(below))
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["mine.txt"]
 
 

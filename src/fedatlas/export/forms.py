@@ -52,8 +52,13 @@ def export(
             )
         )
     chosen = subject(path, model, warn)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".export-", dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=".export-", dir=out.parent))
+    except OSError as error:
+        raise FederationError(
+            f"-o {out}: cannot be written ({error.strerror or error}); give another folder"
+        ) from None
     try:
         found = FORMS[form](chosen, temporary)
         (temporary / CARD).write_text(card(chosen, form, found, out), encoding="utf-8")
