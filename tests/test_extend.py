@@ -31,6 +31,7 @@ from fedatlas.federation.file import (
 )
 from fedatlas.federation.initial import InitFrom, initialise, sentence, settled
 from fedatlas.federation.session import run_federation
+from fedatlas.methods.fedatlas import NO_CLASS_LOST
 from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import wire
 
@@ -263,6 +264,18 @@ def test_the_verb_writes_a_file_that_learns_a_new_class(finished, joins, tmp_pat
     assert last_state(federation, tmp_path / "whole") == whole, "the last round again"
     state: Any = wire.decode(whole)
     assert state["old"] == [classes.index(c) for c in classes[1:]] and state["teacher"]
+
+
+def test_the_loss_that_a_runs_method_took_goes_on(small, joins, tmp_path) -> None:
+    """A file that names none has that of its method: marginal, or what fedatlas takes."""
+    for method, options in (("fedavg", None), ("fedatlas", NO_CLASS_LOST)):
+        folder, out = tmp_path / method, tmp_path / f"{method}.yaml"
+        method = {"name": method, "weights": "equal"}
+        run_federation(parse_federation(small | {"rounds": 1, "method": method}, base=Path()), folder)
+        extend(folder, asked(tmp_path, {"sites": [joins]}), out)
+        taken = load_federation(out).method
+        assert taken["name"] == "mib" and taken["weights"] == "equal"
+        assert taken.get("loss", {}).get("options") == options
 
 
 @pytest.mark.parametrize("method", [{"name": "mib", "lambda_kd": 3.0}, {"name": "condistfl", "tau": 0.5}])

@@ -304,8 +304,7 @@ def privacy() -> Drawing:
 GAINS = (
     ("each organ annotated at one site, all labelled cases", "head-neck", "standalone", "fedatlas"),
     ("one site, four cases at each site", "head-neck-few", "standalone-4", "fedatlas-4"),
-    ("two sites, four cases", "head-neck-annotators", "standalone-two", "fedatlas-two"),
-    ("all four sites, four cases", "head-neck-annotators", "standalone-four", "fedatlas-four"),
+    ("two sites, four cases at each site", "head-neck-annotators", "standalone-two", "fedatlas-two"),
 )
 """What was asked, and where docs/results.md answers: a table's place, the merged local models, the model of all sites."""
 
@@ -330,22 +329,22 @@ def difference(page: str, place: str, arm: str, reference: str) -> tuple[float, 
 def gains() -> Drawing:
     """By how much one model of all sites is above the merged models of sites that train alone."""
     page = (OUT.parent / "results.md").read_text()
-    left, unit, top = 400, 30.0, 46
+    left, unit, top = 400, 60.0, 46
     d = Drawing(
         860,
         top + 44 * len(GAINS) + 62,
         "One model of all sites against the merged models of sites that train alone",
     )
-    zero = left + 2 * unit
+    zero = left + unit
     bottom = top + 44 * len(GAINS)
-    for points in range(-2, 13, 2):
+    for points in range(-1, 6):
         x = zero + unit * points
         d.lines.append(
             f'<line x1="{x:g}" y1="{top - 12}" x2="{x:g}" y2="{bottom}" stroke="{GRID if points else INK}"/>'
         )
         d.text(x, bottom + 20, f"{points:+d}" if points else "0", colour=MUTED)
     d.text(
-        zero + 4 * unit,
+        zero + 2 * unit,
         bottom + 42,
         "difference of the mean Dice, in points (95 % interval over cases)",
         colour=MUTED,

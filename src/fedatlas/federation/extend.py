@@ -10,10 +10,10 @@ from pydantic import TypeAdapter
 
 from fedatlas import methods
 from fedatlas.core.errors import FederationError, RunFolderError
-from fedatlas.core.options import not_known, own_first
+from fedatlas.core.options import not_known
 from fedatlas.data.index import SiteConfig
 from fedatlas.federation.design import space_of
-from fedatlas.federation.file import Federation, load_federation
+from fedatlas.federation.file import Federation, load_federation, make_method
 from fedatlas.federation.initial import sentence
 from fedatlas.federation.tasks import task_of
 from fedatlas.federation.usable import record_of
@@ -36,7 +36,8 @@ def extend(
         raise RunFolderError(f"{run}: not a run folder, it holds no run.json; `fedatlas run` makes one")
     if out.exists():
         raise FederationError(f"{out}: exists already; name another file with -o")
-    known = record_of(run)[1].names
+    space = record_of(run)[1]
+    known, of_run = space.names, load_federation(run / "federation.yaml")
     old, new = read_yaml(run / "federation.yaml"), load_raw(file)
     if not new and not without:
         raise FederationError(f"{file}: says nothing new; give `sites`, new names in `labels`, or other keys")
@@ -53,7 +54,7 @@ def extend(
         "labels": {**labels, "names": [*known, *added]},
         "sites": list(sites.values()),
         "init_from": {"path": str(run.resolve()), "model": model},
-        "method": _method(old["method"]),
+        "method": methods.continued(of_run.method, make_method(of_run), space),
         **new,
     }
     joined = [name for name in sites if name not in {site["name"] for site in old["sites"]}]
@@ -92,15 +93,6 @@ def _sites(old: Mapping[str, Any], new: Any, without: Sequence[str], file: Path)
         for name, site in sites.items()
     }
     return kept | {str(site["name"]): absolute(dict(site), file.resolve().parent) for site in new}
-
-
-def _method(old: Mapping[str, Any]) -> dict[str, Any]:
-    """The method that keeps old classes, with the options that it shares with the run's."""
-    own = own_first(methods.get(methods.CONTINUES))
-    shared = (
-        old if old["name"] == methods.CONTINUES else {key: value for key, value in old.items() if key in own}
-    )
-    return {**shared, "name": methods.CONTINUES}
 
 
 def _written(values: Mapping[str, Any], out: Path, run: Path) -> Federation:

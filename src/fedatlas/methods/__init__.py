@@ -1,13 +1,15 @@
 """Methods by name. One paper, one file; a method is imported when it is asked for."""
 
 import importlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 from fedatlas.core.contract import Method
 from fedatlas.core.errors import FederationError
 from fedatlas.core.extensions import Extensions
-from fedatlas.core.options import not_known
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import not_known, own_first
 
 REGISTRY: dict[str, str] = {
     "fedatlas": "fedatlas.methods.fedatlas:FedAtlas",
@@ -82,3 +84,18 @@ def get(name: str) -> type[Method]:
             "see docs/how-to/add-a-method.md"
         )
     return found
+
+
+def continued(given: Mapping[str, Any], method: Method, space: LabelSpace) -> dict[str, Any]:
+    """`method` of a federation file that goes on from a run: CONTINUES with the options that both have, and the supervised
+    loss that the run's method took. given, method: the run's, as its file has it and made from it."""
+    from fedatlas.losses import LossChoice
+    from fedatlas.methods.shared.averaging import Supervised
+
+    if given["name"] == CONTINUES:
+        return dict(given)
+    own = own_first(get(CONTINUES))
+    shared = {key: value for key, value in given.items() if key in own and key != "loss"}
+    if isinstance(method, Supervised) and method.supervised(space) != LossChoice():
+        shared["loss"] = asdict(method.supervised(space))
+    return {**shared, "name": CONTINUES}

@@ -115,7 +115,7 @@ class FedAtlas(MeanWithMomentum):
                 f"method fedatlas: floor is {self.floor} and full is {self.full}; a class that is known better teaches "
                 "more, so floor is to be below full"
             )
-        losses.make(self.supervised(space), space)
+        super().check(space)
 
     def start(self, net: nn.Module, clients: Clients) -> AtlasState:
         first = started(net, initial=(0.0,), per_class=False)

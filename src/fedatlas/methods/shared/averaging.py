@@ -49,9 +49,13 @@ class Supervised(Method):
     loss: LossChoice = option(LossChoice(), "The supervised loss.")
     local: Local = option(Local(), "Training at a site between two exchanges.")
 
+    def supervised(self, space: LabelSpace) -> LossChoice:
+        """The supervised loss; a method may have its own where `loss` leaves it open."""
+        return self.loss
+
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the options do not fit the label space or each other."""
-        losses.make(self.loss, space)
+        losses.make(self.supervised(space), space)
 
     def start(self, net: nn.Module, clients: Clients) -> State:
         return State(tensors_of(net))
