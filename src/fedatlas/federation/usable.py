@@ -102,8 +102,8 @@ def require_members(
 
 
 def require_new(out: Path, inputs: Sequence[Path], written: Sequence[Path], overwrite: bool) -> None:
-    """Makes the folder of results, before the work. Raises FederationError where results would lie among the files that they are
-    of, would replace others that are there, or cannot be written. written: what will be made."""
+    """Before the work: raises FederationError where results would lie among the files that they are of, would replace others
+    that are there, or cannot be written. Leaves nothing behind. written: what will be made."""
     for file in inputs:
         if file.parent.resolve() == out.resolve():
             raise FederationError(
@@ -116,10 +116,13 @@ def require_new(out: Path, inputs: Sequence[Path], written: Sequence[Path], over
         raise FederationError(
             f"{there[0]}{more}: exists already; give another folder with -o, or replace it with --overwrite"
         )
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
+        for folder in missing:
+            folder.rmdir()
     except OSError as error:
         raise FederationError(
             f"-o {out}: cannot be written ({error.strerror or error}); give another folder"
