@@ -29,7 +29,7 @@ def test_a_comparison_can_be_read(path: Path, profile: str | None, tmp_path: Pat
     assert comparison.seeds
 
 
-@pytest.mark.parametrize("name", ["compare", "few", "annotators", "methods"])
+@pytest.mark.parametrize("name", ["compare", "few", "annotators"])
 def test_matched_arms_have_loss_and_server_step_of_fedatlas(name: str, tmp_path: Path) -> None:
     comparison = load_comparison(
         [EXPERIMENTS / "head-neck" / f"{name}.yaml"], profile="full", data=tmp_path, runs=tmp_path
