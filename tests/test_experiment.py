@@ -144,7 +144,9 @@ def test_shipped_federation_files_are_read() -> None:
     files = [path for path in sorted(root.rglob("*.yaml"))]
     assert files
     additions = [path for path in files if not {"name", "arms", "extends"} & set(read_yaml(path))]
-    assert [path.name for path in additions] == ["larynx.yaml"]  # with which `fedatlas extend` goes on from a run
+    assert [path.name for path in additions] == [
+        "larynx.yaml"
+    ]  # with which `fedatlas extend` goes on from a run
     for path in sorted({*files} - {*additions}):
         if "arms" in (plain := read_yaml(path)):
             comparison = load_comparison([path], profile="smoke" if "profiles" in plain else None)

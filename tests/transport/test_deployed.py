@@ -31,6 +31,7 @@ from fedatlas.federation.audit import logs_of
 from fedatlas.federation.deploy import News, ahead_of, gather_trial, init
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import Parties, gather_local, run_federation
+from fedatlas.transport import wire
 from fedatlas.transport.deployment import ENGINES
 from fedatlas.transport.egress import EgressLog
 from fedatlas.transport.relay import skewed
@@ -104,16 +105,33 @@ def test_equal_bits_on_every_engine(
         assert mine[-1]["method"] == name
 
 
-# ------------------------------------------------------------------------------------------------ faults
-
-ROUNDS = 2
-
-
 def mainly_on(*engines: str) -> pytest.MarkDecorator:
     """Tests on these engines by default, and on the others in the slow suite: every party is a process that takes
     seconds to start, and what is tested is the same code of ours on all of them."""
     chosen = [pytest.param(e, marks=[] if e in engines else pytest.mark.slow) for e in sorted(ENGINES)]
     return pytest.mark.parametrize("deployed", chosen, indirect=True)
+
+
+@mainly_on("nvflare")
+def test_a_run_goes_on_from_another_with_a_new_class(deployed: Deployment, small, tmp_path) -> None:
+    """The weights of `init_from` are where the run is started, and at no other party; the bits are those of the local engine."""
+    *known, _ = small["sites"]
+    old = parse_federation(small | {"sites": known}, base=Path())
+    run_federation(old, tmp_path / "old", tell=lambda text: None)
+    goes_on = small | {"init_from": str(tmp_path / "old"), "method": {"name": "mib", "lambda_kd": 2.0}}
+    parsed = parse_federation(goes_on, base=Path())
+    run_federation(parsed, tmp_path / "local", tell=lambda text: None)
+    deployed.accept(goes_on)
+    last = deployed.run(parsed, tmp_path / f"goes-on-{deployed.engine}")
+    assert last == (tmp_path / "local" / "models" / "last.fa").read_bytes()
+    state: Any = wire.decode(last)
+    assert 0 < len(state["old"]) < len(read_json(tmp_path / "local" / "run.json")["labels"]["names"]) - 1
+    assert str(tmp_path) not in (deployed.out / "s1" / "federation.yaml").read_text()
+
+
+# ------------------------------------------------------------------------------------------------ faults
+
+ROUNDS = 2
 
 
 @pytest.fixture
