@@ -406,7 +406,11 @@ def test_a_job_process_is_killed_and_the_next_job_answers(
     deployment.kill("site-2")
     kit, authority = deployment.out / "site-2", deployment.out / "authority"
     nvflare.install(kit, nvflare.sign(nvflare.renew(kit), authority, deployment.out, days=2))
+    log = deployment.root / "site-2.log"
+    before = log.stat().st_size
     deployment.start("site-2", nvflare.site_process(kit))
+    # until then the server knows the killed one as connected, and would give the job to it
+    until(lambda: b"Successfully registered" in log.read_bytes()[before:], 40, "the site is back")
     deployment.job = deployment.submit()
     go.set()
     asking.join(60)
