@@ -472,6 +472,15 @@ def test_the_best_of_the_finished_is_bold() -> None:
     assert "**" not in markdown(results(one=[0.5, 0.5], two=[0.6])).partition("\n\n")[2]
 
 
+def test_arms_that_were_not_run_are_named_once() -> None:
+    found = results(one=[0.5, 0.6], two=[])
+    text = markdown(found | {"tables": [found | {"title": "Again", "tables": []}]})
+    assert text.count("| one | 2 | 0.550") == 2 and text.count("Not run (1 of 2 arms): two.") == 1
+    first = found | {"arms": {"one": found["arms"]["one"]}}
+    text = markdown(first | {"tables": [found | {"title": "With one more", "tables": []}]})
+    assert text.count("Not run (1 of 2 arms): two.") == 1
+
+
 def test_printed_numbers_stand_beside_ours() -> None:
     text = markdown(results(one=[0.5, 0.6], two=[]))
     assert "| one | 0.700 (0.550) |" in text

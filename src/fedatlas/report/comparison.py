@@ -88,24 +88,27 @@ def _parts(found: Mapping[str, Any]) -> dict[str, list[str | Table]]:
         "costs": _costs(found),
         "made": [_footer(found)],
     }
+    named: set[str] = set()
     return {
         name: kept
         for name, of in parts.items()
-        if (kept := [short for part in of if part for short in _without_not_run(part)])
+        if (kept := [short for part in of if part for short in _without_not_run(part, named)])
     }
 
 
-def _without_not_run(part: str | Table) -> list[str | Table]:
-    """A table without rows in which nothing was run, and a line that names these; all other parts as they are."""
+def _without_not_run(part: str | Table, named: set[str]) -> list[str | Table]:
+    """A table without rows in which nothing was run, and a line that names these, unless all of them are in `named`, to which they are
+    added; all other parts as they are."""
     if isinstance(part, str):
         return [part]
-    empty = [row for row in part.rows if _is_not_run(row)]
-    if not empty:
-        return [part]
-    line = f"Not run ({len(empty)} of {len(part.rows)} arms): {', '.join(row[0] for row in empty)}."
-    if len(empty) == len(part.rows):
+    empty = [row[0] for row in part.rows if _is_not_run(row)]
+    line = f"Not run ({len(empty)} of {len(part.rows)} arms): {', '.join(empty)}."
+    if empty and len(empty) == len(part.rows):
         return [line]
-    return [part._replace(rows=[row for row in part.rows if not _is_not_run(row)]), line]
+    shown = part._replace(rows=[row for row in part.rows if not _is_not_run(row)])
+    new = not named.issuperset(empty)
+    named.update(empty)
+    return [shown, line] if new else [shown]
 
 
 def _is_not_run(row: Sequence[str]) -> bool:
