@@ -73,7 +73,8 @@ def load(queue: Path, data: Path | None, runs: Path) -> list[tuple[Comparison, t
         comparison = load_comparison(
             [queue.parent / entry.file], profile=entry.profile, data=place, runs=runs, seeds=entry.seeds
         )
-        result.append((comparison, entry.arms or tuple(comparison.arms)))
+        arms = entry.arms or tuple(comparison.arms)
+        result.append((comparison, tuple(one for arm in arms for one in comparison.trained(arm))))
     return result
 
 

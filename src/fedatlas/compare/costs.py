@@ -20,7 +20,7 @@ def formula_gigabytes(rounds: int, sites: int, megabytes: float) -> float:
 
 
 def costs(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:
-    """arm -> means over its finished seeds; arms without one are left out.
+    """arm -> means over its finished seeds, and over what is trained for it; arms without one are left out.
 
     seeds: arm -> those of which the run is finished. rounds; sites: that trained; megabytes: of a model, 2**20 bytes;
     formula: `formula_gigabytes`; wire: training messages of all rounds and of the start as they were sent, in GB of 2**30
@@ -31,7 +31,13 @@ def costs(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[st
     without what sites did; None where sites ran beside each other.
     """
     found = {
-        arm: _mean([_of_run(comparison.path(arm, seed), comparison, arm, seed) for seed in seeds[arm]])
+        arm: _mean(
+            [
+                _of_run(comparison.path(trained, seed), comparison, trained, seed)
+                for seed in seeds[arm]
+                for trained in comparison.trained(arm)
+            ]
+        )
         for arm in comparison.arms
         if seeds[arm]
     }

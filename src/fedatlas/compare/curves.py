@@ -17,7 +17,8 @@ from fedatlas.transport.rounds import read_json
 
 
 def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:
-    """arm -> its validation over the rounds; without arms that were validated in fewer than two.
+    """arm -> its validation over the rounds; without arms that were validated in fewer than two, and {} where sites are left out
+    in turn.
 
     metric: that of the tables, if every arm validates it, else the one that selects the best round. seeds: those that
     are finished; rounds, values: per seed the rounds with a value, and it: of the global model on the training grid, averaged
@@ -25,6 +26,8 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
     per seed the mean absolute difference between neighbouring values; fall: the same of falls alone, rises being 0. A
     steady rise has a change, and no fall. classes: class -> per seed (round, the mean over sites).
     """
+    if comparison.turns:
+        return {}
     evaluated = [next(iter(of.values())).evaluation for of in comparison.federations.values()]
     metric = comparison.metric
     if not all(metric in evaluation.round_metrics for evaluation in evaluated):
@@ -76,6 +79,8 @@ def _cells(path: Path, metric: str, known: bool | None) -> dict[int, Cells]:
 
 def lacks_curves(comparison: Comparison) -> str:
     """Why the page has no validation over the rounds; "" where it has one."""
+    if comparison.turns:
+        return "with leave_out every arm is several runs, each validated at other sites"
     for of_arm in comparison.federations.values():
         federation = next(iter(of_arm.values()))
         if federation.rounds > federation.evaluation.every:  # the last round is validated, too

@@ -17,8 +17,8 @@ from fedatlas.transport.rounds import read_json
 
 
 def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:
-    """arm -> how its local models do on what they never saw; {} where no finished run scored local models by case. An arm
-    whose local models may not speak for other classes (standalone) has nothing to forget and is left out.
+    """arm -> how its local models do on what they never saw; {} where no finished run scored local models by case, or sites are
+    left out in turn. An arm whose local models may not speak for other classes (standalone) has nothing to forget and is left out.
 
     seeds: arm -> those of which the run is finished. global, local: the mean of the metric of the model of `measure`,
     and of the local ones, over cells of seed, local model, site and class, each the mean over the site's cases where
@@ -27,6 +27,8 @@ def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> di
     its own mean of local - global.
     """
     measure, found = comparison.measure, {}
+    if comparison.turns:
+        return found
     model = "best" if measure.model.startswith("local/") else measure.model
     annotated: dict[str, set[str]] = {}
     for arm in comparison.arms:
@@ -41,7 +43,7 @@ def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> di
                 annotated = {name: set(site["annotated"]) for name, site in sites.items()}
             rows = select(all_rows(comparison, arm, seed), metric=comparison.metric, split=measure.split)
             rows = [row for row in rows if row["case"] and row["value"] is not None and has_truth(row)]
-            rows = [row for row in rows if measure.sites is None or row["site"] in measure.sites]
+            rows = [row for row in rows if comparison.counts(arm, row["site"])]
             of_model: dict[str, dict[tuple[str, str], dict[str, float]]] = {}
             for row in rows:
                 cell = of_model.setdefault(row["model"], {}).setdefault((row["site"], row["class"]), {})

@@ -110,14 +110,15 @@ def _predict(trained: Trained, source: Any, site: str, split: str) -> Predicted:
 def bootstrap(
     comparison: Comparison, cells: Mapping[str, Mapping[int, Cells]], tell: Tell
 ) -> dict[str, dict[str, Any]]:
-    """arm -> interval by patient of its difference to its reference; {} where labels are not of whole images.
+    """arm -> interval by patient of its difference to its reference; {} where labels are not of whole images, or sites are left
+    out in turn, each with thresholds of its own.
 
     A resample takes the same patients in all cells. The difference is the mean over all cells of site, class and seed
     where each has LEAST_PATIENTS with and without the class; else, over classes and seeds, of the images of all sites
     put together, of the classes that then have as many.
     """
     federation = comparison.first
-    if federation.task != "classification":
+    if federation.task != "classification" or comparison.turns:
         return {}
     predictors, found = {arm: Predictor(comparison, arm) for arm in comparison.arms}, {}
     for arm, reference in comparison.compared.items():

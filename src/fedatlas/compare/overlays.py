@@ -5,7 +5,7 @@ Shapes: C classes, H rows and W columns of a slice, X, Y, Z cells of a volume.
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class Shown:
 class Subject:
     """A finished run of which a model is shown, under the name of its arm. model: as the run keeps it, or "local" for
     every site's own local model. runs: the folder in which preprocessed cases are kept, unless the federation names
-    another."""
+    another. turns: where sites are left out in turn, site -> the run that is shown there in place of this one."""
 
     arm: str
     path: Path
@@ -72,9 +72,16 @@ class Subject:
     model: str
     split: str
     runs: Path
+    turns: Mapping[str, "Subject"] = field(default_factory=dict)
+
+    def at(self, site: str) -> "Subject":
+        """The run that is shown at a site."""
+        return self.turns.get(site, self)
 
     def file(self, site: str, what: str) -> Path:
-        """Where the run keeps what was predicted of a site's case."""
+        """Where the run that is shown at a site keeps what was predicted of a case of it."""
+        if site in self.turns:
+            return self.turns[site].file(site, what)
         return self.path / "sites" / site / f"{what}-{self.split}-{self.model_at(site).replace('/', '_')}.npz"
 
     def model_at(self, site: str) -> str:
@@ -142,12 +149,21 @@ def there(subject: Subject, site: str) -> SiteConfig:
 def subjects(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> list[Subject]:
     """The first finished seed of every arm that has one, with the model that is measured."""
     found = []
+    measure = comparison.measure
+
+    def subject(arm: str, trained: str, seed: int) -> Subject:
+        path = comparison.path(trained, seed)
+        model = "local" if arm in measure.local else kept_model(path, measure.model)
+        return Subject(
+            arm, path, comparison.federations[trained][seed], model, measure.split, comparison.folder
+        )
+
     for arm in comparison.arms:
         for seed in seeds[arm][:1]:
-            path, measure = comparison.path(arm, seed), comparison.measure
-            federation = comparison.federations[arm][seed]
-            model = "local" if arm in measure.local else kept_model(path, measure.model)
-            found.append(Subject(arm, path, federation, model, measure.split, comparison.folder))
+            turns = {
+                site: subject(arm, trained, seed) for site, trained in comparison.turns.get(arm, {}).items()
+            }
+            found.append(replace(subject(arm, comparison.trained(arm)[0], seed), turns=turns))
     return found
 
 
@@ -168,7 +184,11 @@ def median_cases(sites: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> dic
 def cases_of(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """The median case of every site, over the first finished seed of every arm."""
     rows = (
-        row for arm in comparison.arms for seed in seeds[arm][:1] for row in rows_of(comparison, arm, seed)
+        row
+        for arm in comparison.arms
+        for seed in seeds[arm][:1]
+        for trained in comparison.trained(arm)
+        for row in rows_of(comparison, trained, seed)
     )
     return median_cases([site.name for site in comparison.first.sites], rows)
 
@@ -196,7 +216,7 @@ def predicted(
     for site, case in cases.items():
         for subject in subjects:
             try:
-                shown = _of_run(subject, site, case, read, tell)
+                shown = _of_run(subject.at(site), site, case, read, tell)
             except FedAtlasError as error:
                 problems.setdefault(str(error).splitlines()[0], []).append(f"{subject.arm} at {site}")
             else:

@@ -45,6 +45,7 @@ class Page:
 
     @cached_property
     def subjects(self) -> list[Subject]:
+        """The first finished seed of every arm."""
         return subjects(self.comparison, self.seeds)
 
     @cached_property

@@ -22,19 +22,17 @@ def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str
     sites: dict[str, list[str]] = {}
     measure = comparison.measure
     for arm in comparison.arms:
-        for seed in seeds[arm]:
-            path = comparison.path(arm, seed)
+        for one, seed in ((one, seed) for seed in seeds[arm] for one in comparison.trained(arm)):
+            path = comparison.path(one, seed)
             about = read_json(path / "run.json")["sites"]
             training = [site for site, told in about.items() if told.get("role", "train") == "train"]
             sites.update({site: list(about[site]["annotated"]) for site in about if site not in sites})
             chosen = kept_model(path, measure.model)
             trained[arm, ""] = {name for site in training for name in about[site]["annotated"]}
             trained |= {(arm, f"local/{site}"): set(about[site]["annotated"]) for site in training}
-            for row in select(all_rows(comparison, arm, seed), metric=comparison.metric, split=measure.split):
+            for row in select(all_rows(comparison, one, seed), metric=comparison.metric, split=measure.split):
                 value, model = row["value"], "" if row["model"] == chosen else row["model"]
-                counts = (
-                    row["case"] and has_truth(row) and (measure.sites is None or row["site"] in measure.sites)
-                )
+                counts = row["case"] and has_truth(row) and comparison.counts(one, row["site"])
                 if value is not None and counts and (arm, model) in trained:
                     of_cell = values.setdefault((row["class"], row["site"]), {})
                     of_cell.setdefault((arm, model), []).append(value)

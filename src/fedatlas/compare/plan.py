@@ -189,6 +189,11 @@ class ComparisonFile:
         "Arm -> the arm that its difference is to, where arms come in pairs, as with few and with many cases; of all others it "
         "is the first arm.",
     )
+    leave_out: tuple[str, ...] = option(
+        (),
+        "Sites that are left out in turn: every arm is trained once without each of them, as ARM-without-SITE, and the tables "
+        "score each of them, all its cases, by the models that never saw it (leave one site out).",
+    )
     seeds: tuple[int, ...] = option((0,), "Seeds of every arm.", min_length=1)
     profiles: dict[str, dict[str, Any]] = option({}, "Name -> budget, and what it changes for all arms.")
     measure: Measure = option(Measure(), "What the tables average.")  # type: ignore[call-arg]
@@ -217,7 +222,8 @@ class ComparisonFile:
 @dataclass(frozen=True)
 class Comparison:
     """What is to be run and compared. federations: arm -> seed -> federation, in order; the first arm is the reference
-    of those that are not in references, arm -> its own. folder: holds a run folder per arm and seed. command: what makes the table, for a reader."""
+    of those that are not in references, arm -> its own. folder: holds a run folder per arm and seed. command: what makes the table, for a reader.
+    turns: where sites are left out in turn, arm of the tables -> left-out site -> the arm that is trained without it; else empty."""
 
     name: str
     profile: str | None
@@ -237,6 +243,7 @@ class Comparison:
     shared: str | None = None
     """The name of the folder of its runs where that is not its own."""
     references: Mapping[str, str] = field(default_factory=dict)
+    turns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def compared(self) -> dict[str, str]:
@@ -251,7 +258,22 @@ class Comparison:
 
     @property
     def arms(self) -> list[str]:
-        return list(self.federations)
+        """Those of the tables."""
+        return list(self.turns or self.federations)
+
+    def trained(self, arm: str) -> list[str]:
+        """What is trained for an arm of the tables: itself, or it without each left-out site in turn."""
+        return list(self.turns[arm].values()) if arm in self.turns else [arm]
+
+    def trained_for(self, arm: str, site: str) -> str | None:
+        """The trained arm whose model the tables score at a site; None at a site that is never left out, where others are."""
+        return self.turns[arm].get(site) if self.turns else arm
+
+    def counts(self, trained: str, site: str) -> bool:
+        """Whether the tables hold what a trained arm scores at a site."""
+        if self.measure.sites is not None and site not in self.measure.sites:
+            return False
+        return not self.turns or any(of.get(site) == trained for of in self.turns.values())
 
     @property
     def seeds(self) -> list[int]:
@@ -385,17 +407,35 @@ def _from_file(
     for arm in budget.arms:
         if arm not in given.arms:
             raise not_known(f"{file}: profiles: {profile}: the arm", arm, given.arms)
+    _check_turns(file, given)
     base_path = file.parent / given.base
     base = read_yaml(base_path)
     if data is not None:
         base["sites"] = _from_data(base_path, base, data)
     federations: dict[str, dict[int, Federation]] = {}
+    turns: dict[str, dict[str, str]] = {}
     for arm, changes in given.arms.items():
         what = f"{file}: arm {arm}"
-        own = [changes or {}, budget.arms.get(arm, {})]
-        federation = _arm(base, base_path, what, budget, common, own)
-        named = "-".join(part for part in (given.runs or given.name, profile, arm) if part)
-        federations[arm] = {seed: replace(federation, name=f"{named}-s{seed}", seed=seed) for seed in chosen}
+        for site in given.leave_out or (None,):
+            own = [changes or {}, budget.arms.get(arm, {})]
+            trained = arm
+            if site is not None:
+                whole = _arm(base, base_path, what, budget, common, own)
+                roles = {entry.name: entry.role for entry in whole.sites}
+                if site not in roles:
+                    raise not_known(f"{file}: leave_out: the site", site, roles)
+                if roles[site] != "train":
+                    raise FederationError(
+                        f"{file}: leave_out: the site {site} does not train in arm {arm}, its role is {roles[site]}; leave out "
+                        "sites that train"
+                    )
+                own.append({f"sites.{site}.role": "test"})
+                trained = turns.setdefault(arm, {})[site] = f"{arm}-without-{site}"
+            federation = _arm(base, base_path, what, budget, common, own)
+            named = "-".join(part for part in (given.runs or given.name, profile, trained) if part)
+            federations[trained] = {
+                seed: replace(federation, name=f"{named}-s{seed}", seed=seed) for seed in chosen
+            }
     return Comparison(
         given.name,
         profile,
@@ -410,7 +450,27 @@ def _from_file(
         layout=given.layout,
         shared=given.runs,
         references=given.references,
+        turns=turns,
     )
+
+
+def _check_turns(file: Path, given: ComparisonFile) -> None:
+    """FederationError where sites are left out in turn and something else needs one model for all sites."""
+    if len(set(given.leave_out)) < len(given.leave_out):
+        raise FederationError(f"{file}: leave_out: {', '.join(given.leave_out)} names a site twice")
+    measures = (given.measure, *given.tables)
+    asked = {
+        "analyses": bool(given.analyses),
+        "measure: local": any(measure.local for measure in measures),
+        "measure: model": any(measure.model.startswith("local/") for measure in measures),
+        "measure: split: validation": any(measure.split == "validation" for measure in measures),
+    }
+    for key, there in asked.items():
+        if there and given.leave_out:
+            raise FederationError(
+                f"{file}: leave_out: {', '.join(given.leave_out)}: the tables score each of these sites by the common model of the "
+                f"others, on its test cases; take leave_out away, or {key}"
+            )
 
 
 def _budget(file: Path, given: ComparisonFile, profile: str | None) -> tuple[Profile, dict[str, Any]]:
@@ -650,8 +710,8 @@ def _check_layout(comparison: Comparison, file: Path) -> None:
     layout, measure, metric = comparison.layout, comparison.measure, comparison.metric
     for key, arms in (("measure: local", measure.local), ("layout: against", filter(None, [layout.against]))):
         for arm in arms:
-            if arm not in comparison.federations:
-                raise not_known(f"{file}: {key}: the arm", arm, comparison.federations)
+            if arm not in comparison.arms:
+                raise not_known(f"{file}: {key}: the arm", arm, comparison.arms)
     by_case = {
         "measure: local": bool(measure.local),
         "layout: cells: cases": layout.cells == "cases",
@@ -677,8 +737,8 @@ def _check_printed(comparison: Comparison, file: Path) -> None:
     averages = AVERAGES if by_site else AVERAGES[:1]
     own = [f"{arm}/{site}" for arm in comparison.measure.local if by_site for site in sites]
     for arm, values in comparison.printed.items():
-        if arm not in (*comparison.federations, *own):
-            raise not_known(f"{file}: printed: the arm", arm, [*comparison.federations, *own])
+        if arm not in (*comparison.arms, *own):
+            raise not_known(f"{file}: printed: the arm", arm, [*comparison.arms, *own])
         for column in values:
             if column in averages:
                 continue

@@ -27,7 +27,8 @@ from fedatlas.transport.rounds import read_json
 
 
 class Finished(NamedTuple):
-    """The finished runs. seeds: arm -> those that are; problems: arm -> why others do not count."""
+    """The finished runs. seeds: arm of the tables -> those of which all that is trained for it is finished; problems: arm -> why
+    others do not count."""
 
     seeds: dict[str, list[int]]
     problems: dict[str, list[str]]
@@ -40,7 +41,7 @@ def finished(comparison: Comparison) -> Finished:
         found.seeds[arm], found.problems[arm] = [], []
         for seed in comparison.seeds:
             try:
-                if state_of(comparison, arm, seed) == "finished":
+                if all(state_of(comparison, one, seed) == "finished" for one in comparison.trained(arm)):
                     found.seeds[arm].append(seed)
             except FedAtlasError as error:
                 found.problems[arm].append(str(error))
@@ -61,7 +62,9 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     done = finished(comparison)
     found, values = means(comparison, done)
     cells = {arm: {seed: means_of(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
-    found["budget"] = {arm: _budget_of(of_arm) for arm, of_arm in comparison.federations.items()}
+    found["budget"] = {
+        arm: _budget_of(comparison.federations[comparison.trained(arm)[0]]) for arm in comparison.arms
+    }
     by_case = any(case for of_arm in values.values() for of_seed in of_arm.values() for _, case, _ in of_seed)
     found["compared"] = comparison.compared
     found["pairs"] = "case" if by_case else "cell"
@@ -104,7 +107,9 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     for arm in comparison.arms:
         rows: dict[str, dict[int, list[Mapping[str, Any]]]] = {arm: {}}
         for seed in done.seeds[arm]:
-            rows[arm][seed] = rows_of(comparison, arm, seed)
+            rows[arm][seed] = [
+                row for one in comparison.trained(arm) for row in rows_of(comparison, one, seed)
+            ]
             if by_site and arm in comparison.measure.local:
                 for site, of_seed in local_rows(comparison, arm, seed).items():
                     rows.setdefault(f"{arm}/{site}", {})[seed] = of_seed
@@ -128,7 +133,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     cells = {arm: {seed: means_of(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
     starred = _starred(comparison, counted)
     for arm, of_arm in cells.items():
-        paths = [comparison.path(arm, seed) for seed in of_arm]
+        paths = [comparison.path(one, seed) for seed in of_arm for one in comparison.trained(arm)]
         arms[arm] = _row(comparison, of_arm, starred) | {
             "hours": sum(_hours(path) for path in paths),
             "commits": list(dict.fromkeys(read_json(path / "run.json")["git"] for path in paths)),
@@ -161,6 +166,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
         "split": measure.split,
         "model": measure.model,
         "sites": None if measure.sites is None else list(measure.sites),
+        "left_out": bool(comparison.turns),
         "known": measure.known,
         "postprocess": measure.postprocess,
         "classes": _classes(comparison, arms | own_rows),
@@ -286,7 +292,7 @@ def _columns(
 
 def _organs(comparison: Comparison) -> dict[str, str]:
     """class -> its organ, the first class of its group."""
-    for arm in comparison.arms:
+    for arm in comparison.federations:
         for seed in comparison.seeds:
             file = comparison.path(arm, seed) / "run.json"
             if file.exists():

@@ -58,10 +58,16 @@ def run_comparison(
 
     arms: those to train; None: all. tell: is given a line per finished run; passing: what is going on.
     """
+    named = dict.fromkeys([*comparison.arms, *comparison.federations])
     for arm in arms or ():
-        if arm not in comparison.federations:
-            raise not_known(f"{comparison.name}: the arm", arm, comparison.federations)
-    chosen = [arm for arm in comparison.arms if arms is None or arm in arms]
+        if arm not in named:
+            raise not_known(f"{comparison.name}: the arm", arm, named)
+    chosen = [
+        trained
+        for arm in comparison.arms
+        for trained in comparison.trained(arm)
+        if arms is None or arm in arms or trained in arms
+    ]
     stale: set[str] = set()
     todo: list[tuple[str, int]] = []
     failed: dict[str, str] = {}
@@ -206,7 +212,7 @@ def _measured(comparison: Comparison, arm: str, seed: int) -> list[Mapping[str, 
     """The rows of all models, of the metric, split and sites of `measure`."""
     measure = comparison.measure
     rows = select(all_rows(comparison, arm, seed), metric=comparison.metric, split=measure.split)
-    return [row for row in rows if measure.sites is None or row["site"] in measure.sites]
+    return [row for row in rows if comparison.counts(arm, row["site"])]
 
 
 def kept_model(path: Path, model: str) -> str:

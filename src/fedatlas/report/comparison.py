@@ -185,6 +185,7 @@ def heading(found: Mapping[str, Any]) -> str:
         False: ", classes that it does not",
     }
     sites = f", sites {', '.join(found['sites'])}" if found["sites"] else ""
+    sites += ", each site by models that never saw it" if found.get("left_out") else ""
     title = f"{found['title']}: " if found["title"] else ""
     unit = " in %" if found["layout"]["percent"] else ""
     after = ", after post-processing" if found.get("postprocess") else ""
@@ -518,7 +519,7 @@ def _costs(found: Mapping[str, Any]) -> list[str | Table]:
     head = ["arm", "rounds", "sites", "model, MB", "2 R K size, GB", "on the wire, GB", "evaluation, GB"]
     head += ["steps, h", "at the sites, h", *(["before round 1, h"] if started else []), "server, s"]
     told = (
-        f"Cost of a run, the mean over seeds; in brackets the time over that of {next(iter(found['arms']))}. MB and GB are "
+        f"Cost of a run, the mean over seeds{' and left-out sites' if found.get('left_out') else ''}; in brackets the time over that of {next(iter(found['arms']))}. MB and GB are "
         "2^20 and 2^30 bytes. *on the wire*: all messages of training as they were sent, those before the first round "
         "among them. *steps*: optimizer steps of all sites; *at the sites*: with loading and all else between two "
         "exchanges; the final evaluation is in none of these."

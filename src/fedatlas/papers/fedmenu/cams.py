@@ -84,7 +84,7 @@ def _chosen(shown: Mapping[str, Mapping[str, Shown]]) -> dict[str, tuple[str, st
 
 
 def _of_run(
-    subject: Subject,
+    of_arm: Subject,
     chosen: Mapping[str, tuple[str, str]],
     level: int,
     read: Cases,
@@ -94,6 +94,7 @@ def _of_run(
     models: dict[str, Trained] = {}
     found: dict[str, Cam] = {}
     for name, (site, case) in chosen.items():
+        subject = of_arm.at(site)
         about = (str(VERSION), str(level), subject.finished, case, name)
         file = subject.file(site, f"gradcam-{''.join(c if c.isalnum() else '_' for c in name)}")
         try:

@@ -68,7 +68,7 @@ def teaching(
     found: dict[str, dict[str, Taught]] = {}
     problems: dict[str, list[str]] = {}
     read, arms = Cases(), _taught(comparison)
-    for subject in (replace(one, split="train") for one in subjects if one.arm in arms):
+    for subject in (replace(one, split="train", turns={}) for one in subjects if one.arm in arms):
         for site in (entry.name for entry in subject.federation.sites if entry.role == "train"):
             try:
                 found.setdefault(subject.arm, {})[site] = _of_site(subject, site, read, tell)
