@@ -32,7 +32,7 @@ def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> di
     model = "best" if measure.model.startswith("local/") else measure.model
     annotated: dict[str, set[str]] = {}
     for arm in comparison.arms:
-        method = make_method(next(iter(comparison.federations[arm].values())))
+        method = make_method(comparison.federation(arm))
         if any({"model", "classes"} <= set(kinds) for kinds in sends_of(method).values()):
             continue
         both: list[tuple[str, Cell, Cell]] = []

@@ -265,9 +265,9 @@ class Comparison:
         """What is trained for an arm of the tables: itself, or it without each left-out site in turn."""
         return list(self.turns[arm].values()) if arm in self.turns else [arm]
 
-    def trained_for(self, arm: str, site: str) -> str | None:
-        """The trained arm whose model the tables score at a site; None at a site that is never left out, where others are."""
-        return self.turns[arm].get(site) if self.turns else arm
+    def federation(self, arm: str) -> Federation:
+        """Of an arm of the tables: its first seed, and without the first site that is left out."""
+        return next(iter(self.federations[self.trained(arm)[0]].values()))
 
     def counts(self, trained: str, site: str) -> bool:
         """Whether the tables hold what a trained arm scores at a site."""
@@ -286,7 +286,7 @@ class Comparison:
     @property
     def first(self) -> Federation:
         """Of the reference arm."""
-        return next(iter(next(iter(self.federations.values())).values()))
+        return self.federation(self.arms[0])
 
     def path(self, arm: str, seed: int) -> Path:
         """The run folder."""

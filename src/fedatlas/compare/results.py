@@ -62,9 +62,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     done = finished(comparison)
     found, values = means(comparison, done)
     cells = {arm: {seed: means_of(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
-    found["budget"] = {
-        arm: _budget_of(comparison.federations[comparison.trained(arm)[0]]) for arm in comparison.arms
-    }
+    found["budget"] = {arm: _budget_of(comparison.federation(arm)) for arm in comparison.arms}
     by_case = any(case for of_arm in values.values() for of_seed in of_arm.values() for _, case, _ in of_seed)
     found["compared"] = comparison.compared
     found["pairs"] = "case" if by_case else "cell"
@@ -395,9 +393,8 @@ def _classes(comparison: Comparison, found: Mapping[str, Any]) -> list[str]:
     return list(dict.fromkeys([*(name for name in listed if name in there or not there), *there]))
 
 
-def _budget_of(of_arm: Mapping[int, Federation]) -> dict[str, Any]:
+def _budget_of(federation: Federation) -> dict[str, Any]:
     """rounds; steps or epochs of a round; total: optimizer steps of all sites together, None where epochs are given."""
-    federation = next(iter(of_arm.values()))
     local = federation.local
     pooled = make_method(federation).pooled
     training = 1 if pooled else sum(site.role == "train" for site in federation.sites)

@@ -31,8 +31,7 @@ def kinds(comparison: Comparison, sweep: Sweep = EXCHANGE) -> Kinds:
     A line is called by what its arms' names have in common, else by its method and net; where two would be called the
     same, by all of its arms.
     """
-    of_arms = {arm: comparison.federations[comparison.trained(arm)[0]] for arm in comparison.arms}
-    firsts = {arm: next(iter(of_arm.values())) for arm, of_arm in of_arms.items()}
+    firsts = {arm: comparison.federation(arm) for arm in comparison.arms}
     numbers: dict[str, float] = {}
     groups: dict[str, list[str]] = {}
     for arm, federation in firsts.items():

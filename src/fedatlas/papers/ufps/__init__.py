@@ -7,5 +7,5 @@ from fedatlas.methods.ufps import UFPS
 
 def arms_of_ufps(comparison: Comparison) -> dict[str, UFPS]:
     """Arm -> its method, for the arms whose method is UFPS."""
-    methods = {arm: make_method(next(iter(runs.values()))) for arm, runs in comparison.federations.items()}
+    methods = {arm: make_method(comparison.federation(arm)) for arm in comparison.arms}
     return {arm: method for arm, method in methods.items() if isinstance(method, UFPS)}

@@ -58,10 +58,11 @@ def _draw(page: Page) -> str:
 def _logged(
     comparison: Comparison, arm: str, seeds: Sequence[int]
 ) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Site -> logged number -> (round, the mean over the seeds), of rounds with such numbers."""
+    """Site -> logged number -> (round, the mean over the seeds and left-out sites), of rounds with such numbers."""
     values: dict[str, dict[str, dict[int, list[float]]]] = {}
     for seed in seeds:
-        for file in sorted((comparison.path(arm, seed) / "rounds").glob("[0-9]*/log.json")):
+        folders = [comparison.path(trained, seed) / "rounds" for trained in comparison.trained(arm)]
+        for file in (file for folder in folders for file in sorted(folder.glob("[0-9]*/log.json"))):
             log = read_json(file)
             for site, numbers in log["sites"].items():
                 for name in LOGGED:
