@@ -1,6 +1,8 @@
 """The queue of comparisons: it trains what is missing, in the order of seeds, and says how far it is."""
 
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-QUEUE = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "experiments" / "queue.py")))
+SCRIPT = Path(__file__).parents[2] / "experiments" / "run_queue.py"
+QUEUE = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
 
 
 @pytest.fixture
@@ -61,6 +64,13 @@ def test_a_run_that_is_begun_counts_with_its_rounds(queue: Path, tmp_path: Path,
     assert QUEUE.main([str(queue), "--status", *runs]) == 0
     told = capsys.readouterr().out
     assert "one: 1 of 2 runs, about" in told and "  fedprox-s1, round 1 of 2\n" in told
+
+
+def test_it_starts_as_its_first_lines_say(queue: Path, tmp_path: Path) -> None:
+    """The folder of a script comes first on Python's path: a name as `queue` would hide the standard library's."""
+    command = [sys.executable, str(SCRIPT), str(queue), "--status", "--runs", str(tmp_path / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "one: 0 of 2 runs, not begun" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Runs several comparisons one after another, goes on where it was stopped, and says what is done and how long the rest takes.
 
-    python experiments/queue.py QUEUE.yaml --data DIR             # the work, in order; Ctrl-C is safe
-    python experiments/queue.py QUEUE.yaml --data DIR --status    # what is done, what runs, hours left
+    python experiments/run_queue.py QUEUE.yaml --data DIR             # the work, in order; Ctrl-C is safe
+    python experiments/run_queue.py QUEUE.yaml --data DIR --status    # what is done, what runs, hours left
 
 A queue names comparisons; of each all arms and seeds of a profile are run, or those that it lists:
 
