@@ -24,7 +24,7 @@ FINISHED = "then"
 def fake_runs(comparison: Comparison) -> None:
     """A finished run of every arm and seed: rows of the final evaluation, two validated rounds, logs, pictures, pseudo
     labels, and the analyses that the file asks for."""
-    seeds = {arm: list(of) for arm, of in comparison.federations.items()}
+    seeds = {arm: comparison.seeds for arm in comparison.arms}
     for number, (arm, of_arm) in enumerate(comparison.federations.items()):
         for seed, federation in of_arm.items():
             _fake_run(comparison, comparison.path(arm, seed), federation, 0.5 + 0.01 * number)

@@ -1,6 +1,8 @@
 """Sites that a comparison leaves out of training in turn."""
 
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,14 @@ import yaml
 from runs import phantom_federation
 
 from fedatlas.cli import main
-from fedatlas.compare import Comparison, collect, load_comparison, rows_of, run_comparison, write_page
+from fedatlas.compare import Comparison, Table, collect, load_comparison, rows_of, run_comparison, write_page
+from fedatlas.compare.results import finished, means
 from fedatlas.compare.running import all_rows
 from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import cell_means, class_means, mean_of_defined
-from fedatlas.report.comparison import markdown
+from fedatlas.report.comparison import heading, markdown
 
-ARMS = {"fedavg": {}, "prox": {"method.name": "fedprox"}}
+ARMS = {"fedavg": {}, "prox": {"method.name": "fedprox", "local.lr": 0.003}}
 
 
 def written(folder: Path, federation: dict[str, Any], **changes: Any) -> Path:
@@ -61,8 +64,11 @@ def test_a_site_is_scored_by_the_model_that_never_saw_it(done) -> None:
         assert kept == rows and {row["site"] for row in rows} == {"s0", "s2"}
         expected = mean_of_defined(class_means(cell_means(rows)).values())
         assert found["arms"][arm]["mean"] == [pytest.approx(expected)]
-    s0 = [row for row in rows_of(done, "fedavg-without-s0", 0)]
-    assert len({row["case"] for row in s0}) > 1, "all cases of a site that is left out are tested on"
+    assert found["arms"]["prox"]["mean"] != found["arms"]["fedavg"]["mean"]
+    every = {row["case"] for row in rows_of(done, "fedavg-without-s0", 0)}
+    assert len(every) == 5, (
+        "all cases of a site that is left out are tested on, those with a training role, too"
+    )
     cases = {
         (row["site"], row["case"]) for s in ("s0", "s2") for row in rows_of(done, f"fedavg-without-{s}", 0)
     }
@@ -76,7 +82,7 @@ def test_a_site_is_scored_by_the_model_that_never_saw_it(done) -> None:
 def test_the_tables_and_the_page_have_a_row_per_arm(done) -> None:
     found = collect(done)
     text = markdown(found)
-    assert "model best, each site by models that never saw it**" in text and "without" not in text
+    assert "model best, each site by models trained without it**" in text and "-without-" not in text
     assert "the mean over seeds and left-out sites" in text
     page = write_page(done, found).read_text()
     assert page.count('class="overlay"') == 8, "of both sites: image, truth and two arms"
@@ -84,6 +90,50 @@ def test_the_tables_and_the_page_have_a_row_per_arm(done) -> None:
     assert {(path.parts[0], path.parts[2]) for path in kept} == {
         (f"{arm}-without-{site}-s0", site) for arm in ARMS for site in ("s0", "s2")
     }
+    assert ", s0</" in page and ", s2</" in page and " *</" not in page, "box plots star nothing"
+
+
+def test_a_further_table_shows_a_left_out_site_alone(done) -> None:
+    alone = done.table(Table(sites=("s2",), title="s2"))
+    found = means(alone, finished(alone))[0]
+    expected = mean_of_defined(class_means(cell_means(rows_of(done, "prox-without-s2", 0))).values())
+    assert found["arms"]["prox"]["mean"] == [pytest.approx(expected)]
+    assert "sites s2, each site by models trained without it" in heading(found)
+
+
+def test_what_a_site_says_of_its_own_split_does_not_count_once_it_is_left_out(small, tmp_path) -> None:
+    small["sites"][0]["name"] = "s.0"
+    file = written(tmp_path, small, leave_out=["s.0"], arms={"fedavg": {"sites": {"s.0": {"cases": 2}}}})
+    turn = load_comparison([file]).federations["fedavg-without-s.0"][0].sites[0]
+    assert (turn.role, turn.cases, turn.split) == ("test", None, None)
+
+
+def test_whole_images_are_compared_by_cell(small_images, tmp_path) -> None:
+    sites = [site["name"] for site in small_images["sites"]]
+    small_images |= {"rounds": 1, "labels": {"names": None}}
+    arms = {"fedavg": {}, "slow": {"local.lr": 1e-4}}
+    comparison = load_comparison(
+        [written(tmp_path, small_images, arms=arms, leave_out=sites[:2])], runs=tmp_path / "runs"
+    )
+    assert run_comparison(comparison, tell=lambda text: None) == {}
+    found = collect(comparison)
+    assert found["pairs"] == "cell" and found["bootstrap"] == {} and found["arms"]["slow"]["seeds"] == [0]
+    assert {row["site"] for row in rows_of(comparison, f"slow-without-{sites[1]}", 0)} == {sites[1]}
+    assert "each site by models trained without it" in markdown(found)
+    assert write_page(comparison, found).exists()
+
+
+def test_a_seed_counts_once_all_its_turns_are_there(done, tmp_path) -> None:
+    """And every turn of another configuration is told."""
+    shutil.copytree(done.folder, tmp_path / "turns")
+    here = replace(done, folder=tmp_path / "turns")
+    for arm in ("prox-without-s0", "prox-without-s2"):
+        run = here.path(arm, 0) / "run.json"
+        run.write_text(run.read_text().replace('"hash": "', '"hash": "0'))
+        file = here.path(arm, 0) / "federation.yaml"
+        file.write_text(file.read_text().replace("lr: 0.003", "lr: 0.004"))
+    done_now = finished(here)
+    assert done_now.seeds == {"fedavg": [0], "prox": []} and len(done_now.problems["prox"]) == 2
 
 
 def test_an_arm_stands_in_the_tables_once_all_its_turns_are_finished(small, tmp_path, capsys) -> None:
@@ -102,6 +152,14 @@ def test_an_arm_stands_in_the_tables_once_all_its_turns_are_finished(small, tmp_
     ("changes", "told"),
     [
         ({"leave_out": ["s0", "s0"]}, "leave_out: s0, s0 names a site twice"),
+        ({"measure": {"known": False}}, "take leave_out away, or measure: known"),
+        ({"measure": {"sites": "test"}}, "take leave_out away, or measure: sites: train or test"),
+        ({"tables": [{"sites": ["s1"]}]}, "leave_out: the site of measure: sites 's1' does not exist"),
+        ({"arms": {"x": {}, "x-without-s0": {}}}, "leave_out: x-without-s0 is what two arms are called"),
+        ({"arms": {"x": {"sites": {"s1": {"role": "test"}, "s2": {"role": "test"}}}}, "leave_out": ["s0"]},
+         "s0 is the only site that trains in arm x"),
+        ({"arms": {"x" * 90: {}}}, "a shorter name"),
+        ({"arms": {"x": {"evaluation.metrics": ["asd"]}}}, "the arm x-without-s0 evaluates only asd"),
         ({"leave_out": ["s9"]}, "leave_out: the site 's9' does not exist"),
         ({"tables": [{"split": "validation"}]}, "take leave_out away, or measure: split: validation"),
         ({"measure": {"local": ["prox"]}}, "take leave_out away, or measure: local"),

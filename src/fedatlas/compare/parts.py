@@ -88,6 +88,8 @@ def of_volumes(comparison: Comparison) -> str:
 
 
 def _with_local(comparison: Comparison) -> str:
+    if comparison.turns:
+        return "with leave_out an arm is several runs, each with local models of its own"
     models = [next(iter(of.values())).evaluation.models for of in comparison.federations.values()]
     return (
         of_voxels(comparison)
@@ -227,8 +229,8 @@ def check_claims(comparison: Comparison, file: Path) -> None:
         if kind not in TITLES:
             raise not_known(f"{file}: analyses: the analysis", kind, TITLES)
         for arm in arms:
-            if arm not in comparison.federations:
-                raise not_known(f"{file}: analyses: {kind}: the arm", arm, comparison.federations)
+            if arm not in comparison.arms:
+                raise not_known(f"{file}: analyses: {kind}: the arm", arm, comparison.arms)
     if comparison.profile in (None, "full"):
         for name, why in unmet(comparison).items():
             raise FederationError(

@@ -17,7 +17,7 @@ def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str
     seeds: arm -> those of which the run is finished; their cases stand in one box. A case in which the class is not
     there is left out.
     """
-    values: dict[tuple[str, str], dict[tuple[str, str], list[float]]] = {}
+    values: dict[tuple[str, str], dict[tuple[str, str, str], list[float]]] = {}
     trained: dict[tuple[str, str], set[str]] = {}
     sites: dict[str, list[str]] = {}
     measure = comparison.measure
@@ -28,23 +28,24 @@ def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str
             training = [site for site, told in about.items() if told.get("role", "train") == "train"]
             sites.update({site: list(about[site]["annotated"]) for site in about if site not in sites})
             chosen = kept_model(path, measure.model)
-            trained[arm, ""] = {name for site in training for name in about[site]["annotated"]}
-            trained |= {(arm, f"local/{site}"): set(about[site]["annotated"]) for site in training}
+            trained[one, ""] = {name for site in training for name in about[site]["annotated"]}
+            trained |= {(one, f"local/{site}"): set(about[site]["annotated"]) for site in training}
             for row in select(all_rows(comparison, one, seed), metric=comparison.metric, split=measure.split):
                 value, model = row["value"], "" if row["model"] == chosen else row["model"]
                 counts = row["case"] and has_truth(row) and comparison.counts(one, row["site"])
-                if value is not None and counts and (arm, model) in trained:
+                if value is not None and counts and (one, model) in trained:
                     of_cell = values.setdefault((row["class"], row["site"]), {})
-                    of_cell.setdefault((arm, model), []).append(value)
+                    of_cell.setdefault((arm, model, one), []).append(value)
     panels = []
     for name, site in sorted(values, key=lambda cell: _place(comparison, sites, *cell)):
         if measure.known not in (None, name in sites[site]):
             continue
         boxes = [
-            Box(arm, model or "global", found, name in trained[arm, model])
-            for (arm, model), found in values[name, site].items()
+            Box(arm, model or "global", found, name in trained[one, model])
+            for (arm, model, one), found in values[name, site].items()
         ]
-        mark = "" if name in sites[site] else " *"
+        # a site that is left out annotates nothing in that run
+        mark = "" if comparison.turns or name in sites[site] else " *"
         panels.append(Panel(f"{name}, {site}{mark}", boxes))
     return distributions(panels, list(sites), comparison.metric, "boxes") if panels else ""
 

@@ -29,6 +29,8 @@ from fedatlas.federation.yaml import CHOICES, read_yaml
 from fedatlas.report.comparison import MILLIMETRES
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+MOST_LETTERS = 96
+"""Of the name of a run without its seed."""
 CLAIM = re.compile(r"(Table|Figure) (S?\d+|[IVX]+)[A-Z]?")
 """How a table or figure of a paper is named."""
 
@@ -416,24 +418,28 @@ def _from_file(
     turns: dict[str, dict[str, str]] = {}
     for arm, changes in given.arms.items():
         what = f"{file}: arm {arm}"
-        for site in given.leave_out or (None,):
-            own = [changes or {}, budget.arms.get(arm, {})]
-            trained = arm
-            if site is not None:
-                whole = _arm(base, base_path, what, budget, common, own)
-                roles = {entry.name: entry.role for entry in whole.sites}
-                if site not in roles:
-                    raise not_known(f"{file}: leave_out: the site", site, roles)
-                if roles[site] != "train":
-                    raise FederationError(
-                        f"{file}: leave_out: the site {site} does not train in arm {arm}, its role is {roles[site]}; leave out "
-                        "sites that train"
-                    )
-                own.append({f"sites.{site}.role": "test"})
-                trained = turns.setdefault(arm, {})[site] = f"{arm}-without-{site}"
-            federation = _arm(base, base_path, what, budget, common, own)
-            named = "-".join(part for part in (given.runs or given.name, profile, trained) if part)
-            federations[trained] = {
+        own = [changes or {}, budget.arms.get(arm, {})]
+        whole = _arm(base, base_path, what, budget, common, own)
+        trained = {arm: whole}
+        if given.leave_out:
+            without = {site: _turn(file, arm, whole, site) for site in given.leave_out}
+            turns[arm] = {site: f"{arm}-without-{site}" for site in without}
+            trained = {
+                turns[arm][site]: _arm(
+                    base, base_path, f"{what} without {site}", budget, common, [*own, change]
+                )
+                for site, change in without.items()
+            }
+        for name, federation in trained.items():
+            if name in federations or (turns and name in given.arms):
+                raise FederationError(f"{file}: leave_out: {name} is what two arms are called; rename one")
+            named = "-".join(part for part in (given.runs or given.name, profile, name) if part)
+            if len(named) > MOST_LETTERS:
+                raise FederationError(
+                    f"{what}: its runs would be called {named}, {len(named)} letters; allowed: {MOST_LETTERS}. Give the comparison, the "
+                    "profile or the arm a shorter name"
+                )
+            federations[name] = {
                 seed: replace(federation, name=f"{named}-s{seed}", seed=seed) for seed in chosen
             }
     return Comparison(
@@ -454,23 +460,49 @@ def _from_file(
     )
 
 
+def _turn(file: Path, arm: str, whole: Federation, site: str) -> dict[str, Any]:
+    """What changes in an arm's federation where a site is left out: all its cases test. Raises FederationError where it cannot be
+    left out."""
+    roles = {entry.name: entry.role for entry in whole.sites}
+    if site not in roles:
+        raise not_known(f"{file}: leave_out: the site", site, roles)
+    if roles[site] != "train":
+        raise FederationError(
+            f"{file}: leave_out: the site {site} does not train in arm {arm}, its role is {roles[site]}; leave out sites that "
+            "train"
+        )
+    if sum(role == "train" for role in roles.values()) == 1:
+        raise FederationError(
+            f"{file}: leave_out: {site} is the only site that trains in arm {arm}; two or more are needed"
+        )
+    return {"sites": {site: {"role": "test", "split": None, "cases": None}}}
+
+
 def _check_turns(file: Path, given: ComparisonFile) -> None:
     """FederationError where sites are left out in turn and something else needs one model for all sites."""
+    if not given.leave_out:
+        return
+    listed = ", ".join(given.leave_out)
     if len(set(given.leave_out)) < len(given.leave_out):
-        raise FederationError(f"{file}: leave_out: {', '.join(given.leave_out)} names a site twice")
+        raise FederationError(f"{file}: leave_out: {listed} names a site twice")
     measures = (given.measure, *given.tables)
     asked = {
         "analyses": bool(given.analyses),
         "measure: local": any(measure.local for measure in measures),
         "measure: model": any(measure.model.startswith("local/") for measure in measures),
         "measure: split: validation": any(measure.split == "validation" for measure in measures),
+        "measure: known": any(measure.known is not None for measure in measures),
+        "measure: sites: train or test": any(isinstance(measure.sites, str) for measure in measures),
     }
     for key, there in asked.items():
-        if there and given.leave_out:
+        if there:
             raise FederationError(
-                f"{file}: leave_out: {', '.join(given.leave_out)}: the tables score each of these sites by the common model of the "
-                f"others, on its test cases; take leave_out away, or {key}"
+                f"{file}: leave_out: {listed}: the tables score each of these sites by the common model of the others, on its test "
+                f"cases; take leave_out away, or {key}"
             )
+    for site in (site for measure in measures for site in measure.sites or ()):
+        if site not in given.leave_out:
+            raise not_known(f"{file}: leave_out: the site of measure: sites", site, given.leave_out)
 
 
 def _budget(file: Path, given: ComparisonFile, profile: str | None) -> tuple[Profile, dict[str, Any]]:

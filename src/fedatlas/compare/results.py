@@ -40,11 +40,15 @@ def finished(comparison: Comparison) -> Finished:
     for arm in comparison.arms:
         found.seeds[arm], found.problems[arm] = [], []
         for seed in comparison.seeds:
-            try:
-                if all(state_of(comparison, one, seed) == "finished" for one in comparison.trained(arm)):
-                    found.seeds[arm].append(seed)
-            except FedAtlasError as error:
-                found.problems[arm].append(str(error))
+            states: set[str] = set()
+            for one in comparison.trained(arm):
+                try:
+                    states.add(state_of(comparison, one, seed))
+                except FedAtlasError as error:
+                    states.add("of another configuration")
+                    found.problems[arm].append(str(error))
+            if states == {"finished"}:
+                found.seeds[arm].append(seed)
     return found
 
 

@@ -185,7 +185,7 @@ def heading(found: Mapping[str, Any]) -> str:
         False: ", classes that it does not",
     }
     sites = f", sites {', '.join(found['sites'])}" if found["sites"] else ""
-    sites += ", each site by models that never saw it" if found.get("left_out") else ""
+    sites += ", each site by models trained without it" if found.get("left_out") else ""
     title = f"{found['title']}: " if found["title"] else ""
     unit = " in %" if found["layout"]["percent"] else ""
     after = ", after post-processing" if found.get("postprocess") else ""
