@@ -25,7 +25,7 @@ from fedatlas.core.tensors import tensors_of
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import parse_federation
 from fedatlas.learning.augment import OFF, STRONG
-from fedatlas.learning.loop import Descent, Local, train
+from fedatlas.learning.loop import Local, Stepper, train
 from fedatlas.losses import LossChoice
 from fedatlas.phantoms.organs import phantom_sites, write_phantom
 from fedatlas.transport.host import HostedSite, peak_mb, reset_peak
@@ -92,7 +92,7 @@ def costs(root: Path, net: str) -> dict[str, float]:
     student, teacher = experiment.make_net(), experiment.make_net().eval().requires_grad_(False)
     supervised = losses.supervised(LossChoice(), hosted(experiment, root / "site"))  # type: ignore[call-arg]
     condist: Any = methods.get("condistfl")()
-    by = Descent(student.train(), local, torch.device("cpu"))
+    by = Stepper(student.train(), local, torch.device("cpu"))
     took: dict[str, list[float]] = {"fedavg": [], "online": [], "cached": [], "window": []}
     asked: dict[str, Any] = {"overlap": 0.25, "windows": 4, "keep": None, "partly": True, "gigabytes": 1.0}
     for turn in range(3):

@@ -32,7 +32,7 @@ from fedatlas import losses, methods, nets
 from fedatlas.core.batch import Batch
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
-from fedatlas.learning.loop import Descent, Local, make_optimizer
+from fedatlas.learning.loop import Local, Stepper, make_optimizer
 from fedatlas.methods.fedmenu import auxiliary_loss
 from fedatlas.nets.menunet import MENUNet, MENUNetModule
 from fedatlas.transport.host import peak_mb, reset_peak
@@ -108,7 +108,7 @@ def made(case: Case, organs: int, device: torch.device, *, unet: bool = False) -
             return cast(Tensor, net(data.image))
 
     if unet:
-        plain = Descent(net, local, device)
+        plain = Stepper(net, local, device)
         return Made(net, data, {"inference": infer, "S1": lambda: plain.step(loss(net, data))})
 
     def optimizer(*modules: nn.Module) -> torch.optim.Optimizer:
@@ -121,7 +121,7 @@ def made(case: Case, organs: int, device: torch.device, *, unet: bool = False) -
     first, second = optimizer(own, net.decoder, net.head), optimizer(own, net.agd)
     for module in (own, net.decoder, net.head, net.agd):
         module.requires_grad_(True)
-    S1, S2 = (Descent(net, local, device, optimizer=each) for each in (first, second))
+    S1, S2 = (Stepper(net, local, device, optimizer=each) for each in (first, second))
 
     def both() -> None:
         S1.step(loss(net, data))

@@ -32,7 +32,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import load, tensors_of
-from fedatlas.learning.loop import Descent, Local, Loss
+from fedatlas.learning.loop import Local, Loss, Stepper
 
 Shape = tuple[int, ...]
 NETS: dict[str, tuple[str, dict[str, Any], Shape]] = {
@@ -142,7 +142,7 @@ def _measured(
     choice = losses.LossChoice() if not whole else losses.LossChoice(name="masked_bce")  # type: ignore[call-arg]
     student = made()
     plain = losses.supervised(choice, here)  # type: ignore[arg-type]
-    by = Descent(student, local, device)
+    by = Stepper(student, local, device)
     called: Any = torch.compile(student) if compiled else student
 
     def step(loss: Loss) -> None:

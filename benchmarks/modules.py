@@ -34,7 +34,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.options import from_dict
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, average, load, tensors_of
-from fedatlas.learning.loop import Descent, Local
+from fedatlas.learning.loop import Local, Stepper
 from fedatlas.losses import LossChoice
 from fedatlas.methods.shared.cmidg import CMIDG, cmidg
 from fedatlas.methods.shared.sharpness import (
@@ -204,13 +204,13 @@ def steps(
         return replace(batch, image=cmidg(batch.image, augmentation, site.rng))
 
     def plain() -> Callable[[], object]:
-        by = Descent(site.network(), local, device)
+        by = Stepper(site.network(), local, device)
         return lambda: by.step(loss(by.net, batch))
 
     def ascending(
         view: Callable[[], Batch], make: Callable[[nn.Module], SparseMask] | None = None
     ) -> Callable[[], object]:
-        by = Descent(site.network(), local, device)
+        by = Stepper(site.network(), local, device)
         sharp, mask = Sharp(by, how), make and make(by.net)
 
         def step() -> None:

@@ -22,7 +22,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.outputs import voxel_logits
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import load, tensors_of
-from fedatlas.learning.loop import Descent, Local, autocast
+from fedatlas.learning.loop import Local, Stepper, autocast
 from fedatlas.transport.allocator import keeping_freed_blocks
 
 NAMES = (
@@ -102,7 +102,7 @@ def measure(
     def step(how: Local, objective, given: Batch = data) -> Callable[[], object]:  # type: ignore[no-untyped-def]
         student = net()
         load(student, tensors_of(teacher))
-        by = Descent(student, how, cpu)
+        by = Stepper(student, how, cpu)
 
         def one() -> None:
             with by.autocast():

@@ -24,7 +24,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
 from fedatlas.federation.file import load_federation
 from fedatlas.federation.session import run_federation
-from fedatlas.learning.loop import Descent, Local
+from fedatlas.learning.loop import Local, Stepper
 
 ROOT = Path(__file__).parents[1]
 SPACE = LabelSpace(("a", "b", "c", "d", "e", "f"), exclusive=False, level="image")
@@ -55,7 +55,7 @@ def steps(kind: str, options: dict[str, str], batch: int, size: int, repeats: in
         return nets.build(kind, options, in_channels=1, classes=len(SPACE), spatial_dims=2, seed=0)
 
     plain, made = net(), {}
-    by = Descent(plain, local, torch.device("cpu"))
+    by = Stepper(plain, local, torch.device("cpu"))
     for order in (1, 2):
         method: Any = methods.get("fedpsl")(order=order, local=local, loss=chosen)
         made[f"order {order}"] = partial(method.client_update, here, net(), 0, 1)

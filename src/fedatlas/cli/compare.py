@@ -35,6 +35,12 @@ def options(made: argparse.ArgumentParser) -> None:
         help="write the tables between the comparison's marks of a page",
     )
     made.add_argument("--only-table", action="store_true", help="train nothing")
+    made.add_argument(
+        "--records",
+        type=Path,
+        metavar="DIR",
+        help="keep what the tables need of finished runs, a small file each, and take from there what RUNS lacks",
+    )
     shared.as_json(made)
 
 
@@ -42,8 +48,10 @@ def call(arguments: argparse.Namespace) -> int:
     from fedatlas.compare import (
         check_page,
         collect,
+        keep_records,
         load_comparison,
         markdown,
+        restore_runs,
         run_comparison,
         write_page,
         write_table,
@@ -65,14 +73,18 @@ def call(arguments: argparse.Namespace) -> int:
     if arguments.table:
         check_page(comparison, arguments.table)
     failed: dict[str, str] = {}
+    progress = Progress(0, sys.stderr if arguments.json else sys.stdout)
+    if arguments.records:
+        restore_runs(comparison, arguments.records, progress.tell)
     if not arguments.only_table:
-        progress = Progress(0, sys.stderr if arguments.json else sys.stdout)
         arms = arguments.arms.split(",") if arguments.arms else None
         try:
             failed = run_comparison(comparison, arms=arms, tell=progress.tell, passing=progress.passing)
         except KeyboardInterrupt:
             progress.tell("stopped; complete rounds are kept. The same command goes on")
             return shared.INTERRUPTED
+    if arguments.records:
+        keep_records(comparison, arguments.records, progress.tell)
     tables = collect(comparison)
     if arguments.table:
         write_table(comparison, tables, arguments.table)

@@ -107,6 +107,11 @@ class Trained:
         if self.model not in ("best", "last"):
             raise RunFolderError(f"model {self.model!r}: not known; allowed: best, last, local/<site>")
         file = self.folder.path / "models" / f"{self.model}.fa"
+        if not file.parent.exists():
+            raise RunFolderError(
+                f"{file}: missing, this run has no models. One that was taken from a record has its scores alone; train it again, "
+                "in another folder of runs and without --records"
+            )
         if not file.exists() and (file.parent / "last.fa").exists():
             raise RunFolderError(f"{file}: missing, no round of this run was validated; use --model last")
         state = self.folder.state(file, self.method)

@@ -1,0 +1,164 @@
+"""What the tables need of finished runs, a small file each: to keep beside the comparison, to give away, and to make the tables from
+without training.
+
+A run folder holds models and is large. Its record, FOLDER/<runs>/<arm>-s<seed>.tar.xz, holds the rows of its evaluations, the
+logs of its rounds and its settings; no model, no image, no path of the machine.
+"""
+
+import io
+import json
+import lzma
+import shutil
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from fedatlas.compare.plan import Comparison
+from fedatlas.compare.running import Tell, state_of
+from fedatlas.core.errors import FedAtlasError, RunFolderError
+from fedatlas.federation.file import hash_of
+from fedatlas.federation.yaml import read_yaml
+from fedatlas.transport.rounds import read_json, to_json
+from fedatlas.transport.store import write_atomic
+
+SUFFIX = ".tar.xz"
+FILES = ("run.json", "federation.yaml", "rows.csv", "best.json", "thresholds.json", "histograms.json")
+OF_ROUND = ("log.json", "rows.json")
+LARGEST = 2**28
+"""Bytes of a record when it is unpacked; more is refused."""
+
+
+def record_of(comparison: Comparison, folder: Path, arm: str, seed: int) -> Path:
+    """The file of a run's record."""
+    path = comparison.path(arm, seed)
+    return folder / path.parent.name / f"{path.name}{SUFFIX}"
+
+
+def restore_runs(comparison: Comparison, folder: Path, tell: Tell = lambda text: None) -> list[str]:
+    """Makes the folders of runs that are not there from their records; returns their names.
+
+    Such a run counts as finished, and has no models. A record of another configuration is told and left alone. Raises RunFolderError
+    for a file that is no record.
+    """
+    restored = []
+    for arm, of_seed in comparison.federations.items():
+        for seed, federation in of_seed.items():
+            file, path = record_of(comparison, folder, arm, seed), comparison.path(arm, seed)
+            if path.exists() or not file.exists():
+                continue
+            files = _unpacked(file)
+            if _text(file, files, "run.json")["hash"] != hash_of(federation):
+                tell(f"{file}: a record of another configuration; not taken")
+                continue
+            made = path.with_name(f".{path.name}.record")
+            shutil.rmtree(made, ignore_errors=True)
+            for name, data in files.items():
+                (made / name).parent.mkdir(parents=True, exist_ok=True)
+                (made / name).write_bytes(data)
+            made.rename(path)
+            restored.append(path.name)
+    if restored:
+        tell(
+            f"{len(restored)} finished runs taken from {folder / comparison.folder.name}, without their models"
+        )
+    return restored
+
+
+def keep_records(comparison: Comparison, folder: Path, tell: Tell = lambda text: None) -> list[str]:
+    """Writes the records of finished runs that have none; returns the names of these runs.
+
+    A record that is there stays, and where a run has other values than its record that is told. One of another configuration is
+    replaced.
+    """
+    kept = []
+    for arm, of_seed in comparison.federations.items():
+        for seed in of_seed:
+            path, file = comparison.path(arm, seed), record_of(comparison, folder, arm, seed)
+            try:
+                if state_of(comparison, arm, seed) != "finished":
+                    continue
+            except FedAtlasError:
+                continue  # it is told of where the tables are made
+            if file.exists():
+                there = _unpacked(file)
+                if _text(file, there, "run.json")["hash"] == read_json(path / "run.json")["hash"]:
+                    if there["rows.csv"] != (path / "rows.csv").read_bytes():
+                        tell(f"{path}: other values than its record {file}, which stays")
+                    continue
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(file, _packed(_files(path)))
+            kept.append(path.name)
+    return kept
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    """Name -> content of what a record holds of a run folder."""
+    found = {name: (path / name).read_bytes() for name in FILES if (path / name).exists()}
+    about = read_json(path / "run.json")
+    about["machine"] = {
+        key: value for key, value in (about.get("machine") or {}).items() if key != "platform"
+    }
+    found["run.json"] = to_json(about)
+    plain = read_yaml(path / "federation.yaml")
+    for site in plain["sites"]:
+        if site.get("path"):
+            site["path"] = Path(site["path"]).name
+    if (plain.get("engine") or {}).get("cache"):
+        plain["engine"]["cache"] = None
+    found["federation.yaml"] = yaml.safe_dump(plain, sort_keys=False).encode()
+    for name in OF_ROUND:
+        for file in (path / "rounds").glob(f"[0-9]*/{name}"):
+            found[file.relative_to(path).as_posix()] = file.read_bytes()
+    return found
+
+
+def _packed(files: Mapping[str, bytes]) -> bytes:
+    """The same bytes for the same files."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w:xz", preset=9, format=tarfile.USTAR_FORMAT) as archive:
+        for name in sorted(files):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(files[name])
+            archive.addfile(entry, io.BytesIO(files[name]))
+    return made.getvalue()
+
+
+def _unpacked(file: Path) -> dict[str, bytes]:
+    """Name -> content; RunFolderError for anything but a record."""
+    found: dict[str, bytes] = {}
+    try:
+        with tarfile.open(file, mode="r:xz") as archive:
+            for entry in archive:
+                reader = archive.extractfile(entry) if entry.isreg() and _belongs(entry.name) else None
+                if reader is None or sum(map(len, found.values())) + entry.size > LARGEST:
+                    raise RunFolderError(f"{file}: not a record of a run; it holds {entry.name!r}")
+                found[entry.name] = reader.read()
+    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
+        raise RunFolderError(
+            f"{file}: cannot be read as a record ({error}); remove it, or fetch it again"
+        ) from None
+    lacking = [name for name in ("run.json", "federation.yaml", "rows.csv") if name not in found]
+    if lacking:
+        raise RunFolderError(f"{file}: not a record of a run; it has no {' and no '.join(lacking)}")
+    return found
+
+
+def _belongs(name: str) -> bool:
+    """Whether a record holds a file of this name."""
+    if name in FILES:
+        return True
+    parts = name.split("/")
+    return len(parts) == 3 and parts[0] == "rounds" and parts[1].isdigit() and parts[2] in OF_ROUND
+
+
+def _text(file: Path, files: Mapping[str, bytes], name: str) -> dict[str, object]:
+    """A JSON file of a record."""
+    try:
+        found = json.loads(files[name])
+        if isinstance(found, dict) and "hash" in found:
+            return found
+    except ValueError:
+        pass
+    raise RunFolderError(f"{file}: not a record of a run; its {name} cannot be read")

@@ -1,0 +1,179 @@
+"""Records of finished runs: what the tables need of them, without models, images or paths."""
+
+import io
+import json
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import yaml
+from runs import phantom_federation
+
+from fedatlas.cli import main
+from fedatlas.compare import (
+    collect,
+    keep_records,
+    load_comparison,
+    markdown,
+    restore_runs,
+    run_comparison,
+    state_of,
+)
+from fedatlas.core.errors import RunFolderError
+
+
+@pytest.fixture(scope="module")
+def trained(phantom: Path, phantom_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A comparison of two arms that is trained; read only."""
+    folder = tmp_path_factory.mktemp("records")
+    federation = phantom_federation(phantom, phantom_cache) | {"rounds": 1}
+    (folder / "base.yaml").write_text(yaml.safe_dump(federation))
+    file = {"name": "both", "base": "base.yaml", "arms": {"fedavg": {}, "prox": {"method.name": "fedprox"}}}
+    (folder / "both.yaml").write_text(yaml.safe_dump(file))
+    assert (
+        run_comparison(load_comparison([folder / "both.yaml"], runs=folder / "runs"), tell=lambda text: None)
+        == {}
+    )
+    return folder
+
+
+def test_tables_from_records_are_those_of_the_runs(trained: Path, tmp_path: Path) -> None:
+    there = load_comparison([trained / "both.yaml"], runs=trained / "runs")
+    assert keep_records(there, tmp_path / "records") == ["fedavg-s0", "prox-s0"]
+    assert keep_records(there, tmp_path / "records") == []
+    here = load_comparison([trained / "both.yaml"], runs=tmp_path / "runs")
+    assert collect(here)["arms"]["fedavg"]["seeds"] == []
+    assert restore_runs(here, tmp_path / "records") == ["fedavg-s0", "prox-s0"]
+    assert collect(here) == collect(there)
+    assert markdown(collect(here)) == markdown(collect(there))
+    assert state_of(here, "prox", 0) == "finished"
+    assert not list((tmp_path / "runs").rglob("*.fa"))
+
+
+def test_a_record_is_small_the_same_each_time_and_names_no_path(trained: Path, tmp_path: Path) -> None:
+    there = load_comparison([trained / "both.yaml"], runs=trained / "runs")
+    for folder in ("one", "other"):
+        keep_records(there, tmp_path / folder)
+    one = tmp_path / "one" / "both" / "fedavg-s0.tar.xz"
+    assert one.read_bytes() == (tmp_path / "other" / "both" / "fedavg-s0.tar.xz").read_bytes()
+    run = sum(file.stat().st_size for file in there.path("fedavg", 0).rglob("*") if file.is_file())
+    assert one.stat().st_size < run / 10
+    with tarfile.open(one) as archive:
+        for entry in archive:
+            reader = archive.extractfile(entry)
+            assert reader is not None
+            text = reader.read().decode()
+            assert str(trained) not in text and str(there.first.sites[0].path) not in text, entry.name
+            if entry.name == "run.json":
+                assert "platform" not in json.loads(text)["machine"]
+    # a record made from a restored run is that of the run
+    here = load_comparison([trained / "both.yaml"], runs=tmp_path / "runs")
+    restore_runs(here, tmp_path / "one")
+    keep_records(here, tmp_path / "third")
+    assert (tmp_path / "third" / "both" / "fedavg-s0.tar.xz").read_bytes() == one.read_bytes()
+
+
+def test_the_command_keeps_and_takes_records(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", str(trained / "both.yaml"), "--records", str(tmp_path / "records")]
+    assert main([*command, "--runs", str(trained / "runs"), "--only-table"]) == 0
+    first = capsys.readouterr().out
+    # nothing is left to train, though the folder of runs is empty
+    assert main([*command, "--runs", str(tmp_path / "runs")]) == 0
+    second = capsys.readouterr().out
+    assert "2 finished runs taken from" in second and "2 finished, 0 to do" in second
+    table = first[: first.index("page:")]
+    assert table.strip() in second
+
+
+def test_another_configuration_is_not_taken_and_replaced_when_it_is_run(
+    trained: Path, tmp_path: Path
+) -> None:
+    there = load_comparison([trained / "both.yaml"], runs=trained / "runs")
+    keep_records(there, tmp_path / "records")
+    file = yaml.safe_load((trained / "both.yaml").read_text())
+    file["arms"]["prox"] = {"method": {"name": "fedprox", "mu": 0.5}}
+    file["base"] = str(trained / "base.yaml")
+    (tmp_path / "both.yaml").write_text(yaml.safe_dump(file))
+    changed = load_comparison([tmp_path / "both.yaml"], runs=tmp_path / "runs")
+    told: list[str] = []
+    assert restore_runs(changed, tmp_path / "records", told.append) == ["fedavg-s0"]
+    assert any("prox-s0.tar.xz: a record of another configuration" in line for line in told)
+    assert state_of(changed, "prox", 0) == "absent"
+    assert run_comparison(changed, arms=["prox"], tell=lambda text: None) == {}
+    assert keep_records(changed, tmp_path / "records") == ["prox-s0"]
+    shutil.rmtree(tmp_path / "runs")
+    assert restore_runs(changed, tmp_path / "records") == ["fedavg-s0", "prox-s0"]
+
+
+def test_other_values_than_the_record_are_told(trained: Path, tmp_path: Path) -> None:
+    there = load_comparison([trained / "both.yaml"], runs=trained / "runs")
+    keep_records(there, tmp_path / "records")
+    here = load_comparison([trained / "both.yaml"], runs=tmp_path / "runs")
+    restore_runs(here, tmp_path / "records")
+    rows = here.path("fedavg", 0) / "rows.csv"
+    rows.write_text(rows.read_text().replace("dice,0.", "dice,0.9", 1))
+    before = (tmp_path / "records" / "both" / "fedavg-s0.tar.xz").read_bytes()
+    told: list[str] = []
+    assert keep_records(here, tmp_path / "records", told.append) == []
+    assert len(told) == 1 and "other values than its record" in told[0]
+    assert (tmp_path / "records" / "both" / "fedavg-s0.tar.xz").read_bytes() == before
+
+
+def _archive(names: dict[str, bytes]) -> bytes:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w:xz") as archive:
+        for name, data in names.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"no archive", "cannot be read as a record"),
+        (b"", "cannot be read as a record"),
+        (_archive({"../outside": b"x"}), "it holds '../outside'"),
+        (_archive({"rounds/../log.json": b"x"}), "it holds 'rounds/../log.json'"),
+        (_archive({"run.json": b"{}"}), "it has no federation.yaml and no rows.csv"),
+        (_archive({"run.json": b"{", "federation.yaml": b"", "rows.csv": b""}), "run.json"),
+        (_archive({"run.json": b"[]", "federation.yaml": b"", "rows.csv": b""}), "run.json"),
+    ],
+)
+def test_what_is_no_record_is_refused_in_words(
+    trained: Path, tmp_path: Path, content: bytes, said: str
+) -> None:
+    here = load_comparison([trained / "both.yaml"], runs=tmp_path / "runs")
+    file = tmp_path / "records" / "both" / "fedavg-s0.tar.xz"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    with pytest.raises(RunFolderError, match="fedavg-s0.tar.xz") as refused:
+        restore_runs(here, tmp_path / "records")
+    assert said in str(refused.value)
+    assert not here.path("fedavg", 0).exists() and not (tmp_path / "outside").exists()
+
+
+def test_a_cut_record_is_refused(trained: Path, tmp_path: Path) -> None:
+    there = load_comparison([trained / "both.yaml"], runs=trained / "runs")
+    keep_records(there, tmp_path)
+    file = tmp_path / "both" / "fedavg-s0.tar.xz"
+    file.write_bytes(file.read_bytes()[:-200])
+    here = load_comparison([trained / "both.yaml"], runs=tmp_path / "runs")
+    with pytest.raises(RunFolderError, match="cannot be read as a record"):
+        restore_runs(here, tmp_path)
+
+
+def test_a_restored_run_says_that_its_models_are_not_there(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = load_comparison([trained / "both.yaml"], runs=trained / "runs")
+    keep_records(there, tmp_path / "records")
+    here = load_comparison([trained / "both.yaml"], runs=tmp_path / "runs")
+    restore_runs(here, tmp_path / "records")
+    assert main(["evaluate", str(here.path("fedavg", 0)), "--data", str(here.first.sites[0].path)]) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and "this run has no models" in error
