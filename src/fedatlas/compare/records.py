@@ -5,6 +5,7 @@ A run folder holds models and is large. Its record, FOLDER/<runs>/<arm>-s<seed>.
 logs of its rounds and its settings; no model, no image, no path of the machine.
 """
 
+import hashlib
 import io
 import json
 import lzma
@@ -20,7 +21,7 @@ from fedatlas.compare.running import Tell, state_of
 from fedatlas.core.errors import FedAtlasError, RunFolderError
 from fedatlas.federation.file import hash_of
 from fedatlas.federation.yaml import read_yaml
-from fedatlas.transport.rounds import read_json, to_json
+from fedatlas.transport.rounds import SEAL, read_json, sealed, to_json
 from fedatlas.transport.store import write_atomic
 
 SUFFIX = ".tar.xz"
@@ -96,11 +97,6 @@ def keep_records(comparison: Comparison, folder: Path, tell: Tell = lambda text:
 def _files(path: Path) -> dict[str, bytes]:
     """Name -> content of what a record holds of a run folder."""
     found = {name: (path / name).read_bytes() for name in FILES if (path / name).exists()}
-    about = read_json(path / "run.json")
-    about["machine"] = {
-        key: value for key, value in (about.get("machine") or {}).items() if key != "platform"
-    }
-    found["run.json"] = to_json(about)
     plain = read_yaml(path / "federation.yaml")
     for site in plain["sites"]:
         if site.get("path"):
@@ -108,6 +104,13 @@ def _files(path: Path) -> dict[str, bytes]:
     if (plain.get("engine") or {}).get("cache"):
         plain["engine"]["cache"] = None
     found["federation.yaml"] = yaml.safe_dump(plain, sort_keys=False).encode()
+    about = read_json(path / "run.json")
+    about["machine"] = {
+        key: value for key, value in (about.get("machine") or {}).items() if key != "platform"
+    }
+    about["federation"] = hashlib.sha256(found["federation.yaml"]).hexdigest()
+    seal = about.pop(SEAL, None)
+    found["run.json"] = to_json(sealed(about, seal["of"]) if seal else about)
     for name in OF_ROUND:
         for file in (path / "rounds").glob(f"[0-9]*/{name}"):
             found[file.relative_to(path).as_posix()] = file.read_bytes()
