@@ -9,7 +9,8 @@ A queue names comparisons; of each all arms and seeds of a profile are run, or t
       - {file: head-neck/menu.yaml, profile: full}
       - {file: ufps/table-2.yaml, profile: full, arms: [fedavg, ufps], seeds: 1, data: other-data}
 
-Paths are relative to the queue's file; `data` to the folder that --data names. What is being trained belongs to one revision of
+With `--records FOLDER` what the tables need of every finished run is kept there, a small file each, and runs of which it is there are not
+trained again. Paths are relative to the queue's file; `data` to the folder that --data names. What is being trained belongs to one revision of
 the code: start long work from a clone that nobody edits (`git clone . ../work && cd ../work`), since a run that is resumed
 with other code may have other numbers.
 """
@@ -22,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fedatlas.compare.plan import Comparison, load_comparison
+from fedatlas.compare.records import keep_record, keep_records, restore_runs
 from fedatlas.compare.running import run_comparison, state_of
 from fedatlas.core.errors import FedAtlasError
 from fedatlas.core.options import from_dict, option, options
@@ -114,10 +116,13 @@ def status(queue: Sequence[tuple[Comparison, Sequence[str]]]) -> str:
     return "\n".join([*lines, f"{left:.1f} hours left{more}"])
 
 
-def work(queue: Sequence[tuple[Comparison, Sequence[str]]]) -> int:
+def work(queue: Sequence[tuple[Comparison, Sequence[str]]], records: Path | None = None) -> int:
     """Trains all that is missing, a seed of every comparison before the next seed, so that an early stop leaves complete
-    tables; returns how many runs failed."""
+    tables; returns how many runs failed. records: the folder of records, of runs that are finished now, too."""
     failed = 0
+    for comparison, _ in queue:
+        if records:
+            keep_records(comparison, records, _tell)
     for position in range(max(len(comparison.seeds) for comparison, _ in queue)):
         for comparison, arms in queue:
             if position >= len(comparison.seeds):
@@ -126,7 +131,13 @@ def work(queue: Sequence[tuple[Comparison, Sequence[str]]]) -> int:
             one = {arm: {seed: of[seed]} for arm, of in comparison.federations.items()}
             began = f"{datetime.now():%H:%M}"
             print(f"{began} {comparison.folder.name}, seed {seed}", flush=True)
-            failed += len(run_comparison(replace(comparison, federations=one), arms=arms, tell=_tell))
+
+            def keep(arm: str, seed: int, comparison: Comparison = comparison) -> None:
+                if records:
+                    keep_record(comparison, records, arm, seed, _tell)
+
+            only = replace(comparison, federations=one)
+            failed += len(run_comparison(only, arms=arms, tell=_tell, after_run=keep))
     return failed
 
 
@@ -143,14 +154,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--data", type=Path, metavar="DIR", help="folder of the sites whose paths are relative"
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of all runs (default: runs)")
+    parser.add_argument(
+        "--records", type=Path, metavar="FOLDER", help="where records of finished runs are kept"
+    )
     parser.add_argument("--status", action="store_true", help="train nothing, say how far it is")
     given = parser.parse_args(argv)
     try:
         queue = load(given.queue, given.data, given.runs)
+        for comparison, _ in queue:
+            if given.records:
+                restore_runs(comparison, given.records, _tell)
         if given.status:
             print(status(queue))
             return 0
-        failed = work(queue)
+        failed = work(queue, given.records)
         print(status(queue))
     except FedAtlasError as error:
         print(f"error: {error}", file=sys.stderr)

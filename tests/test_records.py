@@ -13,6 +13,7 @@ from runs import phantom_federation
 from fedatlas.cli import main
 from fedatlas.compare import (
     collect,
+    keep_record,
     keep_records,
     load_comparison,
     markdown,
@@ -177,3 +178,17 @@ def test_a_restored_run_says_that_its_models_are_not_there(
     assert main(["evaluate", str(here.path("fedavg", 0)), "--data", str(here.first.sites[0].path)]) == 1
     error = capsys.readouterr().err
     assert "Traceback" not in error and "this run has no models" in error
+
+
+def test_a_record_is_kept_as_soon_as_its_run_is_finished(trained: Path, tmp_path: Path) -> None:
+    """A run that fails, or a process that is killed, later does not take it away."""
+    here = load_comparison([trained / "both.yaml"], runs=tmp_path / "runs")
+    seen: list[list[str]] = []
+
+    def after_run(arm: str, seed: int) -> None:
+        assert keep_record(here, tmp_path / "records", arm, seed)
+        assert not keep_record(here, tmp_path / "records", arm, seed)
+        seen.append(sorted(file.name for file in (tmp_path / "records" / "both").iterdir()))
+
+    assert run_comparison(here, tell=lambda text: None, after_run=after_run) == {}
+    assert seen == [["fedavg-s0.tar.xz"], ["fedavg-s0.tar.xz", "prox-s0.tar.xz"]]

@@ -52,6 +52,18 @@ def test_what_is_missing_is_trained_and_told(queue: Path, tmp_path: Path, capsys
     assert "one: 2 of 2 runs\n" in told and "two: 1 of 1 runs\n0.0 hours left" in told
 
 
+def test_what_has_a_record_is_not_trained_again(queue: Path, tmp_path: Path, capsys) -> None:
+    records = ["--records", str(tmp_path / "records")]
+    assert QUEUE.main([str(queue), "--runs", str(tmp_path / "runs"), *records]) == 0
+    made = sorted(path.relative_to(tmp_path / "records").as_posix() for path in tmp_path.glob("records/*/*"))
+    assert made == [f"{name}.tar.xz" for name in ("one/fedprox-s0", "one/fedprox-s1", "two/fedavg-s0")]
+    capsys.readouterr()
+    assert QUEUE.main([str(queue), "--runs", str(tmp_path / "elsewhere"), *records, "--status"]) == 0
+    told = capsys.readouterr().out
+    assert "one: 2 of 2 runs\n" in told and "two: 1 of 1 runs\n0.0 hours left" in told
+    assert not list((tmp_path / "elsewhere").rglob("*.fa"))
+
+
 def test_a_run_that_is_begun_counts_with_its_rounds(queue: Path, tmp_path: Path, capsys) -> None:
     runs = ["--runs", str(tmp_path / "runs")]
     assert QUEUE.main([str(queue), *runs]) == 0

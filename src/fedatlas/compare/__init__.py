@@ -12,7 +12,7 @@ from fedatlas.compare.plan import (
     change,
     load_comparison,
 )
-from fedatlas.compare.records import keep_records, restore_runs
+from fedatlas.compare.records import keep_record, keep_records, restore_runs
 from fedatlas.compare.results import collect
 from fedatlas.compare.running import rows_of, run_comparison, state_of
 from fedatlas.report.comparison import markdown
@@ -28,6 +28,7 @@ __all__ = [
     "change",
     "check_page",
     "collect",
+    "keep_record",
     "keep_records",
     "load_comparison",
     "markdown",

@@ -50,7 +50,7 @@ def restore_runs(comparison: Comparison, folder: Path, tell: Tell = lambda text:
             if path.exists() or not file.exists():
                 continue
             files = _unpacked(file)
-            if _text(file, files, "run.json")["hash"] != hash_of(federation):
+            if _about(file, files)["hash"] != hash_of(federation):
                 tell(f"{file}: a record of another configuration; not taken")
                 continue
             made = path.with_name(f".{path.name}.record")
@@ -68,30 +68,38 @@ def restore_runs(comparison: Comparison, folder: Path, tell: Tell = lambda text:
 
 
 def keep_records(comparison: Comparison, folder: Path, tell: Tell = lambda text: None) -> list[str]:
-    """Writes the records of finished runs that have none; returns the names of these runs.
+    """Writes the records of finished runs that have none, as `keep_record`; returns the names of these runs."""
+    return [
+        comparison.path(arm, seed).name
+        for arm, of_seed in comparison.federations.items()
+        for seed in of_seed
+        if keep_record(comparison, folder, arm, seed, tell)
+    ]
 
-    A record that is there stays, and where a run has other values than its record that is told. One of another configuration is
-    replaced.
+
+def keep_record(
+    comparison: Comparison, folder: Path, arm: str, seed: int, tell: Tell = lambda text: None
+) -> bool:
+    """Writes the record of a run that is finished and has none; whether it did.
+
+    A record that is there stays, and where the run has other values than its record that is told. One of another configuration is
+    replaced. A run folder of another configuration has no record. Raises RunFolderError for a file in a record's place that is none.
     """
-    kept = []
-    for arm, of_seed in comparison.federations.items():
-        for seed in of_seed:
-            path, file = comparison.path(arm, seed), record_of(comparison, folder, arm, seed)
-            try:
-                if state_of(comparison, arm, seed) != "finished":
-                    continue
-            except FedAtlasError:
-                continue  # it is told of where the tables are made
-            if file.exists():
-                there = _unpacked(file)
-                if _text(file, there, "run.json")["hash"] == read_json(path / "run.json")["hash"]:
-                    if there["rows.csv"] != (path / "rows.csv").read_bytes():
-                        tell(f"{path}: other values than its record {file}, which stays")
-                    continue
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, _packed(_files(path)))
-            kept.append(path.name)
-    return kept
+    path, file = comparison.path(arm, seed), record_of(comparison, folder, arm, seed)
+    try:
+        if state_of(comparison, arm, seed) != "finished":
+            return False
+    except FedAtlasError:
+        return False  # where the tables are made it is told
+    if file.exists():
+        there = _unpacked(file)
+        if _about(file, there)["hash"] == read_json(path / "run.json")["hash"]:
+            if there["rows.csv"] != (path / "rows.csv").read_bytes():
+                tell(f"{path}: other values than its record {file}, which stays")
+            return False
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, _packed(_files(path)))
+    return True
 
 
 def _files(path: Path) -> dict[str, bytes]:
@@ -156,12 +164,12 @@ def _belongs(name: str) -> bool:
     return len(parts) == 3 and parts[0] == "rounds" and parts[1].isdigit() and parts[2] in OF_ROUND
 
 
-def _text(file: Path, files: Mapping[str, bytes], name: str) -> dict[str, object]:
-    """A JSON file of a record."""
+def _about(file: Path, files: Mapping[str, bytes]) -> dict[str, object]:
+    """run.json of a record."""
     try:
-        found = json.loads(files[name])
+        found = json.loads(files["run.json"])
         if isinstance(found, dict) and "hash" in found:
             return found
     except ValueError:
         pass
-    raise RunFolderError(f"{file}: not a record of a run; its {name} cannot be read")
+    raise RunFolderError(f"{file}: not a record of a run; its run.json cannot be read")

@@ -53,10 +53,12 @@ def run_comparison(
     arms: Sequence[str] | None = None,
     tell: Tell = print,
     passing: Tell = lambda text: None,
+    after_run: Callable[[str, int], object] = lambda arm, seed: None,
 ) -> dict[str, str]:
     """Trains what is not finished, seed by seed over all arms; returns run -> why it failed.
 
-    arms: those to train; None: all. tell: is given a line per finished run; passing: what is going on.
+    arms: those to train; None: all. tell: is given a line per finished run; passing: what is going on. after_run: is called with the arm and
+    the seed of every run that it finished.
     """
     named = dict.fromkeys([*comparison.arms, *comparison.federations])
     for arm in arms or ():
@@ -95,6 +97,7 @@ def run_comparison(
             failed[run] = error
             tell(f"{run}: failed: {error}")
         else:
+            after_run(arm, seed)
             spent.setdefault(arm, []).append(minutes)
             value = _mean_text(comparison, arm, seed)
             left = sum(_expected(spent, name) for name, _ in todo[number + 1 :])
