@@ -64,6 +64,15 @@ def test_what_has_a_record_is_not_trained_again(queue: Path, tmp_path: Path, cap
     assert not list((tmp_path / "elsewhere").rglob("*.fa"))
 
 
+@pytest.mark.parametrize(
+    "file", sorted(SCRIPT.parent.glob("*/queue.yaml")), ids=lambda file: file.parent.name
+)
+def test_queues_of_the_project_hold_what_there_is(file: Path, tmp_path: Path, capsys) -> None:
+    assert QUEUE.main([str(file), "--runs", str(tmp_path), "--status"]) == 0
+    told = capsys.readouterr().out
+    assert "full: 0 of" in told and "error" not in told
+
+
 def test_a_run_that_is_begun_counts_with_its_rounds(queue: Path, tmp_path: Path, capsys) -> None:
     runs = ["--runs", str(tmp_path / "runs")]
     assert QUEUE.main([str(queue), *runs]) == 0
