@@ -312,6 +312,12 @@ GAINS = (
     ("merged, at a protocol that nobody trained on", "head-neck-unseen", "standalone", "fedatlas"),
     ("merged, with the same loss, at such a protocol", "head-neck-unseen", "standalone-matched", "fedatlas"),
     ("merged, four cases at each site", "head-neck-few", "standalone-4", "fedatlas-4"),
+    (
+        "merged, with the same loss, four cases at each site",
+        "head-neck-few",
+        "standalone-matched-4",
+        "fedatlas-4",
+    ),
     ("merged, organs at two sites each", "head-neck-annotators", "standalone-two", "fedatlas-two"),
 )
 """Compared with what, and where docs/results.md answers: a table's place, the other arm, fedatlas."""
