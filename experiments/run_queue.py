@@ -23,7 +23,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fedatlas.compare.plan import Comparison, load_comparison
-from fedatlas.compare.records import keep_record, keep_records, restore_runs
+from fedatlas.compare.records import restore_runs, use_records
 from fedatlas.compare.running import run_comparison, state_of
 from fedatlas.core.errors import FedAtlasError
 from fedatlas.core.options import from_dict, option, options
@@ -120,24 +120,17 @@ def work(queue: Sequence[tuple[Comparison, Sequence[str]]], records: Path | None
     """Trains all that is missing, a seed of every comparison before the next seed, so that an early stop leaves complete
     tables; returns how many runs failed. records: the folder of records, of runs that are finished now, too."""
     failed = 0
-    for comparison, _ in queue:
-        if records:
-            keep_records(comparison, records, _tell)
+    keeping = [use_records(comparison, records, _tell) for comparison, _ in queue]
     for position in range(max(len(comparison.seeds) for comparison, _ in queue)):
-        for comparison, arms in queue:
+        for (comparison, arms), after_run in zip(queue, keeping, strict=True):
             if position >= len(comparison.seeds):
                 continue
             seed = comparison.seeds[position]
             one = {arm: {seed: of[seed]} for arm, of in comparison.federations.items()}
             began = f"{datetime.now():%H:%M}"
             print(f"{began} {comparison.folder.name}, seed {seed}", flush=True)
-
-            def keep(arm: str, seed: int, comparison: Comparison = comparison) -> None:
-                if records:
-                    keep_record(comparison, records, arm, seed, _tell)
-
             only = replace(comparison, federations=one)
-            failed += len(run_comparison(only, arms=arms, tell=_tell, after_run=keep))
+            failed += len(run_comparison(only, arms=arms, tell=_tell, after_run=after_run))
     return failed
 
 
@@ -161,10 +154,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         queue = load(given.queue, given.data, given.runs)
-        for comparison, _ in queue:
-            if given.records:
-                restore_runs(comparison, given.records, _tell)
         if given.status:
+            for comparison, _ in queue:
+                if given.records:
+                    restore_runs(comparison, given.records, _tell)
             print(status(queue))
             return 0
         failed = work(queue, given.records)

@@ -81,11 +81,14 @@ def test_the_command_keeps_and_takes_records(
     command = ["compare", str(trained / "both.yaml"), "--records", str(tmp_path / "records")]
     assert main([*command, "--runs", str(trained / "runs"), "--only-table"]) == 0
     first = capsys.readouterr().out
+    assert f"{tmp_path / 'records' / 'both'}: no records yet" in first
     # nothing is left to train, though the folder of runs is empty
     assert main([*command, "--runs", str(tmp_path / "runs")]) == 0
     second = capsys.readouterr().out
     assert "2 finished runs taken from" in second and "2 finished, 0 to do" in second
-    table = first[: first.index("page:")]
+    assert main([*command[:-1], str(trained / "both.yaml")]) == 1
+    assert "records are kept in a folder, and this is a file" in capsys.readouterr().err
+    table = first[first.index("yet\n") + 4 : first.index("page:")]
     assert table.strip() in second
 
 
@@ -143,6 +146,12 @@ def _archive(names: dict[str, bytes]) -> bytes:
         (_archive({"run.json": b"{}"}), "it has no federation.yaml and no rows.csv"),
         (_archive({"run.json": b"{", "federation.yaml": b"", "rows.csv": b""}), "run.json"),
         (_archive({"run.json": b"[]", "federation.yaml": b"", "rows.csv": b""}), "run.json"),
+        (
+            _archive(
+                {"run.json": b'{"hash": "", "finished": null}', "federation.yaml": b"", "rows.csv": b""}
+            ),
+            "not of a finished run",
+        ),
     ],
 )
 def test_what_is_no_record_is_refused_in_words(

@@ -48,12 +48,10 @@ def call(arguments: argparse.Namespace) -> int:
     from fedatlas.compare import (
         check_page,
         collect,
-        keep_record,
-        keep_records,
         load_comparison,
         markdown,
-        restore_runs,
         run_comparison,
+        use_records,
         write_page,
         write_table,
     )
@@ -75,19 +73,12 @@ def call(arguments: argparse.Namespace) -> int:
         check_page(comparison, arguments.table)
     failed: dict[str, str] = {}
     progress = Progress(0, sys.stderr if arguments.json else sys.stdout)
-
-    def keep(arm: str, seed: int) -> None:
-        if arguments.records:
-            keep_record(comparison, arguments.records, arm, seed, progress.tell)
-
-    if arguments.records:
-        restore_runs(comparison, arguments.records, progress.tell)
-        keep_records(comparison, arguments.records, progress.tell)
+    after_run = use_records(comparison, arguments.records, progress.tell)
     if not arguments.only_table:
         arms = arguments.arms.split(",") if arguments.arms else None
         try:
             failed = run_comparison(
-                comparison, arms=arms, tell=progress.tell, passing=progress.passing, after_run=keep
+                comparison, arms=arms, tell=progress.tell, passing=progress.passing, after_run=after_run
             )
         except KeyboardInterrupt:
             progress.tell("stopped; complete rounds are kept. The same command goes on")

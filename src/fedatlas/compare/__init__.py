@@ -12,7 +12,7 @@ from fedatlas.compare.plan import (
     change,
     load_comparison,
 )
-from fedatlas.compare.records import keep_record, keep_records, restore_runs
+from fedatlas.compare.records import keep_record, keep_records, restore_runs, use_records
 from fedatlas.compare.results import collect
 from fedatlas.compare.running import rows_of, run_comparison, state_of
 from fedatlas.report.comparison import markdown
@@ -36,6 +36,7 @@ __all__ = [
     "rows_of",
     "run_comparison",
     "state_of",
+    "use_records",
     "write_page",
     "write_table",
 ]

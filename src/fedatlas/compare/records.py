@@ -11,15 +11,16 @@ import json
 import lzma
 import shutil
 import tarfile
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import yaml
 
 from fedatlas.compare.plan import Comparison
-from fedatlas.compare.running import Tell, state_of
+from fedatlas.compare.running import AfterRun, Tell, state_of
 from fedatlas.core.errors import FedAtlasError, RunFolderError
-from fedatlas.federation.file import hash_of
+from fedatlas.federation.file import hash_of, shareable
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.transport.rounds import SEAL, read_json, sealed, to_json
 from fedatlas.transport.store import write_atomic
@@ -37,6 +38,18 @@ def record_of(comparison: Comparison, folder: Path, arm: str, seed: int) -> Path
     return folder / path.parent.name / f"{path.name}{SUFFIX}"
 
 
+def use_records(comparison: Comparison, folder: Path | None, tell: Tell) -> AfterRun:
+    """`restore_runs`, then `keep_records`; what it returns keeps the record of a run that is finished later. Without a folder
+    nothing is taken and nothing kept."""
+    if folder is None:
+        return lambda arm, seed: None
+    if folder.exists() and not folder.is_dir():
+        raise RunFolderError(f"{folder}: records are kept in a folder, and this is a file")
+    restore_runs(comparison, folder, tell)
+    keep_records(comparison, folder, tell)
+    return lambda arm, seed: keep_record(comparison, folder, arm, seed, tell)
+
+
 def restore_runs(comparison: Comparison, folder: Path, tell: Tell = lambda text: None) -> list[str]:
     """Makes the folders of runs that are not there from their records; returns their names.
 
@@ -44,6 +57,8 @@ def restore_runs(comparison: Comparison, folder: Path, tell: Tell = lambda text:
     for a file that is no record.
     """
     restored = []
+    if not (folder / comparison.folder.name).exists():
+        tell(f"{folder / comparison.folder.name}: no records yet")
     for arm, of_seed in comparison.federations.items():
         for seed, federation in of_seed.items():
             file, path = record_of(comparison, folder, arm, seed), comparison.path(arm, seed)
@@ -53,12 +68,19 @@ def restore_runs(comparison: Comparison, folder: Path, tell: Tell = lambda text:
             if _about(file, files)["hash"] != hash_of(federation):
                 tell(f"{file}: a record of another configuration; not taken")
                 continue
-            made = path.with_name(f".{path.name}.record")
-            shutil.rmtree(made, ignore_errors=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            made = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
             for name, data in files.items():
                 (made / name).parent.mkdir(parents=True, exist_ok=True)
                 (made / name).write_bytes(data)
-            made.rename(path)
+            made.chmod(0o755)
+            try:
+                made.rename(path)
+            except OSError:
+                shutil.rmtree(made)
+                if not path.exists():
+                    raise
+                continue  # another process was first
             restored.append(path.name)
     if restored:
         tell(
@@ -106,12 +128,9 @@ def _files(path: Path) -> dict[str, bytes]:
     """Name -> content of what a record holds of a run folder."""
     found = {name: (path / name).read_bytes() for name in FILES if (path / name).exists()}
     plain = read_yaml(path / "federation.yaml")
-    for site in plain["sites"]:
-        if site.get("path"):
-            site["path"] = Path(site["path"]).name
-    if (plain.get("engine") or {}).get("cache"):
-        plain["engine"]["cache"] = None
-    found["federation.yaml"] = yaml.safe_dump(plain, sort_keys=False).encode()
+    workers = (plain.get("engine") or {}).get("workers", 0)
+    told = shareable(plain) | {"engine": {"workers": workers}}
+    found["federation.yaml"] = yaml.safe_dump(told, sort_keys=False).encode()
     about = read_json(path / "run.json")
     about["machine"] = {
         key: value for key, value in (about.get("machine") or {}).items() if key != "platform"
@@ -168,8 +187,8 @@ def _about(file: Path, files: Mapping[str, bytes]) -> dict[str, object]:
     """run.json of a record."""
     try:
         found = json.loads(files["run.json"])
-        if isinstance(found, dict) and "hash" in found:
+        if isinstance(found, dict) and "hash" in found and found.get("finished"):
             return found
     except ValueError:
         pass
-    raise RunFolderError(f"{file}: not a record of a run; its run.json cannot be read")
+    raise RunFolderError(f"{file}: not a record of a run; its run.json is damaged, or not of a finished run")

@@ -25,6 +25,8 @@ from fedatlas.transport.local import keeping_workers
 from fedatlas.transport.rounds import read_json
 
 Tell = Callable[[str], None]
+AfterRun = Callable[[str, int], object]
+"""Called with the arm and the seed of a run that was just finished."""
 
 
 def state_of(comparison: Comparison, arm: str, seed: int) -> Literal["finished", "begun", "absent"]:
@@ -53,7 +55,7 @@ def run_comparison(
     arms: Sequence[str] | None = None,
     tell: Tell = print,
     passing: Tell = lambda text: None,
-    after_run: Callable[[str, int], object] = lambda arm, seed: None,
+    after_run: AfterRun = lambda arm, seed: None,
 ) -> dict[str, str]:
     """Trains what is not finished, seed by seed over all arms; returns run -> why it failed.
 
