@@ -136,6 +136,44 @@ def test_shares_hold_of_patients_with_equal_findings() -> None:
         assert (len(ill), sum(ill)) == (20, 4)
 
 
+def test_every_patient_is_tested_on_in_one_fold(tmp_path: Path) -> None:
+    """Folds are stretches of the order by which shares are drawn; validation comes from the others."""
+    five = NAMES[:5]
+    root = nnunet(tmp_path / "s", five, [])
+    tested = []
+    for fold in (1, 2, 3):
+        found = index_of(root, split={"folds": 3, "fold": fold, "validation": 1})
+        tested.append(names(found, "test"))
+        assert len(names(found, "validation")) == 1
+        kinds = [names(found, split) for split in ("train", "validation", "test")]
+        assert sum(map(len, kinds)) == len(set().union(*kinds)) == 5
+    assert set().union(*tested) == set(five) and sorted(map(len, tested)) == [1, 2, 2]
+    assert names(index_of(root, split={"folds": 5, "fold": 1, "validation": 2}), "test") == names(
+        index_of(root, split={"test": 1, "validation": 2}), "test"
+    )
+    first = index_of(root, split={"folds": 5, "fold": 1, "validation": 2})
+    shares = index_of(root, split={"test": 0.2, "validation": 0.4})
+    assert [(case.name, case.split) for case in first.cases] == [(c.name, c.split) for c in shares.cases]
+
+
+def test_folds_that_cannot_be_are_told(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", NAMES[:5], ["t"])
+    assert "lists 1 labelled test cases, which stay test cases" in told(root, split={"folds": 2, "fold": 1})
+    alone = nnunet(tmp_path / "alone", NAMES[:5], [])
+    assert "folds: 6 of 5 patients with labels" in told(alone, split={"folds": 6, "fold": 1})
+    assert "one fold of 2 for the test leave nothing to train on" in told(
+        alone, split={"folds": 2, "fold": 1, "validation": 3}
+    )
+    for portions, message in (
+        ({"folds": 3}, "folds and fold go together"),
+        ({"fold": 3}, "folds and fold go together"),
+        ({"folds": 3, "fold": 4}, "got 4 of 3 folds; allowed: 1 to 3"),
+        ({"folds": 3, "fold": 1, "test": 0.2}, "got 0.2 beside folds"),
+    ):
+        with pytest.raises(Exception, match=message):
+            Portions(**portions)
+
+
 def test_shares_are_of_all_patients_however_many_findings_there_are() -> None:
     """Groups of one patient or two do not melt away; choices stay nested, and counts go beside shares."""
 

@@ -80,7 +80,7 @@ def _cells(path: Path, metric: str, known: bool | None) -> dict[int, Cells]:
 def lacks_curves(comparison: Comparison) -> str:
     """Why the page has no validation over the rounds; "" where it has one."""
     if comparison.turns:
-        return "with leave_out every arm is several runs, each validated at other sites"
+        return "with leave_out and with folds every arm is several runs, each validated on other cases"
     for of_arm in comparison.federations.values():
         federation = next(iter(of_arm.values()))
         if federation.rounds > federation.evaluation.every:  # the last round is validated, too

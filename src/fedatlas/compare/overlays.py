@@ -160,9 +160,7 @@ def subjects(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> list
 
     for arm in comparison.arms:
         for seed in seeds[arm][:1]:
-            turns = {
-                site: subject(arm, trained, seed) for site, trained in comparison.turns.get(arm, {}).items()
-            }
+            turns = {site: subject(arm, comparison.turns[arm][site], seed) for site in comparison.left_out}
             found.append(replace(subject(arm, comparison.trained(arm)[0], seed), turns=turns))
     return found
 
@@ -183,11 +181,12 @@ def median_cases(sites: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> dic
 
 def cases_of(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[str, str]:
     """The median case of every site, over the first finished seed of every arm."""
+    shown = None if comparison.left_out else 1  # of folds the first alone, whose model is shown
     rows = (
         row
         for arm in comparison.arms
         for seed in seeds[arm][:1]
-        for trained in comparison.trained(arm)
+        for trained in comparison.trained(arm)[:shown]
         for row in rows_of(comparison, trained, seed)
     )
     return median_cases([site.name for site in comparison.first.sites], rows)

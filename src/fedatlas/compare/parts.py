@@ -89,7 +89,7 @@ def of_volumes(comparison: Comparison) -> str:
 
 def _with_local(comparison: Comparison) -> str:
     if comparison.turns:
-        return "with leave_out an arm is several runs, each with local models of its own"
+        return "with leave_out and with folds an arm is several runs, each with local models of its own"
     models = [next(iter(of.values())).evaluation.models for of in comparison.federations.values()]
     return (
         of_voxels(comparison)

@@ -35,7 +35,8 @@ def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str
                 counts = row["case"] and has_truth(row) and comparison.counts(one, row["site"])
                 if value is not None and counts and (one, model) in trained:
                     of_cell = values.setdefault((row["class"], row["site"]), {})
-                    of_cell.setdefault((arm, model, one), []).append(value)
+                    run = comparison.trained(arm)[0] if comparison.folds else one  # of folds one box
+                    of_cell.setdefault((arm, model, run), []).append(value)
     panels = []
     for name, site in sorted(values, key=lambda cell: _place(comparison, sites, *cell)):
         if measure.known not in (None, name in sites[site]):
@@ -45,7 +46,7 @@ def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str
             for (arm, model, one), found in values[name, site].items()
         ]
         # a site that is left out annotates nothing in that run
-        mark = "" if comparison.turns or name in sites[site] else " *"
+        mark = "" if comparison.left_out or name in sites[site] else " *"
         panels.append(Panel(f"{name}, {site}{mark}", boxes))
     return distributions(panels, list(sites), comparison.metric, "boxes") if panels else ""
 

@@ -196,6 +196,12 @@ class ComparisonFile:
         "Sites that are left out in turn: every arm is trained once without each of them, as ARM-without-SITE, and the tables "
         "score each of them, all its cases, by the models that never saw it (leave one site out).",
     )
+    folds: int | None = option(
+        None,
+        "Into how many parts the patients of every training site are divided: every arm is trained as often, as ARM-fold-1 and so "
+        "on, each time tested on another part, and the tables score every case by the model that never saw it (cross-validation).",
+        ge=2,
+    )
     seeds: tuple[int, ...] = option((0,), "Seeds of every arm.", min_length=1)
     profiles: dict[str, dict[str, Any]] = option({}, "Name -> budget, and what it changes for all arms.")
     measure: Measure = option(Measure(), "What the tables average.")  # type: ignore[call-arg]
@@ -225,7 +231,8 @@ class ComparisonFile:
 class Comparison:
     """What is to be run and compared. federations: arm -> seed -> federation, in order; the first arm is the reference
     of those that are not in references, arm -> its own. folder: holds a run folder per arm and seed. command: what makes the table, for a reader.
-    turns: where sites are left out in turn, arm of the tables -> left-out site -> the arm that is trained without it; else empty."""
+    turns: where sites are left out in turn, arm of the tables -> left-out site -> the arm that is trained without it; where folds of
+    their cases are, with the number of the fold in place of the site; else empty. folds: how many there are, or None."""
 
     name: str
     profile: str | None
@@ -246,6 +253,12 @@ class Comparison:
     """The name of the folder of its runs where that is not its own."""
     references: Mapping[str, str] = field(default_factory=dict)
     turns: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    folds: int | None = None
+
+    @property
+    def left_out(self) -> list[str]:
+        """The sites that are left out in turn."""
+        return [] if self.folds else list(next(iter(self.turns.values()), ()))
 
     @property
     def compared(self) -> dict[str, str]:
@@ -264,17 +277,19 @@ class Comparison:
         return list(self.turns or self.federations)
 
     def trained(self, arm: str) -> list[str]:
-        """What is trained for an arm of the tables: itself, or it without each left-out site in turn."""
+        """What is trained for an arm of the tables: itself, or it without each left-out site or fold in turn."""
         return list(self.turns[arm].values()) if arm in self.turns else [arm]
 
     def federation(self, arm: str) -> Federation:
-        """Of an arm of the tables: its first seed, and without the first site that is left out."""
+        """Of an arm of the tables: its first seed, and without the first site or fold that is left out."""
         return next(iter(self.federations[self.trained(arm)[0]].values()))
 
     def counts(self, trained: str, site: str) -> bool:
         """Whether the tables hold what a trained arm scores at a site."""
         if self.measure.sites is not None and site not in self.measure.sites:
             return False
+        if self.folds:
+            return site in {entry.name for entry in self.first.sites if entry.role == "train"}
         return not self.turns or any(of.get(site) == trained for of in self.turns.values())
 
     @property
@@ -421,18 +436,25 @@ def _from_file(
         own = [changes or {}, budget.arms.get(arm, {})]
         whole = _arm(base, base_path, what, budget, common, own)
         trained = {arm: whole}
-        if given.leave_out:
-            without = {site: _turn(file, arm, whole, site) for site in given.leave_out}
-            turns[arm] = {site: f"{arm}-without-{site}" for site in without}
+        changed = {
+            **{site: ("without", _turn(file, arm, whole, site)) for site in given.leave_out},
+            **{
+                str(fold): ("fold", _fold(what, whole, fold, given.folds))
+                for fold in range(1, (given.folds or 0) + 1)
+            },
+        }
+        if changed:
+            turns[arm] = {turn: f"{arm}-{word}-{turn}" for turn, (word, _) in changed.items()}
             trained = {
-                turns[arm][site]: _arm(
-                    base, base_path, f"{what} without {site}", budget, common, [*own, change]
+                turns[arm][turn]: _arm(
+                    base, base_path, f"{what} {word} {turn}", budget, common, [*own, change]
                 )
-                for site, change in without.items()
+                for turn, (word, change) in changed.items()
             }
         for name, federation in trained.items():
             if name in federations or (turns and name in given.arms):
-                raise FederationError(f"{file}: leave_out: {name} is what two arms are called; rename one")
+                key = "folds" if given.folds else "leave_out"
+                raise FederationError(f"{file}: {key}: {name} is what two arms are called; rename one")
             named = "-".join(part for part in (given.runs or given.name, profile, name) if part)
             if len(named) > MOST_LETTERS:
                 raise FederationError(
@@ -457,7 +479,29 @@ def _from_file(
         shared=given.runs,
         references=given.references,
         turns=turns,
+        folds=given.folds,
     )
+
+
+def _fold(what: str, whole: Federation, fold: int, folds: int | None) -> dict[str, Any]:
+    """What changes in an arm's federation where a fold of the cases of its training sites is tested on. Raises FederationError where
+    its cases are not divided by the federation file."""
+    if whole.task != "segmentation":
+        raise FederationError(
+            f"{what}: folds: are for segmentation; whole images are divided by `evaluation.test` and `evaluation.split_seed`, of which "
+            "arms may have several"
+        )
+    share = whole.evaluation.validation
+    return {
+        "sites": {
+            site.name: {
+                "split": {"test": 0, "folds": folds, "fold": fold}
+                | ({"validation": float(share)} if site.split is None else {})
+            }
+            for site in whole.sites
+            if site.role == "train"
+        }
+    }
 
 
 def _turn(file: Path, arm: str, whole: Federation, site: str) -> dict[str, Any]:
@@ -479,13 +523,28 @@ def _turn(file: Path, arm: str, whole: Federation, site: str) -> dict[str, Any]:
 
 
 def _check_turns(file: Path, given: ComparisonFile) -> None:
-    """FederationError where sites are left out in turn and something else needs one model for all sites."""
+    """FederationError where sites or folds are left out in turn and something else needs one model for all cases."""
+    measures = (given.measure, *given.tables)
+    if given.folds and given.leave_out:
+        raise FederationError(
+            f"{file}: folds and leave_out: a comparison leaves out one of the two; take one away"
+        )
+    if given.folds:
+        for key, there in (
+            ("analyses", bool(given.analyses)),
+            ("measure: split: validation", any(measure.split == "validation" for measure in measures)),
+            ("measure: sites: test", any(measure.sites == "test" for measure in measures)),
+        ):
+            if there:
+                raise FederationError(
+                    f"{file}: folds: the tables score the cases of sites that train, each once, by the model that never saw it; take "
+                    f"folds away, or {key}"
+                )
     if not given.leave_out:
         return
     listed = ", ".join(given.leave_out)
     if len(set(given.leave_out)) < len(given.leave_out):
         raise FederationError(f"{file}: leave_out: {listed} names a site twice")
-    measures = (given.measure, *given.tables)
     asked = {
         "analyses": bool(given.analyses),
         "measure: local": any(measure.local for measure in measures),

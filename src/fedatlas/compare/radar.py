@@ -37,8 +37,7 @@ def _most_axes(comparison: Comparison, side: Side) -> int:
     """How many axes there are at most; of classes that only the sites tell, enough."""
     federation = comparison.first
     if side == "sites":
-        left_out = next(iter(comparison.turns.values()), None)
-        return len(comparison.measure.sites or left_out or federation.sites)
+        return len(comparison.measure.sites or comparison.left_out or federation.sites)
     names = federation.labels.names
     return LEAST_AXES if names is None else len(names) - (federation.task == "segmentation")
 

@@ -57,8 +57,24 @@ class Portions:
 
     validation: Portion = option(0, "Cases, or share of the patients, for validation.", ge=0)
     test: Portion = option(0, "Cases, or share of the patients, for the test.", ge=0)
+    folds: int | None = option(
+        None,
+        "In place of `test`: into how many parts the patients are divided, equal but for one patient (cross-validation).",
+        ge=2,
+    )
+    fold: int | None = option(None, "Which of the `folds` parts is tested on, from 1.", ge=1)
 
     def __post_init__(self) -> None:
+        if (self.folds is None) != (self.fold is None):
+            raise FederationError("split: folds and fold go together; give both, or neither")
+        if self.folds and self.test:
+            raise FederationError(
+                f"split: test: got {self.test} beside folds, which say who is tested; leave one out"
+            )
+        if self.folds and self.fold and self.fold > self.folds:
+            raise FederationError(
+                f"split: fold: got {self.fold} of {self.folds} folds; allowed: 1 to {self.folds}"
+            )
         for name, value in (("validation", self.validation), ("test", self.test)):
             if isinstance(value, float) and value >= 1:
                 raise FederationError(
@@ -428,7 +444,8 @@ def _scored_in_full(case: Case) -> Case:
 
 def _divided(cases: Sequence[Case], portions: Portions, site: str, seed: int) -> tuple[Case, ...]:
     """The cases with their splits: whole patients in one order, of which the first are test cases and the last
-    validation cases, so that each choice is nested in a larger one and leaves the other alone. See `_ranked`.
+    validation cases, so that each choice is nested in a larger one and leaves the other alone. See `_ranked`. Of folds,
+    stretches of that order, one is tested on, and those who come before it, round about, are validation cases.
 
     Labelled cases that the layout lists for validation or test stay what they are; DataError where `split` asks for
     more of them. Unlabelled cases train where their layout says so, and are left out where it does not.
@@ -438,6 +455,11 @@ def _divided(cases: Sequence[Case], portions: Portions, site: str, seed: int) ->
     }
     for split, portion in (("validation", portions.validation), ("test", portions.test)):
         listed = sum(case.split == split for case in fixed)
+        if portions.folds and listed and split == "test":
+            raise DataError(
+                f"site {site}: split: folds: every labelled case is to be tested on once, and its layout lists {listed} labelled "
+                "test cases, which stay test cases; leave the folds out, or list them for training"
+            )
         if portion and listed:
             raise DataError(
                 f"site {site}: split: {split}: {portion:g} is asked for, and its layout lists {listed} labelled "
@@ -448,12 +470,23 @@ def _divided(cases: Sequence[Case], portions: Portions, site: str, seed: int) ->
         if case not in fixed and (case.labelled or case.reference is not None):
             groups.setdefault(case.patient, []).append(case)
     order = _ranked(groups, site, seed)
-    test = _taken(order, groups, portions.test)
-    validation = _taken(order[::-1], groups, portions.validation)
+    if portions.folds and portions.fold:
+        if portions.folds > len(order):
+            raise DataError(
+                f"site {site}: split: folds: {portions.folds} of {len(order)} patients with labels; ask for at most as many as "
+                "there are"
+            )
+        start, end = (len(order) * part // portions.folds for part in (portions.fold - 1, portions.fold))
+        test, rest = set(order[start:end]), [*order[end:], *order[:start]]
+        tested = f"one fold of {portions.folds}"
+    else:
+        test, rest = _taken(order, groups, portions.test, len(order)), order
+        tested = f"{portions.test:g}"
+    validation = _taken(rest[::-1], groups, portions.validation, len(order))
     if test & validation or len(test) + len(validation) >= len(order):
         count = sum(map(len, groups.values()))
         raise DataError(
-            f"site {site}: split: {portions.validation:g} for validation and {portions.test:g} for the test leave "
+            f"site {site}: split: {portions.validation:g} for validation and {tested} for the test leave "
             f"nothing to train on: the site has {count} labelled cases of {len(order)} patients; ask for fewer"
         )
     found = []
@@ -486,10 +519,12 @@ def _ranked(groups: Mapping[str, Sequence[Case]], site: str, seed: int) -> list[
     return sorted(ranked, key=lambda patient: place[patient])
 
 
-def _taken(order: Sequence[str], groups: Mapping[str, Sequence[Case]], portion: int | float) -> set[str]:
-    """The first patients: until they have so many cases, or the share of all patients."""
+def _taken(
+    order: Sequence[str], groups: Mapping[str, Sequence[Case]], portion: int | float, patients: int
+) -> set[str]:
+    """The first of the order: until they have so many cases, or the share of all patients of the site."""
     if isinstance(portion, float):
-        return set(order[: round(portion * len(order))])
+        return set(order[: round(portion * patients)])
     taken, count = set[str](), 0
     for patient in order:
         if count >= portion:

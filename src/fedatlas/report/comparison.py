@@ -186,6 +186,8 @@ def heading(found: Mapping[str, Any]) -> str:
     }
     sites = f", sites {', '.join(found['sites'])}" if found["sites"] else ""
     sites += ", each site by models trained without it" if found.get("left_out") else ""
+    if found.get("folds"):
+        sites += f", each case by models trained without it ({found['folds']} folds)"
     title = f"{found['title']}: " if found["title"] else ""
     unit = " in %" if found["layout"]["percent"] else ""
     after = ", after post-processing" if found.get("postprocess") else ""
@@ -518,9 +520,10 @@ def _costs(found: Mapping[str, Any]) -> list[str | Table]:
         lines.append([*line, NOT_DEFINED if server is None else f"{server:.1f}"])
     head = ["arm", "rounds", "sites", "model, MB", "2 R K size, GB", "on the wire, GB", "evaluation, GB"]
     head += ["steps, h", "at the sites, h", *(["before round 1, h"] if started else []), "server, s"]
+    over = " and left-out sites" if found.get("left_out") else " and folds" if found.get("folds") else ""
     told = (
-        f"Cost of a run, the mean over seeds{' and left-out sites' if found.get('left_out') else ''}; in brackets the time over that of {next(iter(found['arms']))}. MB and GB are "
-        "2^20 and 2^30 bytes. *on the wire*: all messages of training as they were sent, those before the first round "
+        f"Cost of a run, the mean over seeds{over}; in brackets the time over that of {next(iter(found['arms']))}. MB and GB "
+        "are 2^20 and 2^30 bytes. *on the wire*: all messages of training as they were sent, those before the first round "
         "among them. *steps*: optimizer steps of all sites; *at the sites*: with loading and all else between two "
         "exchanges; the final evaluation is in none of these."
     )

@@ -58,7 +58,7 @@ def _draw(page: Page) -> str:
 def _logged(
     comparison: Comparison, arm: str, seeds: Sequence[int]
 ) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Site -> logged number -> (round, the mean over the seeds and left-out sites), of rounds with such numbers."""
+    """Site -> logged number -> (round, the mean over the seeds, left-out sites and folds), of rounds with such numbers."""
     values: dict[str, dict[str, dict[int, list[float]]]] = {}
     for seed in seeds:
         folders = [comparison.path(trained, seed) / "rounds" for trained in comparison.trained(arm)]
