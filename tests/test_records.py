@@ -112,6 +112,38 @@ def test_another_configuration_is_not_taken_and_replaced_when_it_is_run(
     assert restore_runs(changed, tmp_path / "records") == ["fedavg-s0", "prox-s0"]
 
 
+@pytest.mark.parametrize(("changed", "restored"), [("older", True), ("other", False), ("unknown", False)])
+def test_a_record_of_before_an_option_existed_is_taken(
+    trained: Path, tmp_path: Path, changed: str, restored: bool
+) -> None:
+    """An option that was added since has its default; a run with another value, or with a key that is known no more, is another."""
+    there = load_comparison([trained / "both.yaml"], runs=trained / "runs")
+    keep_records(there, tmp_path / "records")
+    file = tmp_path / "records" / "both" / "prox-s0.tar.xz"
+    with tarfile.open(file) as archive:
+        files = {entry.name: archive.extractfile(entry).read() for entry in archive}
+    plain = yaml.safe_load(files["federation.yaml"])
+    if changed == "older":
+        del plain["evaluation"]["tolerance"]
+    elif changed == "other":
+        plain["local"]["lr"] = 0.5
+    else:
+        plain["local"]["momentous"] = 0.5
+    about = json.loads(files["run.json"]) | {"hash": "of before"}
+    file.write_bytes(
+        _archive(
+            files
+            | {"federation.yaml": yaml.safe_dump(plain).encode(), "run.json": json.dumps(about).encode()}
+        )
+    )
+    here = load_comparison([trained / "both.yaml"], runs=tmp_path / "runs")
+    told: list[str] = []
+    assert ("prox-s0" in restore_runs(here, tmp_path / "records", told.append)) == restored
+    assert any("another configuration" in line for line in told) == (not restored)
+    assert state_of(here, "prox", 0) == ("finished" if restored else "absent")
+    assert not list(here.folder.glob(".*"))
+
+
 def test_other_values_than_the_record_are_told(trained: Path, tmp_path: Path) -> None:
     there = load_comparison([trained / "both.yaml"], runs=trained / "runs")
     keep_records(there, tmp_path / "records")

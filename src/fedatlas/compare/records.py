@@ -18,9 +18,9 @@ from pathlib import Path
 import yaml
 
 from fedatlas.compare.plan import Comparison
-from fedatlas.compare.running import AfterRun, Tell, state_of
+from fedatlas.compare.running import AfterRun, Tell, is_of, state_of
 from fedatlas.core.errors import FedAtlasError, RunFolderError
-from fedatlas.federation.file import hash_of, shareable
+from fedatlas.federation.file import Federation, shareable
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.transport.rounds import SEAL, read_json, sealed, to_json
 from fedatlas.transport.store import write_atomic
@@ -65,15 +65,17 @@ def restore_runs(comparison: Comparison, folder: Path, tell: Tell = lambda text:
             if path.exists() or not file.exists():
                 continue
             files = _unpacked(file)
-            if _about(file, files)["hash"] != hash_of(federation):
-                tell(f"{file}: a record of another configuration; not taken")
-                continue
+            _about(file, files)
             path.parent.mkdir(parents=True, exist_ok=True)
             made = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
             for name, data in files.items():
                 (made / name).parent.mkdir(parents=True, exist_ok=True)
                 (made / name).write_bytes(data)
             made.chmod(0o755)
+            if not _taken(federation, made):
+                tell(f"{file}: a record of another configuration; not taken")
+                shutil.rmtree(made)
+                continue
             try:
                 made.rename(path)
             except OSError:
@@ -87,6 +89,14 @@ def restore_runs(comparison: Comparison, folder: Path, tell: Tell = lambda text:
             f"{len(restored)} finished runs taken from {folder / comparison.folder.name}, without their models"
         )
     return restored
+
+
+def _taken(federation: Federation, path: Path) -> bool:
+    """`is_of`; one with keys that are known no more is of another federation."""
+    try:
+        return is_of(federation, path)
+    except FedAtlasError:
+        return False
 
 
 def keep_records(comparison: Comparison, folder: Path, tell: Tell = lambda text: None) -> list[str]:

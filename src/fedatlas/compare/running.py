@@ -18,7 +18,7 @@ from fedatlas.evaluation.statistics import (
     select,
     site_index,
 )
-from fedatlas.federation.file import flat_difference, hash_of, load_federation, resolved
+from fedatlas.federation.file import Federation, flat_difference, hash_of, load_federation, resolved
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.transport.local import keeping_workers
@@ -36,16 +36,24 @@ def state_of(comparison: Comparison, arm: str, seed: int) -> Literal["finished",
     if not info.exists():
         return "begun" if path.exists() else "absent"
     about = read_json(info)
-    if about["hash"] != hash_of(federation):
-        # an option that did not exist when the run was made has its default in both
-        then = load_federation(path / "federation.yaml")
-        if about["finished"] is None or hash_of(then) != hash_of(federation):
-            raise RunFolderError(
-                f"{path}: belongs to another configuration:\n"
-                f"{flat_difference(read_yaml(path / 'federation.yaml'), resolved(federation))}\n"
-                "Put the values back, give the comparison or the arm another name, or remove the folder"
-            )
+    if not is_of(federation, path):
+        raise RunFolderError(
+            f"{path}: belongs to another configuration:\n"
+            f"{flat_difference(read_yaml(path / 'federation.yaml'), resolved(federation))}\n"
+            "Put the values back, give the comparison or the arm another name, or remove the folder"
+        )
     return "finished" if about["finished"] is not None else "begun"
+
+
+def is_of(federation: Federation, path: Path) -> bool:
+    """Whether a run folder, or an unpacked record, is of a federation. In a finished run an option that did not exist when it was made
+    has its default."""
+    about = read_json(path / "run.json")
+    if about["hash"] == hash_of(federation):
+        return True
+    return about["finished"] is not None and hash_of(load_federation(path / "federation.yaml")) == hash_of(
+        federation
+    )
 
 
 @keeping_workers()
