@@ -135,6 +135,7 @@ def test_a_site_with_test_cases_of_its_own_is_told(small, tmp_path, capsys) -> N
         ({"leave_out": ["s0"]}, "folds and leave_out: a comparison leaves out one of the two"),
         ({"tables": [{"split": "validation"}]}, "take folds away, or measure: split: validation"),
         ({"measure": {"sites": "test"}}, "take folds away, or measure: sites: test"),
+        ({"measure": {"local": ["prox"]}}, "take folds away, or measure: local"),
         ({"analyses": {"cka": ["prox"]}}, "take folds away, or analyses"),
         ({"arms": {"x": {}, "x-fold-1": {}}}, "folds: x-fold-1 is what two arms are called"),
     ],

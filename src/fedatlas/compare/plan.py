@@ -525,43 +525,43 @@ def _turn(file: Path, arm: str, whole: Federation, site: str) -> dict[str, Any]:
 def _check_turns(file: Path, given: ComparisonFile) -> None:
     """FederationError where sites or folds are left out in turn and something else needs one model for all cases."""
     measures = (given.measure, *given.tables)
+    asked = {
+        "analyses": bool(given.analyses),
+        "measure: local": any(measure.local for measure in measures),
+        "measure: split: validation": any(measure.split == "validation" for measure in measures),
+    }
     if given.folds and given.leave_out:
         raise FederationError(
             f"{file}: folds and leave_out: a comparison leaves out one of the two; take one away"
         )
     if given.folds:
-        for key, there in (
-            ("analyses", bool(given.analyses)),
-            ("measure: split: validation", any(measure.split == "validation" for measure in measures)),
-            ("measure: sites: test", any(measure.sites == "test" for measure in measures)),
-        ):
-            if there:
-                raise FederationError(
-                    f"{file}: folds: the tables score the cases of sites that train, each once, by the model that never saw it; take "
-                    f"folds away, or {key}"
-                )
+        asked["measure: sites: test"] = any(measure.sites == "test" for measure in measures)
+        why = (
+            "the tables score the cases of sites that train, each once, by the common model that never saw it"
+        )
+        _refuse(f"{file}: folds: {why}; take folds away, or", asked)
     if not given.leave_out:
         return
     listed = ", ".join(given.leave_out)
     if len(set(given.leave_out)) < len(given.leave_out):
         raise FederationError(f"{file}: leave_out: {listed} names a site twice")
-    asked = {
-        "analyses": bool(given.analyses),
-        "measure: local": any(measure.local for measure in measures),
+    asked |= {
         "measure: model": any(measure.model.startswith("local/") for measure in measures),
-        "measure: split: validation": any(measure.split == "validation" for measure in measures),
         "measure: known": any(measure.known is not None for measure in measures),
         "measure: sites: train or test": any(isinstance(measure.sites, str) for measure in measures),
     }
-    for key, there in asked.items():
-        if there:
-            raise FederationError(
-                f"{file}: leave_out: {listed}: the tables score each of these sites by the common model of the others, on its test "
-                f"cases; take leave_out away, or {key}"
-            )
+    why = "the tables score each of these sites by the common model of the others, on its test cases"
+    _refuse(f"{file}: leave_out: {listed}: {why}; take leave_out away, or", asked)
     for site in (site for measure in measures for site in measure.sites or ()):
         if site not in given.leave_out:
             raise not_known(f"{file}: leave_out: the site of measure: sites", site, given.leave_out)
+
+
+def _refuse(what: str, asked: Mapping[str, bool]) -> None:
+    """FederationError for the first key that is asked for."""
+    for key, there in asked.items():
+        if there:
+            raise FederationError(f"{what} {key}")
 
 
 def _budget(file: Path, given: ComparisonFile, profile: str | None) -> tuple[Profile, dict[str, Any]]:
