@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedatlas.compare import collect, load_comparison, markdown, restore_runs
+from fedatlas.compare.records import SUFFIX
 from fedatlas.federation.yaml import read_yaml
 
 ROOT = Path(__file__).parents[2]
@@ -15,19 +16,32 @@ def test_there_are_records() -> None:
     assert RECORDED
 
 
+def comparisons(records: Path) -> list[Path]:
+    """The files whose runs a folder of records has."""
+    name = records.name.rpartition("-")[0]
+    files = [file for file in sorted(records.parents[1].glob("*.yaml")) if "arms" in read_yaml(file)]
+    return [file for file in files if name == read_yaml(file).get("runs", read_yaml(file)["name"])]
+
+
 @pytest.mark.parametrize("records", RECORDED, ids=lambda path: path.name)
 def test_a_table_is_what_its_records_say(records: Path, tmp_path: Path) -> None:
-    name, _, profile = records.name.rpartition("-")
-    files = [file for file in records.parents[1].glob("*.yaml") if read_yaml(file).get("name") == name]
-    comparison = load_comparison(
-        [file for file in files if "arms" in read_yaml(file)],
-        profile=profile,
-        data=tmp_path / "no data are needed",
-        runs=tmp_path,
-    )
-    restored = restore_runs(comparison, records.parent)
-    assert len(restored) == len(list(records.iterdir())), "a record that belongs to no run of the comparison"
-    # the command names the file as it was given
-    made = markdown(collect(comparison)).replace(f"{ROOT}/", "")
+    """Of every comparison with differences to show: two arms that are finished."""
     page = (ROOT / "docs" / "results.md").read_text()
-    assert f"<!-- {name} -->\n\n{made}\n<!-- /{name} -->" in page
+    names, told = set[str](), 0
+    for file in comparisons(records):
+        comparison = load_comparison(
+            [file],
+            profile=records.name.rpartition("-")[2],
+            data=tmp_path / "no data are needed",
+            runs=tmp_path / file.stem,
+        )
+        names |= set(restore_runs(comparison, records.parent))
+        found = collect(comparison)
+        if found["differences"]:
+            # the command names the file as it was given
+            made = markdown(found).replace(f"{ROOT}/", "")
+            assert f"<!-- {comparison.name} -->\n\n{made}\n<!-- /{comparison.name} -->" in page
+            told += 1
+    assert told
+    unused = {record.name for record in records.iterdir()} - {f"{name}{SUFFIX}" for name in names}
+    assert not unused, "records that belong to no run of a comparison"
