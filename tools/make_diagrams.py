@@ -306,6 +306,8 @@ GAINS = (
     ("ConDistFL, as published", "head-neck", "condistfl", "fedatlas"),
     ("ConDistFL, with the loss and server of fedatlas", "head-neck", "condistfl-matched", "fedatlas"),
     ("MOON, with the loss and server of fedatlas", "head-neck", "moon-matched", "fedatlas"),
+    ("FedAlign, with the loss and server of fedatlas", "head-neck-methods", "fedalign-matched", "fedatlas"),
+    ("all data in one place", "head-neck-methods", "centralized", "fedatlas"),
     ("all data in one place, with the same loss", "head-neck", "centralized-matched", "fedatlas"),
     ("sites alone, merged, with the same loss", "head-neck", "standalone-matched", "fedatlas"),
     ("sites alone, merged", "head-neck", "standalone", "fedatlas"),
@@ -343,22 +345,22 @@ def difference(page: str, place: str, arm: str, reference: str) -> tuple[float, 
 def gains() -> Drawing:
     """By how much one model of all sites is above other ways to train."""
     page = (OUT.parent / "results.md").read_text()
-    left, unit, top = 400, 55.0, 46
+    left, unit, top = 400, 50.0, 46
     d = Drawing(
         860,
         top + 44 * len(GAINS) + 62,
         "One model of all sites, trained by fedatlas, against other ways to train",
     )
-    zero = left + unit
+    zero = left + 2 * unit
     bottom = top + 44 * len(GAINS)
-    for points in range(-1, 7):
+    for points in range(-2, 7):
         x = zero + unit * points
         d.lines.append(
             f'<line x1="{x:g}" y1="{top - 12}" x2="{x:g}" y2="{bottom}" stroke="{GRID if points else INK}"/>'
         )
         d.text(x, bottom + 20, f"{points:+d}" if points else "0", colour=MUTED)
     d.text(
-        zero + 2.5 * unit,
+        zero + 2 * unit,
         bottom + 42,
         "difference of the mean Dice, in points (95 % interval over cases)",
         colour=MUTED,
@@ -371,7 +373,9 @@ def gains() -> Drawing:
         # the page has the others' differences to fedatlas
         d.bar(zero - 100 * unit * high, y - 1.5, 100 * unit * (high - low), 3, INK)
         d.bar(zero - 100 * unit * value - 5, y - 9, 10, 18, SERVER)
-        d.text(zero - 100 * unit * low + 10, y + 4.5, f"{-100 * value:+.1f}", at="start")
+        behind = low > 0  # then the number stands on the free side
+        place, side = (zero - 100 * unit * (high if behind else low), -10 if behind else 10)
+        d.text(place + side, y + 4.5, f"{-100 * value:+.1f}", at="end" if behind else "start")
     return d
 
 
