@@ -40,7 +40,7 @@ CASES = {
     "cond_dec": Case(net={"name": "cond_unet", "width": 4, "levels": 2}, plain={"scale": 0.0}),
     "cps": Case(plain={"w": 0.0}),
     "fedatlas": Case(
-        {"teach": 1.0, "floor": 0.0, "full": 0.001, "every": 1},
+        {"every": 1},
         plain={"exclusion": False, "server_momentum": 0.0, "teach": 0.0},
     ),
     "fed_dodnet": Case(net={"name": "dodnet", "filters": [8, 8]}, plain=None),  # a loss of its own

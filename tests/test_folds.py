@@ -6,26 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import turns
 import yaml
 from runs import phantom_federation
+from turns import ARMS, average
 
 from fedatlas.cli import main
 from fedatlas.compare import Comparison, collect, load_comparison, rows_of, run_comparison, write_page
 from fedatlas.compare.running import all_rows
 from fedatlas.core.errors import FederationError
-from fedatlas.evaluation.statistics import cell_means, class_means, mean_of_defined
-from fedatlas.phantoms.organs import phantom_sites
 from fedatlas.report.comparison import markdown
-
-ARMS = {"fedavg": {}, "prox": {"method.name": "fedprox", "local.lr": 0.003}}
 
 
 def written(folder: Path, federation: dict[str, Any], **changes: Any) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "base.yaml").write_text(yaml.safe_dump(federation))
-    file = {"name": "crossed", "base": "base.yaml", "arms": ARMS, "folds": 2} | changes
-    (folder / "crossed.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
-    return folder / "crossed.yaml"
+    return turns.written(folder, federation, **({"folds": 2} | changes))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +70,7 @@ def test_every_case_is_scored_once_by_the_model_that_never_saw_it(done) -> None:
         assert {(site, case) for site, case, _ in times} == {
             (f"s{site}", f"p{site}0{case}") for site in (0, 1) for case in range(4)
         }
-        expected = mean_of_defined(class_means(cell_means(rows)).values())
+        expected = average(rows)
         assert found["arms"][arm]["mean"] == [pytest.approx(expected)]
     assert found["differences"]["prox"]["n"] == 8
 
@@ -102,7 +96,7 @@ def test_classes_that_a_site_annotates_may_be_shown_alone(done, tmp_path) -> Non
     alone = load_comparison([file], runs=done.folder.parent)
     rows = [row for fold in (1, 2) for row in rows_of(alone, f"prox-fold-{fold}", 0)]
     assert {row["site"] for row in rows} == {"s1"}
-    expected = mean_of_defined(class_means(cell_means([row for row in rows if not row["known"]])).values())
+    expected = average(row for row in rows if not row["known"])
     assert collect(alone)["arms"]["prox"]["mean"] == [pytest.approx(expected)]
 
 
@@ -149,7 +143,3 @@ def test_what_folds_do_not_go_with_is_told(small, tmp_path, changes, told) -> No
 def test_whole_images_have_no_folds(small_images, tmp_path) -> None:
     with pytest.raises(FederationError, match="arm fedavg: folds: are for segmentation"):
         load_comparison([written(tmp_path, small_images)])
-
-
-def test_the_phantom_sites_are_found_again(untested) -> None:
-    assert [site["name"] for site in phantom_sites(untested)] == ["s0", "s1", "s2"]

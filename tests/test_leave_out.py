@@ -8,26 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
+import turns
 from runs import phantom_federation
+from turns import ARMS, average
 
 from fedatlas.cli import main
 from fedatlas.compare import Comparison, Table, collect, load_comparison, rows_of, run_comparison, write_page
 from fedatlas.compare.results import finished, means
 from fedatlas.compare.running import all_rows
 from fedatlas.core.errors import FederationError
-from fedatlas.evaluation.statistics import cell_means, class_means, mean_of_defined
 from fedatlas.report.comparison import heading, markdown
-
-ARMS = {"fedavg": {}, "prox": {"method.name": "fedprox", "local.lr": 0.003}}
 
 
 def written(folder: Path, federation: dict[str, Any], **changes: Any) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "base.yaml").write_text(yaml.safe_dump(federation))
-    file = {"name": "turns", "base": "base.yaml", "arms": ARMS, "leave_out": ["s0", "s2"]} | changes
-    (folder / "turns.yaml").write_text(yaml.safe_dump(file, sort_keys=False))
-    return folder / "turns.yaml"
+    return turns.written(folder, federation, **({"leave_out": ["s0", "s2"]} | changes))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +56,7 @@ def test_a_site_is_scored_by_the_model_that_never_saw_it(done) -> None:
         ]
         kept = [row for site in ("s0", "s2") for row in rows_of(done, f"{arm}-without-{site}", 0)]
         assert kept == rows and {row["site"] for row in rows} == {"s0", "s2"}
-        expected = mean_of_defined(class_means(cell_means(rows)).values())
+        expected = average(rows)
         assert found["arms"][arm]["mean"] == [pytest.approx(expected)]
     assert found["arms"]["prox"]["mean"] != found["arms"]["fedavg"]["mean"]
     every = {row["case"] for row in rows_of(done, "fedavg-without-s0", 0)}
@@ -96,7 +90,7 @@ def test_the_tables_and_the_page_have_a_row_per_arm(done) -> None:
 def test_a_further_table_shows_a_left_out_site_alone(done) -> None:
     alone = done.table(Table(sites=("s2",), title="s2"))
     found = means(alone, finished(alone))[0]
-    expected = mean_of_defined(class_means(cell_means(rows_of(done, "prox-without-s2", 0))).values())
+    expected = average(rows_of(done, "prox-without-s2", 0))
     assert found["arms"]["prox"]["mean"] == [pytest.approx(expected)]
     assert "sites s2, each site by models trained without it" in heading(found)
 

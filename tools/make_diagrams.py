@@ -321,6 +321,10 @@ GAINS = (
         "fedatlas-4",
     ),
     ("merged, organs at two sites each", "head-neck-annotators", "standalone-two", "fedatlas-two"),
+    ("radiographs: ConDistFL, as published", "chest-xray-seg", "condistfl", "fedatlas-teach"),
+    ("radiographs: Kim et al., as published", "chest-xray-seg", "kim", "fedatlas-teach"),
+    ("radiographs: all data in one place", "chest-xray-seg", "centralized", "fedatlas-teach"),
+    ("radiographs: sites alone, merged", "chest-xray-seg", "standalone", "fedatlas-teach"),
 )
 """Compared with what, and where docs/results.md answers: a table's place, the other arm, fedatlas."""
 

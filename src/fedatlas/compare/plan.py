@@ -437,7 +437,7 @@ def _from_file(
         whole = _arm(base, base_path, what, budget, common, own)
         trained = {arm: whole}
         changed = {
-            **{site: ("without", _turn(file, arm, whole, site)) for site in given.leave_out},
+            **{site: ("without", _without(file, arm, whole, site)) for site in given.leave_out},
             **{
                 str(fold): ("fold", _fold(what, whole, fold, given.folds))
                 for fold in range(1, (given.folds or 0) + 1)
@@ -504,7 +504,7 @@ def _fold(what: str, whole: Federation, fold: int, folds: int | None) -> dict[st
     }
 
 
-def _turn(file: Path, arm: str, whole: Federation, site: str) -> dict[str, Any]:
+def _without(file: Path, arm: str, whole: Federation, site: str) -> dict[str, Any]:
     """What changes in an arm's federation where a site is left out: all its cases test. Raises FederationError where it cannot be
     left out."""
     roles = {entry.name: entry.role for entry in whole.sites}

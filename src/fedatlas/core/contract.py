@@ -225,6 +225,12 @@ class Method(ABC):
     def check(self, space: LabelSpace) -> None:  # noqa: B027 (by default everything fits)
         """Raises FederationError where the options do not fit the label space or each other."""
 
+    @classmethod
+    def upgraded(cls, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options of a file, which an earlier version may have written, as this version has them: without those that are gone.
+        Raises FederationError where they asked for something that is gone as well."""
+        return given
+
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """Notes on the net and the training sites, for `fedatlas check`. Raises FederationError where they do not fit."""
         return []

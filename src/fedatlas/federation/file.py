@@ -294,6 +294,7 @@ def make_method(
         raise FederationError(
             f"{source}: method.local: unknown key; local training is the file's own key `local`"
         )
+    chosen = cls.upgraded(chosen)
     method = from_dict(cls, {**chosen, "local": federation.local}, what=source, given=given, inside="method")
     if federation.task not in method.tasks:
         raise FederationError(
