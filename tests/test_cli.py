@@ -317,7 +317,7 @@ def test_ctrl_c_is_safe(workers, small, tmp_path) -> None:
         text, _ = child.communicate(timeout=240)
     finally:
         child.kill()
-    assert child.returncode == 130 and "--resume" in text and "Traceback" not in text
+    assert child.returncode == 130 and "--resume" in text and "Traceback" not in text, text
     assert (rounds / "0002" / "log.json").exists()
 
 

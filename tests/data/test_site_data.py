@@ -333,7 +333,7 @@ def test_a_patch_stays_inside_and_reaches_every_place() -> None:
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "prefetch"]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
 def test_the_thread_works_ahead_ends_and_tells_what_failed() -> None:
@@ -429,10 +429,29 @@ def test_a_thread_that_makes_batches_ends_before_the_interpreter() -> None:
     """As after Ctrl-C, where the iteration is held by the frames of the error. What is registered first runs last."""
     program = (
         "import atexit, threading, time\n"
-        "atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name == 'prefetch']))\n"
+        "atexit.register(lambda: print([t.name for t in threading.enumerate() if t.name.startswith('prefetch')]))\n"
         "from fedatlas.data.site_data import prefetch\n"
         "kept = prefetch(lambda number: time.sleep(0.01) or number, 10**6)\n"
         "print(next(kept))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["0", "[]"]), done.stderr
+
+
+def test_a_thread_that_has_just_begun_at_ctrl_c_ends_before_the_interpreter() -> None:
+    """Ctrl-C between the beginning of the thread and its first answer; a thread at work in torch would abort the process."""
+    program = (
+        "import threading, torch\n"
+        "from fedatlas.data.site_data import prefetch\n"
+        "began = threading.Thread.start\n"
+        "def start(thread):\n"
+        "    began(thread)\n"
+        "    raise KeyboardInterrupt\n"
+        "threading.Thread.start = start\n"
+        "try:\n"
+        "    next(prefetch(lambda number: torch.ones(300, 300, 300).softmax(0), 10**6))\n"
+        "except KeyboardInterrupt:\n"
+        "    print('stopped')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr

@@ -5,13 +5,12 @@ What depends on what the labels are of stands in `data.voxels` and `data.images`
 Shapes: B batch, C classes.
 """
 
-import atexit
 import copy
 import hashlib
-import queue
-import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -360,45 +359,16 @@ T = TypeVar("T")
 def prefetch(make: Callable[[int], T], count: int, *, ahead: int = 2) -> Iterator[T]:
     """make(0), make(1), … make(count - 1), in order, made in one thread at most `ahead` before they are read.
 
-    What `make` raises is raised here, in its place. The thread has ended when the iteration has, whether it
-    was finished, failed or was given up, and before the interpreter does: a thread that it ends within torch would abort it.
+    What `make` raises is raised here, in its place. The thread has ended when the iteration has, whether it was finished,
+    failed or was given up. Whenever Ctrl-C comes, the interpreter waits for it: a thread that it ends within torch would abort it.
     """
-    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=ahead)
-    given_up = threading.Event()
-
-    def put(item: tuple[Any, BaseException | None]) -> None:
-        while not given_up.is_set():
-            try:
-                ready.put(item, timeout=0.05)
-            except queue.Full:
-                continue
-            return
-
-    def work() -> None:
-        for number in range(count):
-            if given_up.is_set():
-                return
-            try:
-                made = make(number)
-            except BaseException as error:
-                put((None, error))
-                return
-            put((made, None))
-
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-
-    def end() -> None:
-        given_up.set()
-        thread.join()
-
-    thread.start()
-    atexit.register(end)
+    pool = ThreadPoolExecutor(1, "prefetch")
     try:
-        for _ in range(count):
-            made, error = ready.get()
-            if error is not None:
-                raise error
+        waiting = deque(pool.submit(make, number) for number in range(min(ahead, count)))
+        for number in range(count):
+            made = waiting.popleft().result()
+            if number + ahead < count:
+                waiting.append(pool.submit(make, number + ahead))
             yield made
     finally:
-        end()
-        atexit.unregister(end)
+        pool.shutdown(cancel_futures=True)
