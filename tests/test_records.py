@@ -142,6 +142,11 @@ def test_a_record_of_before_an_option_existed_is_taken(
     assert any("another configuration" in line for line in told) == (not restored)
     assert state_of(here, "prox", 0) == ("finished" if restored else "absent")
     assert not list(here.folder.glob(".*"))
+    kept = file.read_bytes()
+    assert keep_records(there, tmp_path / "records") == ([] if restored else ["prox-s0"]), (
+        "trained here once more"
+    )
+    assert (file.read_bytes() == kept) == restored
 
 
 def test_other_values_than_the_record_are_told(trained: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from fedatlas.losses.marginal import marginal_ce, merge
 from fedatlas.methods.fedatlas import NO_CLASS_LOST, FedAtlas, L_taught
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedopt import FedOpt
+from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
 from fedatlas.transport.pipeline import PLAIN_ANSWER
 
 OVERLAPPING = LabelSpace(SPACE.names[1:], exclusive=False)
@@ -252,3 +253,5 @@ def test_options_of_an_earlier_teaching() -> None:
     for teach in ({"teach": 1.0}, {}):
         with pytest.raises(FederationError, match=r"got gate, floor, full, .*leave them out.*teach to 0"):
             FedAtlas.upgraded(before | teach)
+    within = MethodChoice("fedatlas", before | {"teach": 0.0})
+    assert PseudoLabels(inner=within, local=LOCAL).method == FedAtlas(teach=0.0, local=LOCAL)

@@ -68,9 +68,7 @@ def restore_runs(comparison: Comparison, folder: Path, tell: Tell = lambda text:
             _about(file, files)
             path.parent.mkdir(parents=True, exist_ok=True)
             made = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-            for name, data in files.items():
-                (made / name).parent.mkdir(parents=True, exist_ok=True)
-                (made / name).write_bytes(data)
+            _write(files, made)
             made.chmod(0o755)
             if not _taken(federation, made):
                 tell(f"{file}: a record of another configuration; not taken")
@@ -125,13 +123,24 @@ def keep_record(
         return False  # where the tables are made it is told
     if file.exists():
         there = _unpacked(file)
-        if _about(file, there)["hash"] == read_json(path / "run.json")["hash"]:
+        _about(file, there)
+        with tempfile.TemporaryDirectory() as made:
+            _write(there, Path(made))
+            same = _taken(comparison.federations[arm][seed], Path(made))
+        if same:
             if there["rows.csv"] != (path / "rows.csv").read_bytes():
                 tell(f"{path}: other values than its record {file}, which stays")
             return False
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, _packed(_files(path)))
     return True
+
+
+def _write(files: Mapping[str, bytes], folder: Path) -> None:
+    """Lays out the files of a record as a run folder."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
 
 
 def _files(path: Path) -> dict[str, bytes]:

@@ -118,7 +118,8 @@ class PseudoLabels(Method):
             )
         if cls is PseudoLabels:
             raise FederationError(f"{what}.name: is pseudo_labels; name the method that is to train")
-        made = from_dict(cls, {**self.inner.options, "local": self.local}, what=f"{what}.options")
+        chosen = cls.upgraded(self.inner.options)
+        made = from_dict(cls, {**chosen, "local": self.local}, what=f"{what}.options")
         if "segmentation" not in made.tasks:
             raise FederationError(f"{what}.name: {self.inner.name} is not for segmentation")
         if any("teachers" in inspect.signature(one).parameters for one in made.functions().values()):
