@@ -18,10 +18,14 @@ def test_there_are_records() -> None:
 
 
 def comparisons(records: Path) -> list[Path]:
-    """The files whose runs a folder of records has."""
-    name = records.name.rpartition("-")[0]
-    files = [file for file in sorted(records.parents[1].glob("*.yaml")) if "arms" in read_yaml(file)]
-    return [file for file in files if name == read_yaml(file).get("runs", read_yaml(file)["name"])]
+    """The files whose runs a folder of records has, of those that have its profile."""
+    name, _, profile = records.name.rpartition("-")
+    files = {file: read_yaml(file) for file in sorted(records.parents[1].glob("*.yaml"))}
+    return [
+        file
+        for file, plain in files.items()
+        if "arms" in plain and name == plain.get("runs", plain["name"]) and profile in plain["profiles"]
+    ]
 
 
 @pytest.mark.parametrize("records", RECORDED, ids=lambda path: path.name)
