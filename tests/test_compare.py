@@ -781,7 +781,11 @@ def test_costs_stand_beside_those_of_the_first_arm(tmp_path) -> None:
     assert found["fedavg"]["wire"] == found["fedavg"]["formula"] == 2 * 4 / 1024
     text = markdown(collect(comparison))
     assert "| fedavg | 1 | 4 | 1.00 | 0.00781 | 0.00781 | 0 | 1.00 (× 1.00) | 2.00 (× 1.00) | 5.0 |" in text
-    assert "| 1.10 (× 1.10) | 2.20 (× 1.10) |" in text
+    assert (
+        "| 1.10 (× 1.10) | 2.20 (× 1.10) |" in text and "in brackets the time over that of fedavg. MB" in text
+    )
+    shutil.rmtree(comparison.path("fedavg", 0))
+    assert "the mean over seeds. MB and GB" in markdown(collect(comparison)), "nothing to be over"
 
 
 def test_the_how_to_shows_a_comparison_that_loads(small_images, tmp_path) -> None:

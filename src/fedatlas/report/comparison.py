@@ -521,9 +521,11 @@ def _costs(found: Mapping[str, Any]) -> list[str | Table]:
     head = ["arm", "rounds", "sites", "model, MB", "2 R K size, GB", "on the wire, GB", "evaluation, GB"]
     head += ["steps, h", "at the sites, h", *(["before round 1, h"] if started else []), "server, s"]
     over = " and left-out sites" if found.get("left_out") else " and folds" if found.get("folds") else ""
+    first = next(iter(found["arms"]))
+    times = f"; in brackets the time over that of {first}" if first in of_arms else ""
     told = (
-        f"Cost of a run, the mean over seeds{over}; in brackets the time over that of {next(iter(found['arms']))}. MB and GB "
-        "are 2^20 and 2^30 bytes. *on the wire*: all messages of training as they were sent, those before the first round "
+        f"Cost of a run, the mean over seeds{over}{times}. MB and GB are "
+        "2^20 and 2^30 bytes. *on the wire*: all messages of training as they were sent, those before the first round "
         "among them. *steps*: optimizer steps of all sites; *at the sites*: with loading and all else between two "
         "exchanges; the final evaluation is in none of these."
     )
