@@ -359,7 +359,7 @@ def test_only_the_full_profile_becomes_a_result(file, findings, tmp_path, capsys
     page = tmp_path / "docs" / "results.md"
     arguments = ("--data", findings, "--runs", tmp_path / "runs", "--table", page)
     assert call(file, *arguments, profile="smoke") == 1
-    assert "holds only what the profile full finished, and this is smoke" in capsys.readouterr().err
+    assert "holds only what the profiles full and long finished, and this is smoke" in capsys.readouterr().err
     assert not page.exists() and not (tmp_path / "runs").exists(), "refused before it trains"
 
 

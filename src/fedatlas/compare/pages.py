@@ -56,9 +56,9 @@ def write_table(comparison: Comparison, found: Mapping[str, Any], page: Path) ->
 
 
 def check_page(comparison: Comparison, page: Path) -> None:
-    """FederationError for a page of results and another profile than full."""
-    if page.resolve().parts[-2:] == PUBLISHED and comparison.profile != "full":
+    """FederationError for a page of results and another profile than full, or long, which has more steps."""
+    if page.resolve().parts[-2:] == PUBLISHED and comparison.profile not in ("full", "long"):
         raise FederationError(
-            f"--table {page}: holds only what the profile full finished, and this is "
+            f"--table {page}: holds only what the profiles full and long finished, and this is "
             f"{comparison.profile or 'no profile of a comparison file'}; write to another file"
         )
