@@ -336,12 +336,17 @@ GAINS = (
 """Compared with what, and where docs/results.md answers: a table's place, the other arm, fedatlas."""
 
 
+def table_of(page: str, place: str) -> str:
+    """What stands between the marks of a place."""
+    return page.partition(f"<!-- {place} -->")[2].partition(f"<!-- /{place} -->")[0]
+
+
 def difference(page: str, place: str, arm: str, reference: str) -> tuple[float, float, float]:
     """A difference and its interval from a table of the page, of `arm` to `reference`.
 
     Raises ValueError where the page has none.
     """
-    table = page.partition(f"<!-- {place} -->")[2].partition(f"<!-- /{place} -->")[0]
+    table = table_of(page, place)
     name = arm if f"| difference to {reference} |" in table else f"{arm} - {reference}"
     number = r"([+-]\d+\.\d+)"
     found = re.search(
@@ -407,8 +412,9 @@ LINES = {
 
 def mean_of(page: str, place: str, arm: str) -> float:
     """An arm's mean over all columns in the first table of a place. Raises ValueError where the page has none."""
-    table = page.partition(f"<!-- {place} -->")[2].partition(f"<!-- /{place} -->")[0]
-    found = re.search(rf"^\| {re.escape(arm)} \| \d+ \|.*\| \**(0\.\d+)[^|]*\|$", table, re.MULTILINE)
+    found = re.search(
+        rf"^\| {re.escape(arm)} \| \d+ \|.*\| \**(0\.\d+)[^|]*\|$", table_of(page, place), re.MULTILINE
+    )
     if found is None:
         raise ValueError(f"docs/results.md: the table {place} has no mean of {arm}")
     return float(found[1])
