@@ -1,19 +1,26 @@
-"""Draws the diagrams of docs/explanation, and the differences of docs/results.md, as docs/pictures/*.svg: boxes, arrows and
-bars. What is a default of a method is read from its class, what was measured from that page's tables; everything else is text.
+"""Draws the diagrams of docs/explanation, and what docs/results.md measures, as docs/pictures/*.svg: boxes, arrows, bars and
+lines. What is a default of a method is read from its class, what was measured from that page's tables, or from the records of
+runs; everything else is text.
 
     .venv/bin/python tools/make_diagrams.py
 """
 
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from fedatlas.compare.curves import curves
+from fedatlas.compare.plan import load_comparison
+from fedatlas.compare.records import restore_runs
 from fedatlas.methods.shared.phases import begins
 from fedatlas.methods.ufps import UFPS
+from fedatlas.report.figures.arms import Curve
 
 OUT = Path(__file__).parents[1] / "docs" / "pictures"
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 INK, MUTED, GRID, PAPER = "#1b2128", "#57616c", "#c3cad2", "#ffffff"
 SITE, SERVER, WIRE, LEFT_OUT = "#dbeafd", "#fdebd0", "#e3f5ec", "#eceff2"
 """What is at a site, at the server, on the way between them; and what takes no part."""
@@ -420,45 +427,99 @@ def mean_of(page: str, place: str, arm: str) -> float:
     return float(found[1])
 
 
+@dataclass
+class Levels:
+    """A field of mean Dice, from its lowest to its highest hundredth, between two heights; names stand to the right of it."""
+
+    drawing: Drawing
+    left: float
+    right: float
+    hundredths: range
+    top: float = 40
+    bottom: float = 370
+
+    def y(self, value: float) -> float:
+        low, high = self.hundredths[0] / 100, self.hundredths[-1] / 100
+        return self.bottom - (self.bottom - self.top) * (value - low) / (high - low)
+
+    def grid(self) -> None:
+        for hundredths in self.hundredths:
+            level = self.y(hundredths / 100)
+            self.drawing.lines.append(
+                f'<line x1="{self.left:g}" y1="{level:g}" x2="{self.right:g}" y2="{level:g}" stroke="{GRID}"/>'
+            )
+            self.drawing.text(self.left - 92, level + 4.5, f".{hundredths}", colour=MUTED)
+        self.drawing.text(self.left - 92, 20, "mean Dice", colour=MUTED)
+
+    def line(self, arm: str, points: Sequence[tuple[float, float]]) -> None:
+        """Through these pairs of x, in pixels, and Dice."""
+        way = " ".join(f"{x:g},{self.y(value):g}" for x, value in points)
+        self.drawing.lines.append(
+            f'<polyline points="{way}" fill="none" stroke="{LINES[arm][1]}" stroke-width="2.4"/>'
+        )
+
+    def told(self, values: Mapping[str, float], *, named: bool = True) -> None:
+        """Every arm's value, from the best to the last a line apart; right of the field with its name, else left of it."""
+        at = self.top - 20  # every line keeps its distance
+        for arm in sorted(values, key=lambda arm: -values[arm]):
+            called, colour = LINES[arm]
+            at = max(at + 17, self.y(values[arm]) + 4.5)
+            text = f"{values[arm]:.3f}"[1:]
+            if named:
+                self.drawing.text(self.right + 12, at, f"{text}  {called}", at="start", colour=colour)
+            else:
+                self.drawing.text(self.left - 12, at, text, at="end", colour=colour)
+
+
 def budget() -> Drawing:
     """What four times as many local steps do to each way to train, on radiographs with overlapping classes."""
     page = (OUT.parent / "results.md").read_text()
     d = Drawing(760, 440, "Mean Dice on radiographs after 200 and after 800 local steps")
-    low, high, top, bottom = 0.82, 0.92, 40.0, 370.0
-    before, after = 150.0, 430.0
-
-    def y(value: float) -> float:
-        return bottom - (bottom - top) * (value - low) / (high - low)
-
-    for hundredths in range(82, 93, 2):
-        level = y(hundredths / 100)
-        d.lines.append(f'<line x1="{before}" y1="{level:g}" x2="{after}" y2="{level:g}" stroke="{GRID}"/>')
-        d.text(before - 92, level + 4.5, f".{hundredths}", colour=MUTED)
-    values = {arm: [mean_of(page, place, arm) for place in BUDGETS] for arm in LINES}
-    for end, x, side in ((0, before, -1), (1, after, 1)):
-        at = top - 20.0  # names keep a line's distance, from the best to the last
-        for arm in sorted(LINES, key=lambda arm: -values[arm][end]):
-            called, colour = LINES[arm]
-            at = max(at + 17, y(values[arm][end]) + 4.5)
-            told = f"{values[arm][end]:.3f}"[1:]
-            d.text(
-                x + 12 * side,
-                at,
-                f"{told}  {called}" if end else told,
-                at="start" if end else "end",
-                colour=colour,
-            )
-    for arm, (first, last) in values.items():
-        d.lines.append(
-            f'<line x1="{before}" y1="{y(first):g}" x2="{after}" y2="{y(last):g}" stroke="{LINES[arm][1]}" stroke-width="2.4"/>'
-        )
-    for x, steps in ((before, "200 local steps"), (after, "800 local steps")):
-        d.text(x, bottom + 34, steps, colour=MUTED)
-    d.text(before - 92, 20, "mean Dice", colour=MUTED)
+    field = Levels(d, 150, 430, range(82, 93, 2))
+    field.grid()
+    before, after = ({arm: mean_of(page, place, arm) for arm in LINES} for place in BUDGETS)
+    field.told(before, named=False)
+    field.told(after)
+    for arm in LINES:
+        field.line(arm, [(field.left, before[arm]), (field.right, after[arm])])
+    for x, steps in ((field.left, "200 local steps"), (field.right, "800 local steps")):
+        d.text(x, field.bottom + 34, steps, colour=MUTED)
     return d
 
 
-DIAGRAMS = (architecture, missing_labels, condistfl, fedmenu, ufps, privacy, gains, budget)
+def rounds() -> Drawing:
+    """How validation rises over the rounds, from the records of the longer comparison on radiographs."""
+    d = Drawing(760, 440, "Mean Dice of the global model on validation cases of radiographs, over the rounds")
+    field = Levels(d, 150, 430, range(82, 95, 2))
+    field.grid()
+    with tempfile.TemporaryDirectory() as runs:
+        folder = EXPERIMENTS / "chest-xray-seg"
+        comparison = load_comparison([folder / "long.yaml"], profile="long", data=folder, runs=Path(runs))
+        restore_runs(comparison, folder / "records")
+        found = curves(comparison, {arm: comparison.seeds for arm in comparison.arms})
+    means = {
+        arm: Curve(
+            [list(zip(*seed, strict=True)) for seed in zip(of["rounds"], of["values"], strict=True)], 0
+        ).mean()
+        for arm, of in found.items()
+        if arm in LINES
+    }
+    numbers = [number for number, _ in means["fedatlas-teach"]]
+    first, last = numbers[0], numbers[-1]
+
+    def x(number: int) -> float:
+        return field.left + (field.right - field.left) * (number - first) / (last - first)
+
+    for arm, points in means.items():
+        field.line(arm, [(x(number), value) for number, value in points])
+    field.told({arm: points[-1][1] for arm, points in means.items()})
+    for number in numbers:
+        d.text(x(number), field.bottom + 22, str(number), colour=MUTED)
+    d.text((field.left + field.right) / 2, field.bottom + 44, "rounds of 20 local steps", colour=MUTED)
+    return d
+
+
+DIAGRAMS = (architecture, missing_labels, condistfl, fedmenu, ufps, privacy, gains, budget, rounds)
 
 if __name__ == "__main__":
     for draw in DIAGRAMS:
