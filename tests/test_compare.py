@@ -29,7 +29,7 @@ from fedatlas.compare import (
 )
 from fedatlas.compare.overlays import overlays
 from fedatlas.compare.running import kept_model
-from fedatlas.core.errors import FederationError
+from fedatlas.core.errors import DataError, FederationError
 from fedatlas.evaluation.classification import Predictions, score
 from fedatlas.evaluation.statistics import differences, mean_ranks, write_rows
 from fedatlas.federation.file import hash_of, resolved
@@ -292,6 +292,18 @@ def test_data_is_the_folder_of_relative_paths_only(small_images, tmp_path) -> No
         there = load_comparison([file], profile="full", data=data).first
         assert [s.path for s in here.sites] == [str(folder / "site-0"), "/fixed/site", str(folder / "site-2")]
         assert [s.path for s in there.sites] == [str(data / "site-0"), "/fixed/site", str(data / "site-2")]
+
+
+def test_a_wrong_folder_of_data_is_told_once_for_all_runs(small_images, tmp_path) -> None:
+    file = write(tmp_path / "files", small_images)
+    comparison = load_comparison([file], profile="full", data=tmp_path / "elsewhere", runs=tmp_path / "runs")
+    told: list[str] = []
+    with pytest.raises(
+        DataError, match=r"every run lacks data; no such folder: .*elsewhere/site-0, .*--data"
+    ) as error:
+        run_comparison(comparison, tell=told.append)
+    assert str(error.value).count("site-0") == 1
+    assert not told and not list((tmp_path / "runs").glob("*/*"))
 
 
 def test_federation_files_are_arms(small_images, findings, tmp_path, capsys) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedatlas.compare.plan import Comparison, of_findings
-from fedatlas.core.errors import FedAtlasError, RunFolderError
+from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError
 from fedatlas.core.options import not_known
 from fedatlas.evaluation.statistics import (
     POST,
@@ -65,7 +65,8 @@ def run_comparison(
     passing: Tell = lambda text: None,
     after_run: AfterRun = lambda arm, seed: None,
 ) -> dict[str, str]:
-    """Trains what is not finished, seed by seed over all arms; returns run -> why it failed.
+    """Trains what is not finished, seed by seed over all arms; returns run -> why it failed. Raises DataError, before any training, if
+    the data of no run are there.
 
     arms: those to train; None: all. tell: is given a line per finished run; passing: what is going on. after_run: is called with the arm and
     the seed of every run that it finished.
@@ -95,6 +96,7 @@ def run_comparison(
                 failed[f"{arm}-s{seed}"] = str(error)
                 tell(f"{arm}-s{seed}: {str(error).splitlines()[0] if arm in stale else error}")
                 stale.add(arm)
+    _some_data([comparison.federations[arm][seed] for arm, seed in todo])
     total = len(chosen) * len(comparison.seeds)
     tell(f"{comparison.folder}: {total} runs, {done} finished, {len(todo)} to do")
     spent: dict[str, list[float]] = {}
@@ -115,6 +117,20 @@ def run_comparison(
             rest = f"; {more} left, about {_clock(left)}" if more else ""
             tell(f"{run}: {minutes:.1f} minutes, {value}{rest}")
     return failed
+
+
+def _some_data(federations: Sequence[Federation]) -> None:
+    """Raises DataError, with the folders that are not there, if every federation lacks one."""
+    lacking = [
+        [site.path for site in of.sites if site.path and not Path(site.path).expanduser().is_dir()]
+        for of in federations
+    ]
+    if lacking and all(lacking):
+        folders = list(dict.fromkeys(path for paths in lacking for path in paths))
+        raise DataError(
+            f"nothing was trained, as every run lacks data; no such folder: {', '.join(folders)}. Correct --data, or `path` of "
+            "the sites in the federation file"
+        )
 
 
 def _run_one(comparison: Comparison, arm: str, seed: int, passing: Tell) -> str | None:
