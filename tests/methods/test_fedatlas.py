@@ -17,8 +17,8 @@ from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.learning.loop import Local
-from fedatlas.losses import LossChoice
-from fedatlas.losses.marginal import marginal_ce, merge
+from fedatlas.losses import LossChoice, make
+from fedatlas.losses.marginal import MarginalDiceCE, MarginalDiceCEExclusion, marginal_ce, merge
 from fedatlas.methods.fedatlas import NO_CLASS_LOST, FedAtlas, L_taught
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedopt import FedOpt
@@ -152,6 +152,27 @@ def test_all_parts_off_is_fedavg_bit_for_bit() -> None:
     assert same(off.model, play(FedAvg(weights="equal", local=LOCAL)).model)
 
 
+def test_the_default_loss_to_its_last_option() -> None:
+    """What NO_CLASS_LOST leaves out is as the loss with exclusion has it."""
+    made = make(FedAtlas().supervised(SPACE), SPACE)
+    assert made == MarginalDiceCEExclusion(
+        marginal=MarginalDiceCE(
+            dice=1,
+            ce=1,
+            power=2,
+            smooth_numerator=1e-3,
+            smooth_denominator=1e-3,
+            pooled=True,
+            background=True,
+            log_below=0.2,
+            clamp=1e-4,
+            ce_on_probs=False,
+        ),
+        exclusion_ce=1,
+        exclusion_dice=1,
+    )
+
+
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_without_teaching_it_is_fedopt_with_exclusion_bit_for_bit(precision: Any) -> None:
     local = dataclasses.replace(LOCAL, precision=precision)
@@ -212,30 +233,49 @@ def test_the_teacher_is_asked_in_every_nth_batch() -> None:
             net.register_forward_pre_hook(count)
             return net
 
-    def asked(annotated: set[int], every: int) -> int:
+    def asked(annotated: set[int], every: int, steps: int = 6, rounds: tuple[int, ...] = (1,)) -> int:
         Counting.asked = 0
-        local = dataclasses.replace(LOCAL, steps=6)
+        local = dataclasses.replace(LOCAL, steps=steps)
         site = Counting("a", annotated, 2)
         model = {name: value.clone() for name, value in site.network().state_dict().items()}
         method = FedAtlas(every=every, local=local)
-        method.local_update(cast(Any, site), model=model, round=1, rounds=3)
+        for round in rounds:
+            method.local_update(cast(Any, site), model=model, round=round, rounds=9)
         return Counting.asked
 
-    assert (asked({1}, 1), asked({1}, 2), asked({1}, 4)) == (6, 3, 1)
+    assert (asked({1}, 1), asked({1}, 2)) == (6, 3)
     assert asked({1, 2, 3}, 1) == 0
+    # steps are counted over all rounds, so that rounds of a few steps are taught as often
+    assert asked({1}, 4, rounds=(1, 2)) == 3
+    assert asked({1}, 2, steps=1, rounds=(1, 2, 3, 4)) == 2
+
+
+def of_images(method: Any) -> Any:
+    """The model of three rounds at sites with labels of whole images."""
+    method = dataclasses.replace(method, local=Local(optimizer="sgd", batch=4, steps=3, lr=0.1))
+    sites = [ImageSite(name, own, 4 + i) for i, (name, own) in enumerate(SETUP_1.items())]
+    at = cast(Any, Server(*sites))
+    state = dataclasses.replace(method.start(cnn(), at), rounds=3)
+    for _ in range(3):
+        state = method.round(state, at)
+    return state.model
 
 
 def test_whole_images_are_taught() -> None:
-    def trained(**options: Any) -> Any:
-        sites = [ImageSite(name, own, 4 + i) for i, (name, own) in enumerate(SETUP_1.items())]
-        at = cast(Any, Server(*sites))
-        method = FedAtlas(**options, local=Local(optimizer="sgd", batch=4, steps=3, lr=0.1))
-        state = dataclasses.replace(method.start(cnn(), at), rounds=3)
-        for _ in range(3):
-            state = method.round(state, at)
-        return state
+    assert not same(of_images(FedAtlas(**EAGER)), of_images(FedAtlas(teach=0.0)))
 
-    assert not same(trained(**EAGER).model, trained(teach=0.0).model)
+
+@pytest.mark.parametrize(
+    ("options", "known"),
+    [
+        (OFF, FedAvg(weights="equal")),
+        ({"teach": 0.0}, FedOpt(optimizer="sgd", lr=1.0, momentum=0.6, weights="equal")),
+    ],
+    ids=["fedavg", "fedopt"],
+)
+def test_on_whole_images_it_is_fedavg_or_fedopt_bit_for_bit(options: dict[str, Any], known: Any) -> None:
+    """Their losses have no exclusion."""
+    assert same(of_images(FedAtlas(**options)), of_images(known))
 
 
 def test_what_is_sent_is_what_fedavg_sends() -> None:

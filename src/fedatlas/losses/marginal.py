@@ -4,10 +4,10 @@ The merge is done on logits: the log of the sum of exponentials of all merged cl
 "none of the known classes", and what follows is the ordinary loss of the merged logits. It is exact, and
 stable for logits of any size.
 
-What receives a gradient: through the merge, the logits of classes that are not annotated do. Whatever the
-voxel's label, the gradients within the merged set (the background included) are proportional to the
-probabilities of its classes, so the loss moves the set as a whole and never one of its classes against
-another. Labels of classes that are not annotated change nothing.
+What receives a gradient: through the merge, the logits of classes that are not annotated do. The value of the loss depends on the sum
+of the merged probabilities alone, never on how it is divided. Its gradient, whatever the voxel's label, is within the merged set (the
+background included) proportional to the probabilities of its classes, so that a step favours those that are the most probable
+already. Labels of classes that are not annotated change nothing.
 
 A batch may mix label sets. Each sample is merged by its own row of `known`; a class is then pooled over the
 samples that annotate it, and channel 0 over all samples, each with its own merge.

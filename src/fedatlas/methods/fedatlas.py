@@ -12,15 +12,15 @@ This project's own method; docs/explanation/fedatlas.md derives it, docs/results
 
 A site that annotates a few organs leaves all others free. Three things follow. A voxel that it labels is none of the
 organs that it does not annotate, which the exclusion loss says (line 4). What only one of K sites knows enters
-their mean with 1/K of its strength, which the server's momentum makes good (line 7). And what a site leaves free it forgets while it
-learns its own organs; so the model that it received says how the free classes share a voxel (line 5), which is expectation
-maximisation: F_t gives the expected labels, F is trained on them. A model that agrees with the received one is taught nothing.
+their mean with 1/K of its strength, to which the server's momentum adds what came in earlier rounds (line 7). And where a site labels
+nothing, its loss does not say how the free classes share a voxel; the model that it received does (line 5): F_t gives the expected
+labels, F is trained on them, and where both agree nothing is taught.
 
 A small class that is not found early could be lost for good: where little of it is found, the Dice part of the loss goes on
 as a logarithm, and nothing is clamped (line 4).
 
-Where a site annotates all classes, it is taught nothing. With `exclusion` false, `server_momentum` 0 and teach 0 this is FedAvg,
-bit for bit.
+Where a site annotates all classes, it is taught nothing. With `exclusion` false, `server_momentum` 0 and teach 0 this is FedAvg
+with equal weights, bit for bit.
 
 Shapes: K sites, B batch, C classes, *S spatial (none for labels of whole images).
 """
@@ -68,11 +68,14 @@ class FedAtlas(MeanWithMomentum):
     server_momentum: float = option(0.6, "Momentum of the server's step; 0: the mean itself.", ge=0, lt=1)
     teach: float = option(
         1.0,
-        "Weight of what the received model teaches of classes that a site lacks; 1: as expectation maximisation has it, 0: nothing.",
+        "Weight of what the received model teaches of classes that a site lacks; 0: nothing. With 1, and the marginal cross-entropy of "
+        "exclusive classes, the two are the cross-entropy with expected labels.",
         ge=0,
     )
     every: int = option(
-        2, "n: teaching takes every n-th step, with n times its weight, to save the teacher's time.", gt=0
+        2,
+        "n: teaching takes every n-th step, counted over all rounds, with n times its weight, to save the teacher's time.",
+        gt=0,
     )
     weights: Weighting = option("equal", "All sites count equally, or by their training cases.")
 
@@ -103,7 +106,7 @@ class FedAtlas(MeanWithMomentum):
         F_t = site.network(model).eval().requires_grad_(False) if self.teach > 0 and round > 0 else None
 
         loop = Loop(site, F, self.local, round=round, rounds=rounds)
-        for number, batch in enumerate(loop, start=1):  # line 3
+        for number, batch in enumerate(loop, start=loop.first_step + 1):  # line 3, counted over all rounds
             with loop.autocast():
                 z_t = None
                 if F_t is not None and number % self.every == 0 and bool(lacking(batch.known, space).any()):
@@ -123,8 +126,8 @@ def L_taught(z: Tensor, z_t: Tensor, target: Tensor, known: Tensor, space: Label
 
     Exclusive classes: let p and q be the probabilities of the model in training and of the teacher over the background and the classes that
     the sample lacks, given that the voxel is one of them. The mean over all voxels of -sum_c q_c log p_c, which is 0 at voxels that carry a
-    label. Together with the marginal cross-entropy -log P(the voxel is one of them) this is the cross-entropy with expected labels, by
-    which expectation maximisation climbs the marginal likelihood (Dempster, Laird & Rubin 1977).
+    label. Together with the marginal cross-entropy -log P(the voxel is one of them), unclamped, this is the cross-entropy with expected
+    labels of expectation maximisation (Dempster, Laird & Rubin 1977).
 
     Overlapping classes: the mean of -(q log p + (1 - q) log(1 - p)) over the voxels, or images, and the classes that their samples lack.
 
