@@ -320,14 +320,20 @@ GAINS = (
     ("sites alone, merged", "head-neck", "standalone", "fedatlas"),
     ("merged, at a protocol that nobody trained on", "head-neck-unseen", "standalone", "fedatlas"),
     ("merged, with the same loss, at such a protocol", "head-neck-unseen", "standalone-matched", "fedatlas"),
-    ("merged, four cases at each site", "head-neck-few", "standalone-4", "fedatlas-4"),
+    ("merged, four cases at each site", "head-neck-few", "standalone-4", "fedatlas-teach-4"),
     (
         "merged, with the same loss, four cases at each site",
         "head-neck-few",
         "standalone-matched-4",
-        "fedatlas-4",
+        "fedatlas-teach-4",
     ),
     ("merged, organs at two sites each", "head-neck-annotators", "standalone-two", "fedatlas-two"),
+    (
+        "merged, with the same loss, organs at two sites each",
+        "head-neck-annotators",
+        "standalone-matched-two",
+        "fedatlas-two",
+    ),
     ("radiographs: FedAvg", "chest-xray-seg-long", "fedavg", "fedatlas-teach"),
     ("radiographs: ConDistFL, journal paper", "chest-xray-seg-long", "condistfl", "fedatlas-teach"),
     (

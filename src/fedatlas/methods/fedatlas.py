@@ -5,7 +5,7 @@ This project's own method; docs/explanation/fedatlas.md derives it, docs/results
     1  for each round t:
     2      for each site k, at the same time:
     3          for each batch:
-    4              L = supervised loss with exclusion, which gives no class up
+    4              L = supervised loss with exclusion, in which small classes go on learning
     5              in every n-th batch, from the second round on:  L += n * teach * L_taught(F, F_t)
     6          send F
     7      Delta = mean_k F_k - F_t;  m = momentum m + Delta;  F_{t+1} = F_t + m
@@ -17,7 +17,7 @@ nothing, its loss does not say how the free classes share a voxel; the model tha
 labels, F is trained on them, and where both agree nothing is taught.
 
 A small class that is not found early could be lost for good: where little of it is found, the Dice part of the loss goes on
-as a logarithm, and nothing is clamped (line 4).
+as a logarithm (line 4).
 
 Where a site annotates all classes, it is taught nothing. With `exclusion` false, `server_momentum` 0 and teach 0 this is FedAvg
 with equal weights, bit for bit.
@@ -50,7 +50,8 @@ from fedatlas.methods.shared.server_step import MeanWithMomentum
 NO_CLASS_LOST = {
     "marginal": {"power": 2, "smooth_numerator": 1e-3, "smooth_denominator": 1e-3, "log_below": 0.2}
 }
-"""Options of marginal_dice_ce_exclusion with which a class of which nothing is found goes on learning."""
+"""Options of marginal_dice_ce_exclusion with which a class of which little is found goes on learning. What they leave out is as that loss has
+it, so that its cross-entropy has no gradient below 1e-4."""
 
 RETIRED = ("gate", "floor", "full")
 """Options of an earlier teaching, class by class and with a Dice part, which files of earlier versions hold."""
@@ -63,7 +64,7 @@ class FedAtlas(MeanWithMomentum):
     exclusion: bool = option(
         True,
         "Whether the loss auto is marginal_dice_ce_exclusion where classes exclude each other, without options of its own with those "
-        "that give no class up (log_below 0.2, no clamp); false: as everywhere else.",
+        "that keep small classes learning (log_below 0.2, smoothing 0.001); false: as everywhere else.",
     )
     server_momentum: float = option(0.6, "Momentum of the server's step; 0: the mean itself.", ge=0, lt=1)
     teach: float = option(
