@@ -12,8 +12,9 @@ from torch import nn
 from fedatlas.core.contract import Method, State, at_site, sends_of
 from fedatlas.core.errors import FederationError, SiteLost
 from fedatlas.core.tensors import average, tensors_of
+from fedatlas.federation.session import _released
 from fedatlas.transport import wire
-from fedatlas.transport.clients import Faults, SiteClients
+from fedatlas.transport.clients import Faults, Released, SiteClients
 from fedatlas.transport.egress import Declaration, EgressLog, NetForms, read_log
 from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess
@@ -21,7 +22,7 @@ from fedatlas.transport.pipeline import Policy, ServerPipeline, Terms, terms_of
 from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.privacy import Privacy
 from fedatlas.transport.protection.secure import Secure
-from fedatlas.transport.rounds import run
+from fedatlas.transport.rounds import RunFolder, run
 
 SITES = "abcd"
 
@@ -199,6 +200,28 @@ def test_a_question_asked_again_gets_the_same_noise(tmp_path) -> None:
     clients.begin(2)
     third = ask()
     assert not torch.equal(first["a"], third["a"]) and clients.calls[-1].logs["a"]["releases"] == 2
+
+
+def test_what_was_spent_is_not_forgotten_where_the_busiest_sites_are_lost(tmp_path) -> None:
+    """Three rounds without b, then one of b alone: ε stays that of the others, also after a resume."""
+    drop = Faults(on_lost="drop", min_sites=1)
+    clients = federation(tmp_path, privacy=Privacy(clip=0.1, noise=5.0), faults=drop)
+    ask, folder = clients.transport.ask, RunFolder(tmp_path / "run")
+
+    def without(questions, deadline):
+        gone = {"b"} if questions[0].round < 4 else {"a", "c", "d"}
+        yield from ((question.site, "gone") for question in questions if question.site in gone)
+        yield from ask([question for question in questions if question.site not in gone], deadline)
+
+    clients.transport.ask = without  # type: ignore[method-assign]
+    run(Drift(), net(), clients, 4, after_round=folder.save)
+    spent = [log["epsilon"] for log, _ in folder.records()[1:]]
+    assert spent[0] < spent[1] < spent[2] == spent[3]
+    assert [log["released"] for log, _ in folder.records()[3:]] == [
+        {"most": 3, "fewest": 3},
+        {"most": 3, "fewest": 1},
+    ]
+    assert _released(folder) == clients.released == Released(most=3, fewest=1)
 
 
 # ---------------------------------------------------------------------------------------------- secure aggregation

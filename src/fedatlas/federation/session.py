@@ -44,7 +44,7 @@ from fedatlas.federation.yaml import read_yaml
 from fedatlas.learning.loop import make_optimizer
 from fedatlas.transport import wire
 from fedatlas.transport.allocator import return_freed_blocks
-from fedatlas.transport.clients import NEVER, SiteClients, Transport
+from fedatlas.transport.clients import Released, SiteClients, Transport
 from fedatlas.transport.egress import Asked, Declaration, NetForms
 from fedatlas.transport.frames import Question
 from fedatlas.transport.host import Host
@@ -506,7 +506,7 @@ def _rounds(
             best = BestOfSites(folder, selects(federation), design.method, own)
         state = folder.latest(design.method)
         if state is not None:
-            running.clients.least = _fewest_private(folder)
+            running.clients.released = _released(folder)
             running.clients.remembered = _memories(folder, parties, state.round)
             own.recover()
             best.recover(state.round)
@@ -718,11 +718,16 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
     write_atomic(folder.path / "run.json", to_json({**info, "finished": _now()}))
 
 
-def _fewest_private(folder: RunFolder) -> int:
-    """The fewest sites that made a private update in any round so far: what ε in central mode rests on."""
-    logs = [log for log, _ in folder.records()]
-    counts = [sum("releases" in numbers for numbers in log["sites"].values()) for log in logs]
-    return min((count for count in counts if count), default=NEVER)
+def _released(folder: RunFolder) -> Released:
+    """What ε rests on, over all complete rounds; of rounds of an older version counted from what their sites logged."""
+    released = Released()
+    for log, _ in folder.records():
+        counts = [int(numbers["releases"]) for numbers in log["sites"].values() if "releases" in numbers]
+        if log.get("released"):
+            released = Released(**log["released"])
+        elif counts:
+            released = released.after(counts)
+    return released
 
 
 def _memories(folder: RunFolder, parties: Parties, round: int) -> dict[str, str]:

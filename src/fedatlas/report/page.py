@@ -131,8 +131,8 @@ def _spacing(run: Run) -> str:
 
 def _epsilon(run: Run) -> str:
     """ε of all that was sent so far."""
-    last = run.rounds[-1].epsilon if run.rounds else None
-    if last is None:
+    last = next((entry.epsilon for entry in reversed(run.rounds) if entry.epsilon is not None), None)
+    if last is None:  # none is finite
         return "∞" if run.rounds else "–"
     return f"{last:.3g}" if last < 1000 else f"{last:,.0f}"
 

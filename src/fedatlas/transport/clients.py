@@ -60,6 +60,19 @@ class Transport(Protocol):
 
 
 @dataclass(frozen=True)
+class Released:
+    """What ε of a run rests on, over all its calls so far. most: noised models that one site has sent; fewest: sites
+    that answered such a call with one."""
+
+    most: int = 0
+    fewest: int = NEVER
+
+    def after(self, releases: Sequence[int]) -> "Released":
+        """With a further call. releases: so many has each site sent that answered it."""
+        return Released(max(self.most, *releases), min(self.fewest, len(releases)))
+
+
+@dataclass(frozen=True)
 class Call:
     """A call as the run's log keeps it: numbers and cost of the sites that answered, the reason of each that is lost."""
 
@@ -69,15 +82,13 @@ class Call:
     lost: dict[str, str]
     epsilon: float | None = None
     """With differential privacy: ε of all that left the site with most releases so far."""
+    released: Released | None = None
+    """What ε rests on; None where nothing private was answered."""
 
     def in_order(self) -> "Call":
         """This call with its sites sorted: the log does not show who answered first."""
-        return Call(
-            self.function,
-            dict(sorted(self.logs.items())),
-            dict(sorted(self.cost.items())),
-            dict(sorted(self.lost.items())),
-        )
+        named = {name: dict(sorted(getattr(self, name).items())) for name in ("logs", "cost", "lost")}
+        return replace(self, **named)
 
 
 @dataclass
@@ -120,8 +131,7 @@ class SiteClients:
     """The federation's."""
     threads: int = 1
     """Processor threads that the server computes with, as many as a site."""
-    least: int = NEVER
-    """The fewest sites that made a private update in any call so far."""
+    released: Released = field(default_factory=Released)
     tell: Callable[[str], None] = lambda text: None
     _round: int = 0
     _call: int = 0
@@ -224,8 +234,9 @@ class SiteClients:
         releases = [int(log["releases"]) for log in record.logs.values() if "releases" in log]
         if not releases:
             return record
-        self.least = min(self.least, len(releases))
-        return replace(record, epsilon=self.pipeline.epsilon(releases, self.least))
+        self.released = self.released.after(releases)
+        spent = self.pipeline.epsilon(self.released.most, self.released.fewest)
+        return replace(record, epsilon=spent, released=self.released)
 
     def _folder(self) -> Path:
         return self.scratch / f"{self._round:06d}-{self._call:03d}"

@@ -289,14 +289,14 @@ class ServerPipeline:
         )
         return {"model": model, "n": weight}
 
-    def epsilon(self, releases: Sequence[int], answered: int) -> float | None:
-        """ε so far, of the site with most releases; None without privacy. releases: how many noised models each site has sent;
-        answered: how many sites did in the last round."""
+    def epsilon(self, releases: int, answered: int) -> float | None:
+        """ε of a site that sent so many noised models; None without privacy. answered: the fewest sites whose models went
+        into one sum."""
         private, sites = self.terms.privacy, self.terms.sites
-        if private is None or not releases:
+        if private is None:
             return None
         noise = privacy.noise_left(private, sites=sites, left=min(answered, sites))
-        return privacy.epsilon(noise, max(releases), private.delta)
+        return privacy.epsilon(noise, releases, private.delta)
 
 
 # --------------------------------------------------------------------------------------------------------------- a site

@@ -9,7 +9,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
@@ -113,11 +113,12 @@ def _log(
                 total[name] = (
                     max(total.get(name, 0.0), value) if key == "peak_mb" else total.get(name, 0) + value
                 )
-    epsilons = [call.epsilon for call in calls if call.epsilon is not None]
+    private = [(call.epsilon, call.released) for call in calls if call.released is not None]
     return {
         "round": number,
         "memory": dict(sorted(memory.items())),
-        "epsilon": epsilons[-1] if epsilons else None,
+        "epsilon": private[-1][0] if private else None,
+        "released": asdict(private[-1][1]) if private else None,
         "sites": sites,
         "cost": cost,
         "phases": phases,
