@@ -27,7 +27,7 @@ from fedatlas.data.datasets import csv as csv_table
 from fedatlas.data.datasets.csv import CsvForm
 from fedatlas.data.datasets.shared.listing import Layout, Splitting
 from fedatlas.data.inputs import FAT, look_of, other_kind, ranges_of, trained_on
-from fedatlas.evaluation.statistics import read_rows, write_rows
+from fedatlas.evaluation.statistics import read_rows, rows_text
 from fedatlas.federation.deploy import join, write_shared
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import load_federation, parse_federation
@@ -39,7 +39,7 @@ from fedatlas.phantoms.organs import phantom_sites
 from fedatlas.transport import wire
 from fedatlas.transport.local import InProcess
 from fedatlas.transport.rounds import Round, RunFolder
-from fedatlas.transport.store import guard_data
+from fedatlas.transport.store import guard_data, write_atomic
 
 GIB = 2**30
 
@@ -654,7 +654,7 @@ def test_a_table_of_results_that_was_cut_off(cut, text, tmp_path) -> None:
     row = {"split": "test", "grid": "original", "model": "best", "round": 1, "site": "a", "case": "x"}
     row |= {"class": "liver", "metric": "dice", "value": 0.5, "known": True, "reason": "because"}
     file = tmp_path / "rows.csv"
-    write_rows(file, [row, row])
+    write_atomic(file, rows_text([row, row]).encode())
     assert len(read_rows(file)) == 2
     whole = file.read_text()
     file.write_text(whole[:cut] if cut else whole.rpartition(",")[0] + "\n")

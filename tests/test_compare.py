@@ -31,9 +31,10 @@ from fedatlas.compare.overlays import overlays
 from fedatlas.compare.running import kept_model
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.evaluation.classification import Predictions, score
-from fedatlas.evaluation.statistics import differences, mean_ranks, write_rows
+from fedatlas.evaluation.statistics import differences, mean_ranks, rows_text
 from fedatlas.federation.file import hash_of, resolved
 from fedatlas.report.comparison import html, markdown
+from fedatlas.transport.store import write_atomic
 
 PLAIN: Mapping[str, Any] = {
     "name": "tiny",
@@ -649,7 +650,7 @@ def pretend(
                     "case": f"{site}-{number}", "class": name, "metric": "dice", "value": scored,
                     "known": name in CHEST[site], "reason": "truth empty" if empty else "",
                 })  # fmt: skip
-    write_rows(path / "rows.csv", rows)
+    write_atomic(path / "rows.csv", rows_text(rows).encode())
 
 
 def test_a_column_per_site_and_class_with_both_averages(tmp_path) -> None:
@@ -824,6 +825,6 @@ def test_the_how_to_shows_a_comparison_that_loads(small_images, tmp_path) -> Non
 def test_the_rows_of_the_last_model_are_found_under_either_name(tmp_path, held, asked, found) -> None:
     empty: dict[str, Any] = dict.fromkeys(("split", "grid", "site", "case", "class", "metric", "reason"), "")
     empty |= {"round": 4, "value": None, "known": True}
-    write_rows(tmp_path / "rows.csv", [empty | {"model": model} for model in held])
+    write_atomic(tmp_path / "rows.csv", rows_text([empty | {"model": model} for model in held]).encode())
     (tmp_path / "best.json").write_text('{"round": 4, "score": 0.5}')
     assert kept_model(tmp_path, asked) == found

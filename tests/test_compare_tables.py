@@ -15,10 +15,11 @@ from fedatlas.compare import Comparison, Layout, collect, load_comparison, write
 from fedatlas.compare.cells import cell_tests, pairs_of, spread_of
 from fedatlas.compare.running import average
 from fedatlas.core.errors import FederationError
-from fedatlas.evaluation.statistics import holm, write_rows
+from fedatlas.evaluation.statistics import holm, rows_text
 from fedatlas.federation.file import hash_of, resolved
 from fedatlas.report.comparison import html, markdown
 from fedatlas.report.verdict import verdict
+from fedatlas.transport.store import write_atomic
 
 ORGANS = ("liver", "kidney", "pancreas", "spleen", "gallbladder")
 SITES = {
@@ -86,7 +87,7 @@ def pretend(comparison: Comparison, arm: str, values: Cases, seed: int = 0, metr
         }
         for model, cells in values.items() for cell, of in cells.items() for number, value in enumerate(of)
     ]  # fmt: skip
-    write_rows(path / "rows.csv", rows)
+    write_atomic(path / "rows.csv", rows_text(rows).encode())
 
 
 def around(mean: float, cases: int, rng: np.random.Generator, spread: float = 0.02) -> list[float]:

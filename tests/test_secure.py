@@ -198,6 +198,7 @@ def test_what_is_revealed_of_one_site_does_not_uncover_its_vector(lost: str) -> 
     late = party.share().mask().masked["site-0"].clone()
     party.survivors, party.dropped = [s for s in party.sites if s != lost], [lost] if lost else []
     party.masked = {site: party.masked[site] for site in party.survivors}
+    seed, key = (secure._bytes(party.secrets["site-0"][name], 32, name) for name in ("seed", "mask"))
     party.reveal()
     parts = [
         (
@@ -207,7 +208,6 @@ def test_what_is_revealed_of_one_site_does_not_uncover_its_vector(lost: str) -> 
         for site in party.survivors[:2]
     ]
     revealed, roster = secure._combine(parts), secure._Roster(party.publics, 2, CONTEXT)
-    seed, key = (secure._bytes(party.secrets["site-0"][name], 32, name) for name in ("seed", "mask"))
     assert revealed == (key if lost else seed)
     own = [(secure._own_key(roster, "site-0", seed), False)]
     pairs = [(secure._pair_key(roster, "site-0", peer, key), False) for peer in party.sites[1:]]
@@ -224,14 +224,15 @@ def test_two_aggregations_of_the_same_vector_differ() -> None:
 
 
 def test_no_private_value_is_in_what_is_sent() -> None:
-    party = Party(3).share().mask(["site-2"]).reveal()
+    party = Party(3).share().mask(["site-2"])
+    names = ("seed", "seal", "mask")
+    private = [secret[name].numpy().tobytes() for secret in party.secrets.values() for name in names]
+    party.reveal()
     everything = b"".join(
         bytes(wire.encode(tree))
         for tree in (party.publics, *party.inbox.values(), party.masked, party.reveals)
     )
-    for secret in party.secrets.values():
-        for name in ("seed", "seal", "mask"):
-            assert secret[name].numpy().tobytes() not in everything
+    assert not [value for value in private if value in everything]
 
 
 def test_fewer_shares_than_the_threshold_say_nothing_of_the_secret() -> None:
@@ -255,6 +256,24 @@ def test_a_site_never_reveals_both_kinds_of_one_site() -> None:
         reveal(party.secrets["site-0"], party.sites, [])
     again = reveal(party.secrets["site-0"], ["site-2", "site-1", "site-0"], ["site-3"])
     assert wire.encode(again) == wire.encode(first)
+
+
+def test_with_its_answer_a_site_forgets_its_keys() -> None:
+    party = Party(3).share().mask()
+    secret, seed = party.secrets["site-0"], party.secrets["site-0"]["seed"].numpy().tobytes()
+    others = {bytes(value.numpy()[32:]) for name, value in secret["shares"].items()}
+    reveal(secret, party.sites, [])
+    assert set(secret) == {"site", "context", "revealed"}
+    kept = bytes(wire.encode(secret))
+    assert seed not in kept and not any(key in kept for key in others), (
+        "of a survivor nobody may learn the key"
+    )
+    for again in (
+        lambda: share(secret, party.publics, threshold=party.threshold),
+        lambda: mask(secret, party.inbox["site-0"], party.vectors["site-0"].clone()),
+    ):
+        with pytest.raises(SecureError, match="site-0 refuses to answer: it has revealed its shares"):
+            again()
 
 
 @pytest.mark.parametrize(

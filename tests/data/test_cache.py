@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedatlas.core.errors import DataError
+from fedatlas.core.errors import DataError, DiskFull
 from fedatlas.data import cache
 
 
@@ -76,7 +76,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
         real(file, array, **more)
 
     monkeypatch.setattr(np, "save", full)
-    with pytest.raises(DataError, match="No space left on device") as error:
+    with pytest.raises(DiskFull, match="No space left on device") as error:
         cache.fetch(tmp_path / "site" / "x", arrays)
     assert str(tmp_path / "site") in str(error.value) and "engine.cache" in str(error.value)
     assert list((tmp_path / "site").iterdir()) == []

@@ -28,7 +28,8 @@ from fedatlas.evaluation.classification import (
     score_edges,
 )
 from fedatlas.evaluation.evaluate import Row
-from fedatlas.evaluation.statistics import read_rows, summarise, write_rows
+from fedatlas.evaluation.statistics import read_rows, rows_text, summarise
+from fedatlas.transport.store import write_atomic
 
 HALF = Threshold(0.5)
 
@@ -583,7 +584,7 @@ def test_rows_carry_values_reasons_and_counts(tmp_path) -> None:
         Row(split="test", grid="", model="best", round=1, site="a", case="", known=True, **cell).to_dict()
         for cell in found
     ]
-    write_rows(tmp_path / "rows.csv", rows)
+    write_atomic(tmp_path / "rows.csv", rows_text(rows).encode())
     assert read_rows(tmp_path / "rows.csv") == rows
     by_key = {(row["class"], row["metric"]): row for row in rows}
     assert len(by_key) == 2 * 4 + 3

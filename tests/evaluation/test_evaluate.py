@@ -101,6 +101,17 @@ def ask(site: FakeSite, *members: dict[str, Any], **changes: Any) -> list[dict[s
     return reply["rows"]
 
 
+@pytest.mark.parametrize(
+    "change", [{"split": "../victim"}, {"split": "/victim"}, {"model": ".."}, {"model": "local/../x"}]
+)
+def test_pictures_lie_in_the_sites_folder_alone(change, tmp_path) -> None:
+    """Split and model are named by the server."""
+    (tmp_path / ".data.part").mkdir()
+    with pytest.raises(ValueError, match="pictures of the split"):
+        ask(FakeSite("s", tmp_path / "site", [volume("p1")]), overlays=True, **{"model": "data"} | change)
+    assert [path.name for path in tmp_path.rglob("*")] == [".data.part"]
+
+
 def test_a_row_for_every_case_scored_class_and_metric(tmp_path) -> None:
     cases = [volume("p1"), volume("p2", shift=1, scored=(0, 1))]
     rows = ask(FakeSite("s", tmp_path, cases), metrics=["dice", "hd95"])

@@ -12,10 +12,11 @@ from fedatlas.evaluation.statistics import (
     macro_over_classes,
     paired,
     read_rows,
+    rows_text,
     summarise,
     table,
-    write_rows,
 )
+from fedatlas.transport.store import write_atomic
 
 
 def row(
@@ -89,7 +90,7 @@ def test_bootstrap_covers_the_mean_and_repeats() -> None:
 
 def test_rows_survive_on_disk(tmp_path) -> None:
     rows = [row("a", "x, y", 0.1 + 0.2), row("b", "z", None, known=False)]
-    write_rows(tmp_path / "rows.csv", rows)
+    write_atomic(tmp_path / "rows.csv", rows_text(rows).encode())
     assert read_rows(tmp_path / "rows.csv") == rows
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
     with pytest.raises(RunFolderError, match="no whole table of results"):

@@ -21,7 +21,8 @@ from fedatlas.evaluation.classification import (
     fit_thresholds,
     score,
 )
-from fedatlas.evaluation.statistics import write_rows
+from fedatlas.evaluation.statistics import rows_text
+from fedatlas.transport.store import write_atomic
 
 FINDINGS = ("effusion", "mass", "nodule", "pneumonia", "cardiomegaly")
 METRICS = ("auroc", "ap", "f1", "sensitivity", "specificity", "ece")
@@ -200,7 +201,7 @@ def write_run(
                 counted.append(
                     {"split": split, "model": model, "site": site, "class": name, "histogram": told}
                 )
-    write_rows(folder / "rows.csv", lines)
+    write_atomic(folder / "rows.csv", rows_text(lines).encode())
     if histograms:
         (folder / "histograms.json").write_text(json.dumps(counted), encoding="utf-8")
     if thresholds:

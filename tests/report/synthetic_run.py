@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fedatlas.evaluation.statistics import COLUMNS, write_rows
+from fedatlas.evaluation.statistics import COLUMNS, rows_text
+from fedatlas.transport.store import write_atomic
 
 ORGANS = ("brainstem", "spinal_cord", "parotid_left", "parotid_right", "mandible", "larynx", "oesophagus")
 
@@ -177,7 +178,7 @@ def write_run(
         for split in splits:
             for model in (*models, *(f"local/{site}" for site in present if not summed)):
                 lines += rows(split, "original", model, rounds, 0.9, ["dice", "hd95", "asd", "nsd"])
-        write_rows(folder / "rows.csv", lines)
+        write_atomic(folder / "rows.csv", rows_text(lines).encode())
     if overlays and final:
         shown = [name for name in classes if name not in never_scored]
         for site in sites:

@@ -4,6 +4,7 @@ rule. Every hostile answer here comes from a site that is otherwise as the other
 import json
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -478,3 +479,20 @@ def test_a_hostile_answer_through_the_relays(tmp_path) -> None:
         "b": "its answer is not as declared: 'model' is declared as 'model', but holds 'weight', a str"
     }
     assert equal(state, alone(tmp_path))
+
+
+def test_a_late_answer_is_none_to_the_next_call(tmp_path) -> None:
+    """The deadline passes, the answer comes after it, the job dies: the next call, which finds no job, is not answered by it."""
+    server = ServerRelay(tmp_path / "server")
+    questions = lambda call: [Question("a", "f", 1, call, tmp_path, None, tmp_path / "reply")]  # noqa: E731
+    try:
+        job = JobEnd(tmp_path / "server")
+        asks = job.asks()
+        assert "no answer within" in dict(server.ask(questions(0), 0.5))["a"]  # type: ignore[operator]
+        job.answered(next(asks), "a")
+        job.close()
+        while server.connected:
+            time.sleep(0.01)
+        assert "no answer within" in dict(server.ask(questions(1), 0.2))["a"]  # type: ignore[operator]
+    finally:
+        server.close()

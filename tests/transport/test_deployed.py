@@ -10,14 +10,17 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from deployments import Deployment, computed
 from method_cases import PAIRS, with_method
@@ -28,11 +31,11 @@ from fedatlas.cli import main
 from fedatlas.core.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.evaluation.statistics import read_rows
 from fedatlas.federation.audit import logs_of
-from fedatlas.federation.deploy import News, ahead_of, gather_trial, init
+from fedatlas.federation.deploy import News, ahead_of, gather_trial, init, start
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import Parties, gather_local, run_federation
 from fedatlas.transport import wire
-from fedatlas.transport.deployment import ENGINES
+from fedatlas.transport.deployment import ENGINES, Launch
 from fedatlas.transport.egress import EgressLog
 from fedatlas.transport.relay import skewed
 from fedatlas.transport.rounds import RunFolder, read_json
@@ -380,6 +383,19 @@ def test_kits_are_made_once(small, tmp_path) -> None:
     with pytest.raises(FederationError, match="site 'Server': server, authority are folders"):
         init(parse_federation(small, base=Path()), tmp_path / "there")
     assert not (tmp_path / "there").exists()
+
+
+def test_a_party_ends_with_the_process_that_it_was_started_for(tmp_path, monkeypatch) -> None:
+    """As where `fedatlas run` is killed: nobody is left to end the parties that it started."""
+    launch = Launch((sys.executable, "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr("fedatlas.federation.deploy.read_kit", lambda kit: {"party": "server", "engine": "x"})
+    monkeypatch.setattr(
+        "fedatlas.federation.deploy.adapter", lambda name: SimpleNamespace(server_process=lambda kit: launch)
+    )
+    told: list[str] = []
+    start(tmp_path, None, told.append, parent=os.getppid() + 1)
+    assert told[-1] == "server: ending"
+    assert not [child for child in psutil.Process().children() if "time.sleep(60)" in str(child.cmdline())]
 
 
 def test_people_at_a_hospital_are_told_what_leaves_and_what_fails(tmp_path) -> None:

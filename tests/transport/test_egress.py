@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -177,6 +179,24 @@ def test_nothing_leaves_unwritten(tmp_path, monkeypatch) -> None:
     assert reply["error"] == {"code": "OSError"}
 
 
+def test_a_full_disk_leaves_no_half_line(tmp_path) -> None:
+    """As many bytes as there is room for are written; then the log is as it was, and goes on when there is room again."""
+    path = tmp_path / "egress.jsonl"
+    before = b"".join(write(path, 2))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limit[1]))
+    try:
+        with pytest.raises(OSError):
+            write(path, 1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == before
+    write(path, 1)
+    assert len(read_log(path)) == 3 and not broken(path)
+
+
 def write(path: Path, n: int = 4) -> list[bytes]:
     log = EgressLog(path, "run", "fedavg")
     for i in range(n):
@@ -266,3 +286,13 @@ def test_a_last_line_that_lacks_its_end_alone_is_whole(tmp_path) -> None:
     assert not any("half" in line for line in read_log(path))
     write(path, 1)
     assert broken(path) == {} and len(read_log(path)) == 5 and not any("torn" in l for l in read_log(path))
+
+
+def test_a_log_is_shown_without_what_moves_the_cursor(tmp_path) -> None:
+    """The server names the run: its name must not write over what else the log says."""
+    run = "r\x1b[1A\x1b[2K\r\n  every line fits the chain\u202e"
+    log = EgressLog(tmp_path / "egress.jsonl", run, "fedavg")
+    log.record({"function": "hello\n", "round": 0, "call": 0, "contents": {"a\nb": "f\x1b"}}, b"x")
+    lines = text_of(logs_of(tmp_path), full=True).splitlines()
+    assert len(lines) == 4 and all(c.isprintable() for line in lines for c in line)
+    assert "r?[1A?[2K??  every line fits the chain?" in lines[1]

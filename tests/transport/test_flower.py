@@ -34,7 +34,7 @@ from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY, Launch, Plan
 from fedatlas.transport.flower import app as flower_app
 from fedatlas.transport.flower import engine as flower
-from fedatlas.transport.frames import Question
+from fedatlas.transport.frames import Question, TooLarge
 from fedatlas.transport.relay import Ask, ServerRelay, SiteRelay
 
 SITES = ("site-a", "site-b")
@@ -592,7 +592,9 @@ class FakePost:
         self.sent += messages
         return [str(number) for number in range(start, len(self.sent))]
 
-    def take(self, names: Sequence[str], place: Callable[[str], Path]) -> Iterator[tuple[str, Any]]:
+    def take(
+        self, names: Sequence[str], place: Callable[[str], Path], most: Callable[[str], int | None]
+    ) -> Iterator[tuple[str, Any]]:
         for name in names:
             if name not in self.delivered:
                 reply = self.reply(self.sent[int(name)], int(name), place(name))
@@ -757,6 +759,13 @@ def test_a_message_that_is_not_of_the_protocol_is_refused(tmp_path: Path) -> Non
     short = store.objects | {chunk: store.objects[chunk][:-3]}
     with pytest.raises(ValueError, match="5 bytes of 8 have come"):
         flower_app.fetched(tree, short.__getitem__, places)
+    with pytest.raises(TooLarge, match="more than the 7 bytes"):
+        flower_app.fetched(tree, store.objects.__getitem__, places, 7)
+    # more than its head says: no more is written than that, whatever is still to come
+    long = store.objects | {chunk: store.objects[chunk] + b"9"}
+    with pytest.raises(ValueError, match="9 bytes of 8 have come"):
+        flower_app.fetched(tree, long.__getitem__, places, 8)
+    flower_app.fetched(tree, store.objects.__getitem__, places, 8)
     with pytest.raises(ValueError):
         flower_app.fetched(tree, dict.fromkeys(store.objects, b"nonsense").__getitem__, places)
     with pytest.raises(ValueError, match="malformed"):

@@ -13,9 +13,10 @@ from runs import last_state
 from torch import nn
 
 from fedatlas.core.contract import Method, State, at_site, sends_of
-from fedatlas.core.errors import FedAtlasError, RunFolderError, SiteLost
+from fedatlas.core.errors import DiskFull, FedAtlasError, RunFolderError, SiteLost
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.tensors import average, tensors_of
+from fedatlas.federation.session import Best, BestLocals
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.egress import Declaration, NetForms
@@ -23,7 +24,7 @@ from fedatlas.transport.frames import Question
 from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess, Workers, keeping_workers
 from fedatlas.transport.pipeline import Policy, ServerPipeline
-from fedatlas.transport.rounds import Round, RunFolder, run
+from fedatlas.transport.rounds import Round, RunFolder, read_json, run
 from fedatlas.transport.store import MemoryStore, waiting_for_room
 
 SPACE = LabelSpace(("background", "a"))
@@ -385,7 +386,7 @@ def test_answers_for_which_there_is_no_room_are_not_asked_for_yet(tmp_path, monk
 
 
 def test_a_site_whose_disk_is_full_is_waited_for_to_the_same_bits(tmp_path, monkeypatch) -> None:
-    """It cannot write its log, then not even its answer; with wait it is asked again, and the coordinator says so."""
+    """It cannot keep what it remembers; with wait it is asked again, and the coordinator says so."""
     told: list[str] = []
     whole = go(tmp_path / "whole")
     late = clients(tmp_path / "late", Walk(), faults=Faults(on_lost="wait"))  # type: ignore[call-arg]
@@ -396,16 +397,48 @@ def test_a_site_whose_disk_is_full_is_waited_for_to_the_same_bits(tmp_path, monk
     def full(self: MemoryStore, *rest: object) -> None:
         if self.folder.parent.name == "b" and fails["b"]:
             fails["b"] -= 1
-            raise OSError(28, "No space left on device")
+            raise OSError(28, "No space left on device") if fails["b"] else DiskFull("cache: full")
         save(self, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(MemoryStore, "save", full)
     assert equal(whole, run(Walk(), net(), late, 4))
-    assert len(told) == 1 and told[0].startswith("waits for b (OSError: "), told
+    assert [text[:28] for text in told] == ["waits for b (OSError: [Errno", "waits for b (DiskFull: cache"]
     stops = clients(tmp_path / "stops", Walk())
     fails["b"] = 1
-    with pytest.raises(SiteLost, match="b: OSError: .*No space left"):
+    with pytest.raises(SiteLost, match="b: DiskFull: cache: full"):
         run(Walk(), net(), stops, 1)
+
+
+def test_the_best_model_of_a_round_that_is_done_again_is_left_alone(tmp_path) -> None:
+    """Round 3 was the best; its state is lost, its models are not. The run goes on after round 2 and comes to the same."""
+    folder, method, state = RunFolder(tmp_path), Walk(), State(tensors_of(net()))
+    best, own = Best(folder, "classes", "dice"), BestLocals(folder)
+
+    def keep(number: int, score: float) -> None:
+        model = {"w": torch.full((2,), float(number))}
+        row = {"split": "validation", "grid": "federation", "metric": "dice", "value": score, "known": True}
+        row |= {"model": "global", "round": number, "site": "a", "case": "p", "class": "x", "reason": ""}
+        spool: Any = [("a", {"model": model, "classes": None})]
+        folder.save(
+            Round(number, replace(state, round=number), {"round": number, "local": {"a": score}}, [row]),
+            spool,
+        )
+        own.see(number, {"a": score})
+        best.see(number, [row])
+
+    for number, score in ((1, 0.5), (2, 0.4), (3, 0.6)):
+        keep(number, score)
+    kept = {path: path.read_bytes() for path in sorted((tmp_path / "models").rglob("*.*"))}
+    (folder.rounds / "0003" / "state.fa").write_bytes(b"half")
+    best, own = Best(folder, "classes", "dice"), BestLocals(folder)
+    latest = folder.latest(method)
+    assert latest is not None and latest.round == 2
+    own.recover(2)
+    best.recover(2)
+    assert (best.round, best.score) == (1, 0.5)
+    keep(3, 0.6)
+    assert {path: path.read_bytes() for path in sorted((tmp_path / "models").rglob("*.*"))} == kept
+    assert folder.choices["a"]["round"] == read_json(tmp_path / "best.json")["round"] == 3
 
 
 def test_a_damaged_newest_round_falls_back_to_the_one_before(tmp_path) -> None:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -170,6 +170,17 @@ def test_payloads_of_any_size_come_back_equal(deployment: Deployment, server: Se
 
 def left_over(deployment: Deployment, site: str) -> list[Path]:
     return [path for path in (deployment.out / site / "engine" / "relay").rglob("*") if path.is_file()]
+
+
+def test_an_answer_that_is_too_large_is_not_taken(deployment: Deployment, server: ServerRelay) -> None:
+    """Of a site that sends more than it can have to say no more is written than that, and the others are served."""
+    questions = deployment.questions(b"x" * 20_000_000, {})
+    questions[0] = replace(questions[0], most=9_000_000)
+    lost = ask(server, questions)
+    assert lost[RUNNING[0]] == (
+        "its answer has more than the 9,000,000 bytes that one with what is declared may have"
+    )
+    assert lost[RUNNING[1]] is None and questions[1].reply.exists() and not questions[0].reply.exists()
 
 
 def test_one_ask_goes_to_all_sites_at_once(deployment: Deployment, server: ServerRelay) -> None:

@@ -46,6 +46,7 @@ def options(made: argparse.ArgumentParser) -> None:
     one.add_argument("--texts", action="store_true", help="send the text of errors, not only their code")
     one.add_argument("--state", type=Path, help="the site's private folder (default: the kit)")
     one.add_argument("--one-run", action="store_true", help=argparse.SUPPRESS)
+    one.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     one.add_argument("--cache", type=Path, help="folder of preprocessed cases (default: in the kit)")
 
     one = part(
@@ -112,6 +113,7 @@ def call_start(arguments: argparse.Namespace) -> int:
         case_names=arguments.case_names,
         texts=arguments.texts,
         device=arguments.device,
+        parent=arguments.parent,
     )
     return 0
 

@@ -1,5 +1,7 @@
 """The errors that FedAtlas raises on purpose; the command line prints them without a traceback."""
 
+import errno
+
 
 class FedAtlasError(Exception):
     """Something the user can mend. Its text says what was asked, what was got and what is allowed."""
@@ -15,6 +17,16 @@ class DataError(FedAtlasError):
 
 class DataChanged(DataError):
     """A site's data are not those with which its run began."""
+
+
+class DiskFull(DataError):
+    """The disk, or the quota, on which a site keeps what it makes of its data is full. This may pass."""
+
+
+def unwritable(error: OSError) -> type[DataError]:
+    """What to raise where a site's file cannot be written: DiskFull if that is the reason."""
+    # numpy's error of a file that it could write in part has no number
+    return DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT, None) else DataError
 
 
 class NameMismatch(FedAtlasError):

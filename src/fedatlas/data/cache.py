@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas.core.errors import DataError
+from fedatlas.core.errors import DataError, unwritable
 
 VERSION = 4
 """Raised whenever the code writes other numbers for the same input, or more about it."""
@@ -115,7 +115,7 @@ def _write(folder: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, An
         (temporary / "entry.json").write_text(json.dumps({"arrays": forms, "meta": meta}))
         _place(temporary, folder)
     except OSError as error:
-        raise DataError(
+        raise unwritable(error)(
             f"cache: {folder.parent} cannot be written ({error.strerror or error}); free space, or choose "
             "another folder with `engine.cache`"
         ) from None

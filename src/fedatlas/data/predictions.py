@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.errors import DataError, FederationError, unwritable
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data.cache import Stored
 from fedatlas.data.sampling import cut_case
@@ -139,7 +139,7 @@ def predict_cases(
             voxels = torch.from_numpy(np.ascontiguousarray(image.open(), dtype=np.float32))
             maps.put(n, probabilities(net, voxels, patch, context, how, exclusive=space.exclusive))
     except OSError as error:
-        raise DataError(
+        raise unwritable(error)(
             f"site {site}: predictions cannot be written to {folder.parent} ({error.strerror or error})"
         ) from None
     finally:

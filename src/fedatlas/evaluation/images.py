@@ -31,7 +31,7 @@ from fedatlas.evaluation.classification import (
     score_edges,
 )
 from fedatlas.evaluation.evaluate import COUNTS, Candidate, EvaluationSite, Evaluator, Row, Scores
-from fedatlas.evaluation.pictures import grey, put_in_place
+from fedatlas.evaluation.pictures import folder_of, grey, put_in_place
 from fedatlas.learning import inference
 
 SILENT = "no model of the evaluation speaks for this class"
@@ -124,7 +124,7 @@ class ImageEvaluator(Evaluator):
             place = split, grid, model, candidate.round, site.name, ""
             rows += [Row(*place, known=known, **cell).to_dict() for cell in columns]
         if candidate.overlays:
-            folder = site.folder / "overlays" / split / model.replace("/", "_")
+            folder = folder_of(site.folder, split, model)
             self._keep_pictures(site, panel, seen, chosen, limits, split, folder)
         return {"rows": rows, "histograms": histograms}
 

@@ -3,6 +3,7 @@
 Shapes: C classes of the foreground, X, Y, Z voxels, H rows and W columns of a slice.
 """
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,20 @@ PLANES = ("axial", "coronal", "sagittal")
 
 CASE = "case"
 """Begins the names of the pictures that were chosen by the mean over the classes of a case."""
+
+
+_NAME = re.compile(r"\w[\w.-]*")
+
+
+def folder_of(site: Path, split: str, model: str) -> Path:
+    """Where a site keeps the pictures of a model. site: its private folder. Raises ValueError for a split or a model, which the
+    server names, that could lead out of it."""
+    parts = [split, *model.split("/", 1)]
+    if not all(_NAME.fullmatch(part) for part in parts):
+        raise ValueError(
+            f"pictures of the split {split!r}, model {model!r}; names have letters, digits, _, . and -"
+        )
+    return site / "overlays" / split / "_".join(parts[1:])
 
 
 class Pictures:

@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,8 +130,8 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def write_rows(path: Path, rows: Iterable[RowDict]) -> None:
-    """Rows as CSV; a value that is not defined is left empty. The file is whole or absent."""
+def rows_text(rows: Iterable[RowDict]) -> str:
+    """Rows as CSV; a value that is not defined is left empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -143,14 +142,11 @@ def write_rows(path: Path, rows: Iterable[RowDict]) -> None:
             "known": int(row["known"]),
         }
         writer.writerow([values[column] for column in COLUMNS])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text.getvalue())
-    os.replace(part, path)
+    return text.getvalue()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """What `write_rows` wrote. Raises RunFolderError if the file is missing or not of this form."""
+    """What `rows_text` made. Raises RunFolderError if the file is missing or not of this form."""
     try:
         with path.open(newline="") as file:
             text = file.read()

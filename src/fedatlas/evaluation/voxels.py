@@ -6,7 +6,6 @@ Shapes: C classes, F findings, *S spatial.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from fedatlas.evaluation.evaluate import (
     candidates_of,
 )
 from fedatlas.evaluation.metrics import LARGEST, Score, score, whole_organs
-from fedatlas.evaluation.pictures import Pictures
+from fedatlas.evaluation.pictures import Pictures, folder_of
 from fedatlas.evaluation.postprocess import classes_of, postprocess
 from fedatlas.evaluation.statistics import POST
 from fedatlas.learning import inference
@@ -112,8 +111,11 @@ class VoxelEvaluator(Evaluator):
         grid: str,
         metrics: Sequence[str],
     ) -> dict[str, Any]:
-        folder = site.folder / "overlays" / split
-        seen = [_Seen(candidate, self.space, folder, self.orientation) for candidate in candidates]
+        seen = [_Seen(candidate, self.space) for candidate in candidates]
+        for one in seen:
+            if one.candidate.overlays:
+                folder = folder_of(site.folder, split, one.candidate.name)
+                one.pictures = Pictures(self.space, folder, self.orientation)
         nets = Nets(site.network)
         for volume in site.volumes(split):
             truth = volume.truth(grid)
@@ -197,13 +199,12 @@ def _decide(probabilities: Tensor, exclusive: bool) -> np.ndarray:
 
 
 class _Seen:
-    """What was seen of a model so far at a site. folder: of all models' pictures; orientation: as of `Evaluator`."""
+    """What was seen of a model so far at a site."""
 
-    def __init__(self, candidate: Candidate, space: LabelSpace, folder: Path, orientation: str) -> None:
+    def __init__(self, candidate: Candidate, space: LabelSpace) -> None:
         self.candidate, self.findings = candidate, Findings(space)
         self.rows: list[dict[str, Any]] = []
-        own = folder / candidate.name.replace("/", "_")
-        self.pictures = Pictures(space, own, orientation) if candidate.overlays else None
+        self.pictures: Pictures | None = None
 
 
 class Findings:

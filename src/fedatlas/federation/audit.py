@@ -6,6 +6,7 @@ from typing import Any
 
 from fedatlas.core.errors import RunFolderError
 from fedatlas.transport.egress import TORN, read_log
+from fedatlas.transport.frames import shown
 
 LOG = "egress.jsonl"
 
@@ -41,13 +42,13 @@ def text_of(logs: Mapping[str, Sequence[Mapping[str, Any]]], *, full: bool = Fal
                 lines.append(f"  line {entry['line']}: BROKEN, it {entry['broken']}")
                 if "sha256" not in entry:
                     continue
-            what = f"round {entry['round']} call {entry['call']} {entry['function']}"
+            what = f"round {entry['round']} call {entry['call']} {shown(entry['function'])}"
             lines.append(
-                f"  {entry['time']}  {entry['run']}  {entry['method']}  {what}: {_told(entry['contents'])}; "
+                f"  {entry['time']}  {shown(entry['run'])}  {shown(entry['method'])}  {what}: {_told(entry['contents'])}; "
                 f"{entry['bytes']:,} bytes, SHA-256 {entry['sha256'][:16]}…"
             )
             if full:
-                lines += [f"      {path}: {form}" for path, form in entry["contents"].items()]
+                lines += [f"      {shown(path)}: {shown(form)}" for path, form in entry["contents"].items()]
         broken = sum(bool(entry["broken"]) for entry in entries)
         halves = sum("half" in entry for entry in entries)
         crashed = f"; torn by a crash: {halves}" if halves else ""
@@ -73,7 +74,7 @@ def _told(contents: Mapping[str, str]) -> str:
     """What a message holds, with tensors counted."""
     tensors = [form for form in contents.values() if "[" in form]
     numbers = sum(_product(form[form.index("[") + 1 : form.index("]")]) for form in tensors)
-    plain = [f"{path} ({form})" for path, form in contents.items() if "[" not in form]
+    plain = [f"{shown(path)} ({shown(form)})" for path, form in contents.items() if "[" not in form]
     if len(plain) > 8:
         plain = [f"{len(plain)} plain values (--full lists them)"]
     counted = [f"{len(tensors)} tensors with {numbers:,} numbers"] if tensors else []

@@ -33,7 +33,7 @@ import yaml
 from fedatlas import __version__
 from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.transport.deployment import ENGINES, RELAY, Engine, Job, Launch, Plan
-from fedatlas.transport.frames import Question
+from fedatlas.transport.frames import Question, shown
 from fedatlas.transport.local import Workers
 from fedatlas.transport.relay import ServerRelay, SiteRelay, skewed
 
@@ -165,11 +165,12 @@ def start(
     case_names: bool = False,
     texts: bool = False,
     device: str | None = None,
+    parent: int | None = None,
 ) -> None:
     """Runs a party until it is told to end (SIGINT, SIGTERM). See `SiteDesk` for what leaves a site.
 
     data: at a hospital, where its data are. state: its private folder, which outlives the kit; None: the kit itself.
-    one_run: that folder is the one of a single run. Raises FederationError before anything is started if something is missing.
+    one_run: that folder is the one of a single run. parent: the process with which the party ends, too. Raises FederationError before anything is started if something is missing.
     """
     kit = kit.resolve()
     about = read_kit(kit)
@@ -206,7 +207,7 @@ def start(
         try:
             tell(f"{party}: started, engine {about['engine']}; logs in {logs}; Ctrl-C ends it")
             news = News(state or kit, party, tell) if site else None
-            while not over.wait(0.5):
+            while not over.wait(0.5) and parent in (None, os.getppid()):
                 process.look()
                 if news:
                     news.look()
@@ -247,8 +248,8 @@ class News:
     def _sent(line: str) -> str:
         try:
             plain = json.loads(line.partition(" ")[2])
-            what = f"round {plain['round']} {plain['function']}"
-            return f"sent {plain['bytes']:,} bytes, {what} of {plain['run']}"
+            what = f"round {plain['round']} {shown(plain['function'])}"
+            return f"sent {plain['bytes']:,} bytes, {what} of {shown(plain['run'])}"
         except (ValueError, KeyError):
             return ""
 
@@ -716,6 +717,7 @@ class Trial:
 
     def _start(self, kit: Path, more: Sequence[str]) -> None:
         command = [sys.executable, "-m", "fedatlas.cli", "deploy", "start", str(kit), *more]
+        command += ["--parent", str(os.getpid())]
         (kit / "logs").mkdir(exist_ok=True)
         with (kit / "logs" / "party.log").open("ab") as log:
             self.processes.append(
@@ -745,8 +747,10 @@ def gather_trial(engine: str, *, data_changed: bool = False) -> Any:
             ended = transport.close
 
             def close() -> None:
-                ended()
-                trial.close()
+                try:
+                    ended()
+                finally:
+                    trial.close()
 
             transport.close = close  # type: ignore[method-assign]
             return join(federation, folder, tell, transport, data_changed=data_changed)

@@ -30,6 +30,7 @@ from fedatlas.learning.augment import Augmentation
 from fedatlas.learning.inference import Inference
 from fedatlas.learning.loop import Local
 from fedatlas.transport.clients import Faults
+from fedatlas.transport.frames import shown
 from fedatlas.transport.pipeline import Terms, terms_of
 from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.privacy import Privacy
@@ -366,7 +367,10 @@ def flat_difference(
     """The keys in which two resolved federations differ, a line each, for a person; `engine` and paths aside."""
     was, now = _flat(shareable(one)), _flat(shareable(other))
     keys = [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]
-    lines = [f"  {key}: {was.get(key, '(none)')} {there}, {now.get(key, '(none)')} {here}" for key in keys]
+    lines = [
+        shown(f"  {key}: {was.get(key, '(none)')} {there}, {now.get(key, '(none)')} {here}", 2000)
+        for key in keys
+    ]
     return "\n".join(lines[:20]) or "  (written by another version of fedatlas)"
 
 

@@ -24,7 +24,7 @@ from fedatlas.core.tensors import Tensors, n_bytes, tensors_of, to_tree
 from fedatlas.data.checks import check_federation, shared_scans
 from fedatlas.data.reading import refuse
 from fedatlas.evaluation.evaluate import Candidate, place_of, question, selection_score
-from fedatlas.evaluation.statistics import POST, read_rows, write_rows
+from fedatlas.evaluation.statistics import POST, read_rows, rows_text
 from fedatlas.federation.design import Design, Experiment, cache_folder, egress_log, versions
 from fedatlas.federation.file import (
     Federation,
@@ -508,7 +508,7 @@ def _rounds(
         if state is not None:
             running.clients.released = _released(folder)
             running.clients.remembered = _memories(folder, parties, state.round)
-            own.recover()
+            own.recover(state.round)
             best.recover(state.round)
             tell(f"goes on after round {state.round} of {federation.rounds}")
 
@@ -564,13 +564,16 @@ class Best:
             write_atomic(self.folder.path / "best.json", to_json({"round": number, "score": score}))
 
     def recover(self, latest: int) -> None:
-        """After a resume: what was seen so far, from the rounds on disk."""
+        """After a resume at the end of round `latest`: what was seen so far, from the rounds on disk. The model of a later
+        round, whose state was lost, is left alone: the round is done again."""
         for log, rows in self.folder.records():
             score = selection_score(rows, self.weights, self.metric) if rows else None
             if score is not None and score > self.score:
                 self.round, self.score = log["round"], score
         path = self.folder.path / "best.json"
         kept = read_json(path)["round"] if path.exists() else 0
+        if kept > latest:
+            return
         if kept != self.round and self.round:
             if self.round != latest:
                 raise RunFolderError(
@@ -642,17 +645,19 @@ class BestLocals:
         if better:
             write_atomic(self.file, to_json(self.best))
 
-    def recover(self) -> None:
-        """After a resume: what was seen so far, from the rounds on disk."""
+    def recover(self, latest: int) -> None:
+        """After a resume at the end of round `latest`: what was seen so far, from the rounds on disk. A model of a later
+        round, whose state was lost, is left alone: the round is done again."""
         for log, _ in self.folder.records():
             for site, score in log.get("local", {}).items():
                 if site not in self.best or score > self.best[site]["score"]:
                     self.best[site] = {"round": log["round"], "score": score}
         kept = read_json(self.file) if self.file.exists() else {}
-        if kept == self.best:
+        later = {site: best for site, best in kept.items() if best["round"] > latest}
+        if kept == self.best | later:
             return
         for site, best in self.best.items():
-            if kept.get(site) != best:
+            if site not in later and kept.get(site) != best:
                 try:
                     self.folder.keep_local(site, best["round"])
                 except FileNotFoundError:
@@ -660,7 +665,7 @@ class BestLocals:
                         f"{self.file}: the best local model of site {site}, of round {best['round']}, is gone; the "
                         "folder was changed by hand"
                     ) from None
-        write_atomic(self.file, to_json(self.best))
+        write_atomic(self.file, to_json(self.best | later))
 
 
 def _finish(running: Running, federation: Federation, tell: Tell) -> None:
@@ -705,7 +710,7 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
             evaluated.histograms.extend(got.histograms)
             if split == "validation":
                 fitted[model.name] = running.design.task.fit(got.histograms, federation, running.design.space)
-    write_rows(folder.path / "rows.csv", evaluated.rows)
+    write_atomic(folder.path / "rows.csv", rows_text(evaluated.rows).encode())
     if evaluated.histograms:
         write_atomic(folder.path / "histograms.json", to_json(evaluated.histograms))
     if any(fitted.values()):

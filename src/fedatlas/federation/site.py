@@ -35,7 +35,7 @@ from fedatlas.federation.file import (
     shareable,
 )
 from fedatlas.federation.tasks import task_of
-from fedatlas.transport.frames import Question
+from fedatlas.transport.frames import Question, shown
 from fedatlas.transport.host import Host
 from fedatlas.transport.pipeline import Policy
 from fedatlas.transport.relay import skewed
@@ -173,7 +173,7 @@ class SiteDesk:
         return self._joined(agreement_of(question.about))
 
     def _front(self, question: Question, functions: Mapping[str, Callable[..., Any]]) -> Host:
-        run = str(question.about.get("run", ""))
+        run = shown(question.about.get("run", ""))
         return Host(
             self.name,
             _Nothing(),
@@ -291,8 +291,7 @@ class Pseudonyms:
     def __init__(self, folder: Path) -> None:
         self.table_file, key = folder / "cases.json", folder / "case-key"
         if not key.exists():
-            write_atomic(key, secrets.token_bytes(32))
-            key.chmod(0o600)
+            write_atomic(key, secrets.token_bytes(32), secret=True)
         self.key = key.read_bytes()
         self.table: dict[str, str] = (
             json.loads(self.table_file.read_text()) if self.table_file.exists() else {}

@@ -25,7 +25,7 @@ from fedatlas.data.voxels import VoxelData
 from fedatlas.evaluation.classification import NO_CUT, Threshold
 from fedatlas.evaluation.images import Panel
 from fedatlas.evaluation.postprocess import Postprocess, postprocess
-from fedatlas.evaluation.statistics import POST, write_rows
+from fedatlas.evaluation.statistics import POST, rows_text
 from fedatlas.federation.design import Design, build_net, cache_folder, training_sites
 from fedatlas.federation.file import inference_of, load_federation, make_method
 from fedatlas.federation.tasks import task_of
@@ -33,7 +33,7 @@ from fedatlas.federation.usable import Warn, record_of, require_members, silent
 from fedatlas.learning import inference
 from fedatlas.transport import wire
 from fedatlas.transport.rounds import RunFolder, read_json
-from fedatlas.transport.store import read_whole
+from fedatlas.transport.store import read_whole, write_atomic
 
 Seen = Callable[[int, int, str], None]
 """Is told how many cases are done, of how many, and the name of the next."""
@@ -278,7 +278,7 @@ def evaluate_folder(
         reply = evaluator.evaluate(site, members, split, metrics=list(evaluation.metrics), **what)
         rows += reply["rows"]
     if out:
-        write_rows(out, rows)
+        write_atomic(out, rows_text(rows).encode())
     return rows, [name for name in labels if name not in known]
 
 

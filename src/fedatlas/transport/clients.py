@@ -18,8 +18,7 @@ from fedatlas.core.errors import FedAtlasError, NameMismatch, SiteLost, WireErro
 from fedatlas.core.options import option, options
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, Tree, load, to_tree
-from fedatlas.transport.egress import printable
-from fedatlas.transport.frames import Question
+from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.pipeline import ServerPipeline
 from fedatlas.transport.reply import Passing, Refused, Spool
 from fedatlas.transport.stages import NotHeld, Payload
@@ -277,9 +276,10 @@ class SiteClients:
         """Asks until every site has answered or is lost, as the federation's rule says. arguments: those of the function
         at each site."""
         began = time.monotonic()
+        limits = {site: self.pipeline.limits(asked, arguments[site]) for site, asked in questions.items()}
+        questions = {site: replace(asked, most=sum(limits[site])) for site, asked in questions.items()}
         open_, reasons = dict(questions), dict[str, str]()
-        most = [self.pipeline.limits(question, arguments[site])[1] for site, question in open_.items()]
-        make_room(self.scratch, sum(most))
+        make_room(self.scratch, sum(tensors for _, tensors in limits.values()))
         while open_:
             silent = {}
             waiting = sorted(open_.values(), key=lambda q: -self._expected(q))

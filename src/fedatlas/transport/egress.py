@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from fedatlas.core.errors import FedAtlasError, RunFolderError
 from fedatlas.core.tensors import forms_of
 from fedatlas.evaluation.classification import score_edges
+from fedatlas.transport.frames import printable
 
 FIRST = "0" * 64
 """Stands for the line before the first."""
@@ -201,13 +202,6 @@ _NAMED, _CHARACTERS = 512, 7
 def _listed(names: list[str]) -> str:
     shown = ", ".join(printable(name, 80) for name in names[:6])
     return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-
-
-def printable(text: str, most: int) -> str:
-    """What came from elsewhere, for a person to read: at most so many characters, none of them a control character
-    except the end of a line."""
-    shown = "".join(c if c == "\n" or unicodedata.category(c)[0] != "C" else "?" for c in text[:most])
-    return shown + ("…" if len(text) > most else "")
 
 
 def _named_tensors(value: Any, about: _About, *, whole: bool) -> str | None:
@@ -641,7 +635,7 @@ class EgressLog:
         from the last whole line. Raises OSError where the log cannot be written; the message must then not be sent.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
+        with self.path.open("a+b", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             size = file.seek(0, 2)
             last, rest = _ending(file)
@@ -654,8 +648,9 @@ class EgressLog:
                 text, previous = b"\n" + mark, mark[:64].decode()
             content = {**what, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             try:
-                file.write(text + self._line(content, previous))
-                file.flush()
+                left = memoryview(text + self._line(content, previous))
+                while left:
+                    left = left[file.write(left) :]
                 os.fsync(file.fileno())
             except OSError:  # half a line would have to be explained
                 file.truncate(size)

@@ -1,10 +1,11 @@
-"""Frames on a stream of bytes, and questions to sites as plain values. Imports neither torch nor an engine, so
-that the small processes between a federation and its sites start at once and hold nothing.
+"""Frames on a stream of bytes, questions to sites as plain values, and text from elsewhere for a person to read. Imports
+neither torch nor an engine, so that the small processes between a federation and its sites start at once and hold nothing.
 
 A frame is 8 bytes of length and that many bytes.
 """
 
 import json
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ class Question:
     shared: what every site gets; own: what this one gets beside it; reply: where the answer is to lie, whole or
     not at all. about: what the site must know of the run to serve the call at all, plain values. memory: the version
     of its private memory that the site starts from, which is that of its last answer that counted; None: the newest.
+    most: bytes that an answer with what is declared may have; an engine takes no more of one. None: it is not known.
     """
 
     site: str
@@ -29,9 +31,10 @@ class Question:
     reply: Path
     about: Mapping[str, Any] = field(default_factory=dict)
     memory: str | None = None
+    most: int | None = None
 
     def head(self) -> bytes:
-        """All but the paths, which mean nothing on another machine, as JSON."""
+        """All but the paths and `most`, which mean nothing on another machine, as JSON."""
         plain = {name: getattr(self, name) for name in ("site", "function", "round", "call", "memory")}
         return json.dumps(plain | {"about": dict(self.about)}, sort_keys=True).encode()
 
@@ -40,7 +43,7 @@ class Question:
         # absolute: the other process runs in a folder of its own
         own = str(self.own.absolute()) if self.own else None
         paths = {"shared": str(self.shared.absolute()), "own": own, "reply": str(self.reply.absolute())}
-        return json.dumps(json.loads(self.head()) | paths, sort_keys=True).encode()
+        return json.dumps(json.loads(self.head()) | paths | {"most": self.most}, sort_keys=True).encode()
 
     def at(self, shared: Path, own: Path | None, reply: Path) -> "Question":
         """The same question with the paths of another machine."""
@@ -67,9 +70,19 @@ def question_of(data: bytes | bytearray, **paths: Path | None) -> Question:
             reply=Path(given["reply"]),
             about=dict(plain["about"]),
             memory=None if plain["memory"] is None else str(plain["memory"]),
+            most=None if plain.get("most") is None else int(plain["most"]),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"a question lacks or misuses {error}") from None
+
+
+class TooLarge(ValueError):
+    """An answer is larger than one with what is declared. most: bytes that such a one may have."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(
+            f"its answer has more than the {most:,} bytes that one with what is declared may have"
+        )
 
 
 def write_frame(stream: BinaryIO, data: bytes | bytearray | memoryview) -> None:
@@ -92,3 +105,15 @@ def read_frame(stream: BinaryIO) -> bytearray | None:
             return None
         filled += got
     return data
+
+
+def printable(text: str, most: int) -> str:
+    """What came from elsewhere, for a person to read: at most so many characters, none of them a control character
+    except the end of a line."""
+    shown = "".join(c if c == "\n" or unicodedata.category(c)[0] != "C" else "?" for c in text[:most])
+    return shown + ("…" if len(text) > most else "")
+
+
+def shown(text: Any, most: int = 200) -> str:
+    """As `printable`, on one line."""
+    return printable(str(text), most).replace("\n", "?")

@@ -220,9 +220,9 @@ class ServerRelay:
                 yield event["site"], event["lost"]
 
     def _put(self, questions: Sequence[Question], end: float) -> None:
+        self.number += 1  # before all else: a late answer to the ask before is none to this one
         if self.stream is None or not questions:
             return
-        self.number += 1
         left = max(end - time.monotonic(), 1.0)
         what = {"ask": self.number, "deadline": left, "questions": [q.to_json().decode() for q in questions]}
         with contextlib.suppress(OSError, ValueError):  # a job that is just going: its end is the next event

@@ -11,11 +11,11 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from fedatlas.core.errors import FedAtlasError
+from fedatlas.core.errors import DiskFull, FedAtlasError
 from fedatlas.core.tensors import Tree, is_finite, require_same
 from fedatlas.transport import wire
-from fedatlas.transport.egress import contents, printable
-from fedatlas.transport.frames import Question
+from fedatlas.transport.egress import contents
+from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.store import read_whole
 
 _COST = ("seconds", "peak_mb")
@@ -107,7 +107,7 @@ def _refusal(error: Any) -> Refused:
     code, text = (error.get("code"), error.get("text")) if isinstance(error, dict) else (None, None)
     if not isinstance(code, str) or not _CODE.fullmatch(code) or not isinstance(text, str | None):
         return Refused("it answered with an error that says nothing")
-    kind = Passing if code == OSError.__name__ else Refused
+    kind = Passing if code in (OSError.__name__, DiskFull.__name__) else Refused
     return kind(explained(code) if text is None else f"{code}: {text}")
 
 
@@ -116,6 +116,7 @@ _CODES = {
     "FloatingPointError": "its training met a number that is not finite",
     "MemoryError": "it ran out of memory",
     "OSError": "its disk or a file failed it (full?)",
+    "DiskFull": "its disk is full",
     "DataChanged": "its data are not those with which this run began; put them back, or go on with --data-changed",
     "DataError": "a case or label of its data is not usable",
     "RunFolderError": "its kept memory is not usable",

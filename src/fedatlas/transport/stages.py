@@ -292,7 +292,7 @@ class SumMember:
             for old in self.folder.glob("secret-*.fa"):
                 old.unlink()
             secret, public = secure.advertise(self.site, context)
-            write_atomic(self._path(context), wire.encode({"secret": secret}))
+            write_atomic(self._path(context), wire.encode({"secret": secret}), secret=True)
             return {"answer": public}
         path, kept = self._kept(context)
         if function == "secure_share":
@@ -300,7 +300,7 @@ class SumMember:
             answer: Any = secure.share(kept["secret"], arguments["publics"], threshold=threshold)
         else:
             answer = secure.reveal(kept["secret"], arguments["survivors"], arguments["dropped"])
-        write_atomic(path, wire.encode(kept))
+        write_atomic(path, wire.encode(kept), secret=True)
         return {"answer": answer}
 
     def masked(self, model: Tensors, n: int, for_stages: Any) -> dict[str, Tensor]:
@@ -316,7 +316,7 @@ class SumMember:
         vector = secure.pack(model, n if self.weighted else 1, self.choice, sites=self.sites)
         path, kept = self._kept(str(for_stages["context"]))
         answer = secure.mask(kept["secret"], for_stages["ciphertexts"], vector)
-        write_atomic(path, wire.encode(kept))
+        write_atomic(path, wire.encode(kept), secret=True)
         return {"masked": answer}
 
     def _path(self, context: str) -> Path:

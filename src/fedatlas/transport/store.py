@@ -74,21 +74,21 @@ def make_room(folder: Path, needed: int) -> None:
             return
 
 
-def write_atomic(path: Path, data: Data, *, durable: bool = True) -> None:
+def write_atomic(path: Path, data: Data, *, durable: bool = True, secret: bool = False) -> None:
     """Writes a file so that, whatever happens, `path` holds the old bytes or all of the new ones.
 
-    durable: False for what need not outlive a crash of the machine. Raises OSError as the file system does (disk full,
+    durable: False for what need not outlive a crash of the machine. secret: nobody but this user may read it. Raises OSError as the file system does (disk full,
     unless `waiting_for_room`); then `path` is as it was.
     """
     try:
-        return _write(path, data, durable)
+        return _write(path, data, durable, secret)
     except OSError as error:
         if error.errno not in _FULL:
             raise
         full = error
     for _ in _waits(path, full.strerror or "the disk is full"):
         try:
-            _write(path, data, durable)
+            _write(path, data, durable, secret)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -97,11 +97,13 @@ def write_atomic(path: Path, data: Data, *, durable: bool = True) -> None:
     raise full
 
 
-def _write(path: Path, data: Data, durable: bool) -> None:
+def _write(path: Path, data: Data, durable: bool, secret: bool) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        part.unlink(missing_ok=True)  # should a process of this number have left one, its mode would stay
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o666)
+        with open(handle, "wb") as file:
             file.write(data)
             if durable:
                 file.flush()

@@ -42,7 +42,7 @@ from fedatlas.transport.deployment import RELAY
 from fedatlas.transport.flower import compat
 from fedatlas.transport.flower.compat import ObjectPullError, ObjectPushError, fetched, packed, sent
 from fedatlas.transport.flower.engine import SECRET_HEADER, read_json
-from fedatlas.transport.frames import Question, question_of
+from fedatlas.transport.frames import Question, TooLarge, question_of
 from fedatlas.transport.relay import Ask, JobEnd, Lost, forward, skewed
 
 KIT = "FEDATLAS_KIT"
@@ -406,11 +406,14 @@ class Post:
         return list(sent(messages, announce, compat.pusher(self.client, self.node, self.run)).message_ids)
 
     def take(
-        self, names: Iterable[str], place: Callable[[str], Path]
+        self,
+        names: Iterable[str],
+        place: Callable[[str], Path],
+        most: Callable[[str], int | None] = lambda message: None,
     ) -> Iterator[tuple[str, Message | Lost | None]]:
         """The replies that have come to the messages with these ids, with the message's id.
 
-        place: where a reply's bytes go, by that id. None for a reply that broke off; a text, for a person, for
+        place, most: where a reply's bytes go, and how many they may be, by that id. None for a reply that broke off; a text, for a person, for
         one that is malformed or cannot be stored.
         """
 
@@ -419,10 +422,13 @@ class Post:
         for head, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             asked = head.metadata.reply_to_message_id
             try:
-                yield asked, fetched(tree, pull, {"reply": place(asked)})
+                yield asked, fetched(tree, pull, {"reply": place(asked)}, most(asked))
             except ObjectPullError as error:
                 log.warning("an answer broke off: %s", error)
                 yield asked, None
+            except TooLarge as error:
+                log.warning("an answer is refused: %s", error)
+                yield asked, str(error)
             except ValueError as error:
                 log.warning("an answer is refused: %s", error)
                 yield asked, NOT_AN_ANSWER
@@ -566,8 +572,11 @@ class Desk:
             reply = questions[served.puts[message].site].reply
             return reply.with_name(f".{reply.name}.{message[:16]}")
 
+        def most(message: str) -> int | None:
+            return questions[served.puts[message].site].most
+
         heard = False
-        for message, reply in self.post.take(list(served.puts), place) if served.puts else ():
+        for message, reply in self.post.take(list(served.puts), place, most) if served.puts else ():
             heard = True
             part, put = place(message), served.puts.pop(message)
             if put.site in served.waiting:

@@ -51,6 +51,8 @@ from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 from flwr.supernode.fleet_http_client import FleetHttpClient
 
+from fedatlas.transport.frames import TooLarge
+
 __all__ = [
     "FLEET_HTTP_PUBLIC_KEY_HEADER",
     "FLEET_HTTP_SIGNATURE_HEADER",
@@ -209,10 +211,13 @@ def sent(messages: Sequence[Message], announce: Callable[[list[Any], list[Any]],
     raise ObjectPushError(heads[0].metadata.message_id, heads[0].metadata.run_id, response.session_id)
 
 
-def fetched(tree: Any, pull: Callable[[str], bytes], places: Mapping[str, Path]) -> Message:
-    """A message whose arrays went into files on the way: `places` has a file for each name of `packed`.
+def fetched(
+    tree: Any, pull: Callable[[str], bytes], places: Mapping[str, Path], most: int | None = None
+) -> Message:
+    """A message whose arrays went into files on the way: `places` has a file for each name of `packed`, of `most` bytes and
+    no more.
 
-    Raises ValueError for a message that is malformed or truncated, or has an array with another name, and
+    Raises TooLarge where one has more, ValueError for a message that is malformed or truncated, or has an array with another name, and
     ObjectPullError where an object does not come within ten minutes.
     """
     contents: dict[str, bytes] = {}
@@ -242,8 +247,12 @@ def fetched(tree: Any, pull: Callable[[str], bytes], places: Mapping[str, Path])
             raise ValueError("an array that is not of this protocol")
         with place.open("wb") as file:
             size = 0
+            if most is not None and about["shape"][0] > most:
+                raise TooLarge(most)
             for chunk in _ahead(patiently, [children[number] for number in about["arraychunk_ids"]]):
                 size += file.write(memoryview(chunk)[chunk.index(b"\0") + 1 :])
+                if size > about["shape"][0]:
+                    break
         if size != about["shape"][0]:
             raise ValueError(f"{size} bytes of {about['shape'][0]} have come")
         contents.update(dict.fromkeys(children, nothing))

@@ -33,7 +33,7 @@ from nvflare.fuel.f3.streaming.download_service import Consumer, Downloadable, P
 from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
 
 from fedatlas.transport.deployment import RELAY
-from fedatlas.transport.frames import Question, question_of
+from fedatlas.transport.frames import Question, TooLarge, question_of
 from fedatlas.transport.relay import Ask, JobEnd, Lost, forward
 
 TASK = "ask"
@@ -72,18 +72,22 @@ class _Offer(Downloadable):
 
 
 class _Sink(Consumer):
-    """Writes the pieces to a file. The next piece travels while one is written."""
+    """Writes the pieces to a file, `most` bytes and no more. The next piece travels while one is written."""
 
     supports_pipelining = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most: int | None) -> None:
         super().__init__()
-        self.file, self.got, self.failed = path.open("wb"), 0, False
+        self.file, self.got, self.failed, self.most = path.open("wb"), 0, False, most
+        self.too_large: TooLarge | None = None
 
     def consume(self, ref_id: str, state: dict[str, int], data: bytes) -> dict[str, int]:
         self.got += len(data)
         if state["at"] != self.got:
             raise ValueError("a piece does not follow the one before")
+        if self.most is not None and self.got > self.most:
+            self.too_large = TooLarge(self.most)
+            raise self.too_large
         self.file.write(data)
         return {"at": self.got}
 
@@ -95,10 +99,12 @@ class _Sink(Consumer):
         self.file.close()
 
 
-def _fetch(cell: Any, source: str, reference: str, to: Path, stop: Signal) -> bool:
-    """The offered file, whole in `to`, or nothing of it and False."""
+def _fetch(
+    cell: Any, source: str, reference: str, to: Path, stop: Signal, most: int | None = None
+) -> Lost | None:
+    """Puts the offered file, whole, in `to`, or nothing of it; then returns why. most: bytes that it may have."""
     part = to.with_name(f".{to.name}.part")
-    sink = _Sink(part)
+    sink = _Sink(part, most)
     try:
         download_object(source, reference, PATIENCE, cell, sink, abort_signal=stop)
         done = sink.file.closed and not sink.failed and not stop.triggered
@@ -111,7 +117,7 @@ def _fetch(cell: Any, source: str, reference: str, to: Path, stop: Signal) -> bo
             os.replace(part, to)
         else:
             part.unlink(missing_ok=True)
-    return done
+    return None if done else str(sink.too_large or "its answer broke off")
 
 
 # --------------------------------------------------------------------------------------------------- the server
@@ -215,8 +221,8 @@ class RelayController(Controller):
         self.fetchers.submit(self._take, now, question, cell, str(result["source"]), str(result["reply"]))
 
     def _take(self, now: _Open, question: Question, cell: Any, source: str, reference: str) -> None:
-        whole = _fetch(cell, source, reference, question.reply, now.stop)
-        self._close(question.site, now.ask.number, None if whole else "its answer broke off")
+        lost = _fetch(cell, source, reference, question.reply, now.stop, question.most)
+        self._close(question.site, now.ask.number, lost)
 
     def _done(self, task: Task, fl_ctx: FLContext) -> None:
         if task.completion_status == TaskCompletionStatus.CLIENT_DEAD:
@@ -335,7 +341,7 @@ class RelayExecutor(Executor):
         try:
             shared, own, answer = folder / "shared", folder / "own", folder / "reply"
             for name, to in (("shared", shared), ("own", own)):
-                if data[name] is not None and not _fetch(cell, data["source"], data[name], to, stop):
+                if data[name] is not None and _fetch(cell, data["source"], data[name], to, stop):
                     return _lost("its engine's client could not fetch the question")
             question = question_of(
                 data["head"], shared=shared, own=own if data["own"] is not None else None, reply=answer

@@ -13,9 +13,10 @@ own mask; never both. One aggregation takes four calls:
     reveal                    at each site    what lifts the masks that are left in the sum
     ring_sum, unmask, unpack  at the server   the weighted mean
 
-What `advertise` calls the secret is kept in the site's memory. `share`, `mask` and `reveal` write into it what
-they have answered: it is stored before their answer is sent, and removed after the aggregation. Asked again the same
-question they give the same answer; any other question is refused, for two answers together would lift a mask.
+What `advertise` calls the secret is kept in the site's folder. `share`, `mask` and `reveal` write into it what they
+have answered: it is stored before their answer is sent. Asked again the same question they give the same answer; any
+other question is refused, for two answers together would lift a mask. With `reveal` the site's keys, its seed and the
+shares of the others go: its answer alone is kept, until the next aggregation.
 
 What holds. A server that keeps to the protocol, even one that shares all it sees with c sites, learns the sum over
 the sites that are left, less the c, if at least two others are left and threshold > (K + c) / 2. The sum itself is
@@ -197,6 +198,7 @@ def share(
     """
     _require_libraries()
     site = _text(secret, "site")
+    _require("revealed" not in secret, secret, "it has revealed its shares, and its keys are gone")
     roster = _Roster(publics, threshold, _text(secret, "context"))
     if len(roster.names) < least:
         raise FederationError(
@@ -208,9 +210,8 @@ def share(
     if not isinstance(own, dict) or any(_bytes(own[name], 32, name) != mine[name] for name in mine):
         raise SecureError(f"secure aggregation: the public keys of {site} are not those that it advertised")
     if "sent" in secret:
-        _require_same(
-            secret, "roster", roster.digest.hex(), "shares were made for other keys or another threshold"
-        )
+        same = secret["roster"] == roster.digest.hex()
+        _require(same, secret, "shares were made for other keys or another threshold")
         return dict(_dict(secret["sent"], "sent"))
     seeds = _split(_bytes(secret["seed"], 32, "seed"), threshold, len(roster.names))
     keys = _split(_bytes(secret["mask"], 32, "mask"), threshold, len(roster.names))
@@ -237,6 +238,7 @@ def mask(secret: dict[str, Tree], ciphertexts: Mapping[str, Tree], vector: Tenso
     difference of the two would be seen.
     """
     _require_libraries()
+    _require("revealed" not in secret, secret, "it has revealed its shares, and its keys are gone")
     site, roster = _text(secret, "site"), _roster(secret)
     numbers = _vector(vector, "the vector")
     origins = sorted(ciphertexts)
@@ -250,9 +252,8 @@ def mask(secret: dict[str, Tree], ciphertexts: Mapping[str, Tree], vector: Tenso
     question = hashlib.sha256(numbers.view(np.uint8).data)
     question.update(_join(*(origin.encode() for origin in origins)))
     if "masked" in secret:
-        _require_same(
-            secret, "masked", question.hexdigest(), "a vector was masked before, and this is another"
-        )
+        same = secret["masked"] == question.hexdigest()
+        _require(same, secret, "a vector was masked before, and this is another")
     secret["masked"] = question.hexdigest()
     secret["shares"] = {origin: _tensor(both) for origin, both in shares.items()}
     key = _bytes(secret["mask"], 32, "mask")
@@ -267,15 +268,23 @@ def reveal(secret: dict[str, Tree], survivors: Sequence[str], dropped: Sequence[
 
     survivors: whose masked vectors are in the sum, this site among them; dropped: all others that made shares.
 
+    What nobody may ask for any more, this site's keys and seed and what else it holds of the others, is taken out of the
+    secret.
+
     Raises SiteLost if the survivors are fewer than the threshold; SecureError if a site is in both lists or
     in none, or if this site has answered for other lists before: it would have revealed both for one site.
     """
     _require_libraries()
-    site, roster = _text(secret, "site"), _roster(secret)
+    site, left, lost = _text(secret, "site"), sorted(survivors), sorted(dropped)
+    if "revealed" in secret:
+        before = dict(_dict(secret["revealed"], "revealed"))
+        same = [sorted(_dict(before[kind], kind)) for kind in ("seeds", "keys")] == [left, lost]
+        _require(same, secret, "shares were revealed before, for other survivors")
+        return before
+    roster = _roster(secret)
     if "shares" not in secret:
         raise SecureError(f"secure aggregation: {site} is asked to reveal shares, but has masked nothing yet")
     shares = _dict(secret["shares"], "shares")
-    left, lost = sorted(survivors), sorted(dropped)
     if sorted(left + lost) != sorted(shares) or site not in left:
         raise SecureError(
             f"secure aggregation: survivors {', '.join(left) or 'none'} and dropped {', '.join(lost) or 'none'},"
@@ -283,14 +292,15 @@ def reveal(secret: dict[str, Tree], survivors: Sequence[str], dropped: Sequence[
             f" {site} among the survivors"
         )
     _require_enough(len(left), roster.threshold, "are left")
-    if "revealed" in secret:
-        _require_same(secret, "revealed", left, "shares were revealed before, for other survivors")
-    secret["revealed"] = list(left)
     both = {origin: _bytes(value, 64, "share") for origin, value in shares.items()}
-    return {
+    answer: dict[str, Tree] = {
         "seeds": {origin: _tensor(both[origin][:32]) for origin in left},
         "keys": {origin: _tensor(both[origin][32:]) for origin in lost},
     }
+    kept: dict[str, Tree] = {"site": site, "context": _text(secret, "context"), "revealed": answer}
+    secret.clear()
+    secret.update(kept)
+    return dict(answer)
 
 
 # --------------------------------------------------------------------------------------------- at the server
@@ -542,8 +552,8 @@ def _require_enough(count: int, threshold: int, what: str) -> None:
         )
 
 
-def _require_same(secret: Mapping[str, Tree], name: str, now: str | Sequence[str], problem: str) -> None:
-    if secret[name] != now:
+def _require(right: bool, secret: Mapping[str, Tree], problem: str) -> None:
+    if not right:
         raise SecureError(
             f"secure aggregation: {_text(secret, 'site')} refuses to answer: {problem}. Start a new aggregation"
         )
