@@ -109,6 +109,63 @@ def test_restricted_models_give_the_rest_to_the_background() -> None:
     assert torch.allclose(restrict(p, [2], False)[:, 0], torch.tensor([0, 0, 0.3, 0]))
 
 
+class Fixed(nn.Module):
+    """The same logits [C] at every voxel."""
+
+    def __init__(self, *logits: float) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.tensor(logits, dtype=torch.float32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logits.reshape(1, -1, 1, 1).expand(len(x), -1, *x.shape[2:])
+
+
+def test_channels_that_nothing_trained_are_left_out_of_the_softmax() -> None:
+    """Class 2 is the site's; in channel 1 an untrained net says 9 everywhere, which hides it as background, and does not where
+    it is ignored. Two members of one model that speak for different classes are not mixed up."""
+    space, image = LabelSpace(("background", "a", "b")), torch.zeros(1, 8, 8, 2)
+    weights = {"logits": torch.tensor([0.0, 9.0, 2.0])}
+    members = [Member(weights, (2,)), Member(weights, (1,))]
+    nets = Nets(lambda model, name: Fixed(*model["logits"].tolist()))
+    found = {}
+    for others in ("background", "ignored"):
+        how = Inference(others=others)
+        found[others] = [
+            one.voxels[:, 0, 0, 0]
+            for one in predict_each([[members[0]], [members[1]]], nets, image, (8, 8), 0, how, space)
+        ]
+        again = predict_together([members[0]], lambda _: Fixed(0, 9, 2), image, (8, 8), 0, how, space)
+        assert torch.allclose(again.voxels[:, 0, 0, 0], found[others][0])
+    p = torch.tensor([0.0, 9.0, 2.0]).softmax(0)
+    assert torch.allclose(found["background"][0], torch.stack([p[0] + p[1], torch.tensor(0.0), p[2]]))
+    two = torch.tensor([0.0, 2.0]).softmax(0)
+    assert torch.allclose(found["ignored"][0], torch.stack([two[0], torch.tensor(0.0), two[1]]))
+    assert found["ignored"][1].argmax() == 1 and found["background"][0].argmax() == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        ({"name": "standalone"}, "background"),
+        ({"name": "standalone", "loss": {"name": "dice_bce"}}, "ignored"),
+        ({"name": "standalone", "loss": {"name": "dice_bce", "options": {"channels": "all"}}}, "background"),
+        ({"name": "ufps", "teachers": {"loss": {"name": "dice_bce"}}}, "ignored"),
+        ({"name": "fed_dodnet"}, "ignored"),
+        ({"name": "fedmenu"}, "background"),
+    ],
+)
+def test_what_other_channels_say_follows_the_loss_of_the_method(method, expected, small) -> None:
+    given = parse_federation(small | {"method": method}, base=Path())
+    assert inference_of(given).others == expected
+    evaluation = small["evaluation"] | {"inference": {"others": "background"}}
+    assert (
+        inference_of(
+            parse_federation(small | {"method": method, "evaluation": evaluation}, base=Path())
+        ).others
+        == "background"
+    )
+
+
 def test_the_surest_foreground_wins() -> None:
     one = torch.tensor([[0.4, 0.9, 0.6], [0.6, 0.1, 0.4], [0.0, 0.0, 0.0]])
     two = torch.tensor([[0.2, 0.8, 0.1], [0.0, 0.0, 0.0], [0.8, 0.2, 0.9]])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.seeds import generator
-from fedatlas.methods.shared.pseudo import Merge, Merged, completed, completed_overlapping
+from fedatlas.methods.shared.pseudo import Merge, Merged, completed, completed_overlapping, none_of
 
 B, C, SIZE = 2, 5, (3, 4)
 OWNS = ({1}, {2, 3}, {4})
@@ -22,7 +22,7 @@ def logits(seed: int) -> Tensor:
 
 
 def merged(owns: tuple[set[int], ...] = OWNS) -> tuple[Merged, list[Tensor]]:
-    merge, every = Merge(), [logits(i) for i in range(len(owns))]
+    merge, every = Merge("ignored"), [logits(i) for i in range(len(owns))]
     for z, own in zip(every, owns, strict=True):
         merge.add(z, speaks(*own))
     return merge.result(), every
@@ -101,6 +101,24 @@ def test_a_class_without_a_teacher_stays_unknown() -> None:
 
 def test_refused() -> None:
     with pytest.raises(FederationError, match="no teacher"):
-        Merge().result()
+        Merge("ignored").result()
     with pytest.raises(FederationError, match="background"):
-        Merge().add(logits(0), torch.tensor([False, True, True, True, True]))
+        Merge("ignored").add(logits(0), torch.tensor([False, True, True, True, True]))
+
+
+def test_where_the_loss_sums_other_channels_none_of_mine_is_their_sum() -> None:
+    """By softmax: the background and all that a teacher does not know together, against each class that it knows."""
+    z, speaks = logits(3), torch.tensor([True, False, True, False, False])
+    p = z.softmax(1)
+    of_two = torch.stack([p[:, [0, 1, 3, 4]].sum(1), p[:, 2]], 1)
+    assert torch.allclose(none_of(z, speaks, "background")[:, [0, 2]].softmax(1), of_two)
+    assert torch.equal(none_of(z, speaks, "ignored"), z)
+    every = torch.ones(5, dtype=torch.bool)
+    assert torch.equal(none_of(z, every, "background"), z), (
+        "who knows all classes has a background of its own"
+    )
+    for others, expected in (("background", of_two.argmax(1)), ("ignored", z[:, [0, 2]].argmax(1))):
+        merge = Merge(others)
+        merge.add(z, speaks)
+        assert torch.equal(merge.result().masks[:, 2], expected == 1)
+    assert not torch.equal(of_two.argmax(1), z[:, [0, 2]].argmax(1)), "the two readings differ here"

@@ -82,7 +82,7 @@ def test_the_local_objective_written_out() -> None:
     at, state = taught_server()
     site = at.members["b"]
     assert sorted(site.memory["teachers"]) == ["a", "b"] and state.teachers == {}
-    maker = Maker(site, SHORT, LOCAL)
+    maker = Maker(site, SHORT, LOCAL, LossChoice())
     raw, net = site.batch(torch.tensor([0, 2])), site.network(state.model)
     lessons, masks = METHOD.lessons(maker, raw.image)
     pairs = [(lesson, region(masks, lesson.speaks)) for lesson in lessons]
@@ -96,7 +96,9 @@ def test_the_local_objective_written_out() -> None:
         with torch.no_grad(), watched(maker.net(name)) as told:
             z_t = maker.net(name)(raw.image)
         R = masks[:, 0] | torch.stack([masks[:, c] for c in own]).any(0)
-        p_t, log_p = z_t[:, chosen].softmax(1), z[:, chosen].log_softmax(1)
+        # the teacher's loss is marginal: its background is all but its own classes
+        p_own = z_t.softmax(1)[:, sorted(own)]
+        p_t, log_p = torch.cat([1 - p_own.sum(1, True), p_own], 1), z[:, chosen].log_softmax(1)
         kl = (p_t * (p_t.log() - log_p)).sum(1)
         logits.append(kl[R].mean())
         each = []

@@ -468,7 +468,7 @@ def test_one_net_for_all_teachers_or_one_for_each() -> None:
         "b": [3, 4],
         "c": [2],
     }
-    one, every = (Maker(site, Teaching(resident=kind), LOCAL) for kind in ("one", "all"))  # type: ignore[arg-type]
+    one, every = (Maker(site, Teaching(resident=kind), LOCAL, LossChoice()) for kind in ("one", "all"))  # type: ignore[arg-type]
     image = site.image
     for _ in range(2):
         a, b = one.merged(image), every.merged(image)
@@ -478,7 +478,7 @@ def test_one_net_for_all_teachers_or_one_for_each() -> None:
 
 def test_only_teachers_that_are_needed_are_asked() -> None:
     site = taught_site()
-    maker = Maker(site, Teaching(), LOCAL)  # type: ignore[arg-type]
+    maker = Maker(site, Teaching(), LOCAL, LossChoice())  # type: ignore[arg-type]
     (batch,) = site.batches(batch=2, steps=1)
     asked: list[str] = []
     real = maker.net

@@ -6,6 +6,7 @@ Shapes: B batch, C classes, F findings, *S spatial.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -24,6 +25,11 @@ class Mixed:
 Outputs = Tensor | Sequence[Tensor] | Mixed
 """Logits [B, C, *S] (whole images: [B, C]); with deep supervision, in training, a list of them, the head of full
 resolution first; with findings beside segmentation, `Mixed`."""
+
+
+Others = Literal["background", "ignored"]
+"""What a net that one site trained says, of exclusive classes, in the channels of those that the site does not annotate.
+background: that they are background, over which a marginal loss sums them; ignored: nothing, as the loss left them alone."""
 
 
 def heads(outputs: Outputs) -> Tensor | Sequence[Tensor]:

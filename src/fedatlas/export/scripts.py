@@ -89,8 +89,8 @@ class Windows:
         network.divisor = self.divisor
         found = []
         for image in inputs:
-            said = predict(network, image, self.patch, self.context, options, exclusive=self.exclusive)
-            voxels = said.voxels
+            how: dict[str, Any] = {"exclusive": self.exclusive, "classes": self.classes}
+            voxels = predict(network, image, self.patch, self.context, options, **how).voxels
             found.append(voxels if self.classes is None else restrict(voxels, self.classes, self.exclusive))
         return torch.stack(found)
 

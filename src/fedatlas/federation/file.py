@@ -29,6 +29,7 @@ from fedatlas.federation.yaml import absolute, from_folder, keys_of, load_raw, w
 from fedatlas.learning.augment import Augmentation
 from fedatlas.learning.inference import Inference
 from fedatlas.learning.loop import Local
+from fedatlas.losses import LossChoice, others_of
 from fedatlas.transport.clients import Faults
 from fedatlas.transport.frames import shown
 from fedatlas.transport.pipeline import Terms, terms_of
@@ -314,10 +315,15 @@ def make_terms(federation: Federation) -> Terms:
 
 def inference_of(federation: Federation) -> Inference:
     """How the models of a federation predict, in its runs and from its run folders: `evaluation.inference`, with a
-    precision in any case."""
-    given = federation.evaluation.inference
+    precision, and with what other channels say, in any case."""
+    given, method = federation.evaluation.inference, make_method(federation)
     follows = "bf16" if federation.local.precision == "bf16" else "float32"
-    return replace(given, precision=given.precision or follows)
+    trains = getattr(method, "teachers", None)
+    loss = getattr(trains, "loss", None) or getattr(method, "loss", None)
+    others = getattr(method, "others", None) or (
+        others_of(loss) if isinstance(loss, LossChoice) else "background"
+    )
+    return replace(given, precision=given.precision or follows, others=given.others or others)
 
 
 def net_options(

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
-from fedatlas.core.outputs import Mixed, evaluating, voxel_logits
+from fedatlas.core.outputs import Mixed, Others, evaluating, voxel_logits
 from fedatlas.core.tensors import Tensors, load
 
 
@@ -45,6 +45,12 @@ class Inference:
         "channel",
         "Logit of the background of exclusive classes: the net's, or zero, for nets whose loss trains foreground "
         "channels alone: a voxel is foreground where the sigmoid of a class exceeds 1/2.",
+    )
+    others: Others | None = option(
+        None,
+        "What a net says, of exclusive classes, in the channels of those that it may not speak for, as of classes that its site does "
+        "not annotate. background: that they are background, as a marginal loss trains it; ignored: nothing, and the softmax "
+        "leaves them out, as where nothing trained them. null: as the loss of the method trains them.",
     )
     gate: float | None = option(
         0.5,
@@ -92,13 +98,21 @@ def probabilities(
 
 @torch.inference_mode()
 def predict(
-    net: nn.Module, image: Tensor, patch: Sequence[int], context: int, options: Inference, *, exclusive: bool
+    net: nn.Module,
+    image: Tensor,
+    patch: Sequence[int],
+    context: int,
+    options: Inference,
+    *,
+    exclusive: bool,
+    classes: Sequence[int] | None = None,
 ) -> Prediction:
     """What a net says of an image [I, *S].
 
     patch: three numbers for windows in 3D, two for slices along the last axis with `context` neighbours on
     either side. Softmax if exclusive, else sigmoid, in float32; probabilities are blended, not logits. A finding of a
-    volume is as probable as in the window, or slice, that says most. A volume smaller than a patch is padded with 0 on
+    volume is as probable as in the window, or slice, that says most. classes: the foreground classes that the net may speak
+    for, None for all; of exclusive ones it says no other (`Inference.others`). A volume smaller than a patch is padded with 0 on
     both sides. The mode of the net and of each of its modules is put back.
 
     Raises FederationError for `windows: whole` where patches are not slices, or the net does not say by what its inputs
@@ -107,6 +121,7 @@ def predict(
     told: list[Tensor] = []
     device = _device(net, image)
     sizes = window_size(net, image.shape[1:], patch, options)
+    taken = heard(classes, options, exclusive)
 
     def of_windows(windows: Tensor) -> Tensor:
         with _arithmetic(options, device):
@@ -116,11 +131,20 @@ def predict(
         logits = voxel_logits(outputs).float()
         if exclusive and options.background == "zero":
             logits = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, 1:]], 1)
+        if taken is not None:
+            others = [c for c in range(1, logits.shape[1]) if c not in taken]
+            logits = logits.index_fill(1, torch.tensor(others, device=logits.device), -torch.inf)
         return logits.softmax(1) if exclusive else logits.sigmoid()
 
     with evaluating(net):
         voxels = over_windows(of_windows, image, sizes, context, options, device=device)
     return Prediction(voxels, torch.stack(told).amax(0) if told else None)
+
+
+def heard(classes: Sequence[int] | None, options: Inference, exclusive: bool) -> tuple[int, ...] | None:
+    """The foreground classes that the softmax of a net takes that may speak for `classes`; None: all that it has."""
+    ignored = exclusive and classes is not None and options.others == "ignored"
+    return tuple(sorted(classes)) if classes is not None and ignored else None
 
 
 def window_size(
@@ -304,13 +328,14 @@ def predict_each(
 ) -> Iterator[Prediction]:
     """What each group of members says of an image together (`predict_together`), group by group.
 
-    A net is asked once for a model that several members hold, which is the very same dict of tensors. What it said is
-    kept until the last group that needs it: of the maps, at most those that later groups need are held."""
+    A net is asked once for a model that several members hold, which is the very same dict of tensors, as long as its softmax
+    takes the same classes. What it said is kept until the last group that needs it: of the maps, at most those that later
+    groups need are held."""
 
-    def key(member: Model) -> tuple[int, str]:
-        return id(member.model), member.net
+    def key(member: Model) -> Any:
+        return id(member.model), member.net, heard(member.classes, options, space.exclusive)
 
-    told: dict[tuple[int, str], Tensor] = {}
+    told: dict[Any, Tensor] = {}
     chosen: list[int | None] = []
     for members in groups:
         at = chooser(members)
@@ -323,13 +348,14 @@ def predict_each(
         chosen.append(chosen_by(told[key(one)], members))
     speaking = [[members[i] for i in speakers(members, c)] for members, c in zip(groups, chosen, strict=True)]
     needed = Counter(key(member) for members in speaking for member in members)
-    kept: dict[tuple[int, str], Prediction] = {}
+    kept: dict[Any, Prediction] = {}
 
     def say(member: Model) -> Prediction:
         found = kept.pop(key(member), None)
         if found is None:
             net = nets(member.model, member.net)
-            found = predict(net, image, patch, context, options, exclusive=space.exclusive)
+            how: dict[str, Any] = {"exclusive": space.exclusive, "classes": member.classes}
+            found = predict(net, image, patch, context, options, **how)
         needed[key(member)] -= 1
         if needed[key(member)]:
             kept[key(member)] = found
@@ -354,9 +380,10 @@ def predict_together(
     at, chosen = chooser(members), None
     if at is not None:
         chosen = chosen_by(selected(net_of(at), image, patch, context, options), members)
+    how: dict[str, Any] = {"exclusive": space.exclusive}
     found = (
         (
-            predict(net_of(i), image, patch, context, options, exclusive=space.exclusive),
+            predict(net_of(i), image, patch, context, options, classes=members[i].classes, **how),
             members[i].classes,
         )
         for i in speakers(members, chosen)

@@ -15,7 +15,7 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.extensions import Extensions
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.options import from_dict, not_known, option, options
-from fedatlas.core.outputs import Mixed, Outputs
+from fedatlas.core.outputs import Mixed, Others, Outputs
 from fedatlas.core.outputs import heads as heads_of  # `heads` is the module of this package
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.marginal import MarginalDiceCE, MarginalDiceCEExclusion
@@ -73,6 +73,14 @@ class LossChoice:
     findings: float = option(
         1.0, "Weight of the cross-entropy of findings of the whole image, beside segmentation.", ge=0
     )
+
+
+def others_of(choice: LossChoice) -> Others:
+    """What a loss makes of the channels that its samples do not annotate: its attribute `others`, background where it has
+    none. Raises FederationError for an option that the loss does not have."""
+    cls = find(choice.name)
+    made = from_dict(cls, choice.options, what=f"loss {choice.name}") if cls else None
+    return getattr(made, "others", "background")
 
 
 class Counts(Protocol):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import option, options
+from fedatlas.core.outputs import Others
 from fedatlas.losses.dice import dice_loss
 from fedatlas.losses.heads import full_precision, thinned
 from fedatlas.losses.heads import head_weights as halving
@@ -57,6 +58,11 @@ class DiceBCE:
         "Weights of a net's heads, the one of full resolution first: a list, encoder for 1, .1, .2, .3, … or halving "
         "for 1, 1/2, 1/4, … over their sum; a net with one head takes none.",
     )
+
+    @property
+    def others(self) -> Others:
+        """What is not annotated, see `core.outputs.Others`: a channel is one class against all, so that no other takes part in the background."""
+        return "background" if self.channels == "all" else "ignored"
 
     def __post_init__(self) -> None:
         if self.dice == 0 and self.bce == 0:

@@ -40,6 +40,7 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.organs import Groups
+from fedatlas.core.outputs import Others
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
@@ -77,6 +78,9 @@ class FedDoDNet(Weighted):
 
     state: ClassVar[type[State]] = DoDState
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
+
+    others: ClassVar[Others] = "ignored"
+    """A site trains the heads of the tasks that it annotates."""
 
     own: list[str] = option(
         [], "Parts of the net that a site keeps; none (Fed-DoDNet), or decoder and controller (DOD* of UFPS)."

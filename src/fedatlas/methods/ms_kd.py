@@ -45,7 +45,7 @@ from fedatlas.losses.heads import full_precision, thinned
 from fedatlas.methods.shared import teachers as teaching
 from fedatlas.methods.shared.averaging import SENDS, Weighted, answer, mean
 from fedatlas.methods.shared.features import watched
-from fedatlas.methods.shared.pseudo import Merge
+from fedatlas.methods.shared.pseudo import Merge, none_of
 from fedatlas.methods.shared.teachers import (
     Maker,
     TaughtState,
@@ -59,7 +59,7 @@ from fedatlas.methods.shared.teachers import (
 
 @dataclasses.dataclass(frozen=True)
 class Lesson:
-    """What a teacher says of a batch. logits [B, C, *S]; levels: the maps [B, d, *s] of its encoder, the finest first;
+    """What a teacher says of a batch. logits [B, C, *S], see `none_of`; levels: the maps [B, d, *s] of its encoder, the finest first;
     empty where features are not distilled; speaks [C] bool: the background and its classes."""
 
     logits: Tensor
@@ -106,7 +106,7 @@ class MSKD(Weighted):
     ) -> dict[str, Any]:
         """teachers: the other sites', given once, then remembered."""
         remember(site, teachers)
-        net, maker = site.network(model), Maker(site, self.teachers, self.local)
+        net, maker = site.network(model), Maker(site, self.teachers, self.local, self.loss)
         L_seg, L_plain = losses.make(self.loss, site.labels.space), losses.supervised(self.loss, site)
         distils = maker.models and (self.lambda_logits or self.lambda_features)
         loop = Loop(site, net, self.local, round=round, rounds=rounds)
@@ -143,12 +143,13 @@ class MSKD(Weighted):
     @torch.no_grad()
     def lessons(self, maker: Maker, image: Tensor) -> tuple[list[Lesson], Tensor]:
         """What every teacher says of images [B, I, *S], and the pseudo labels of all, masks [B, C, *S] bool."""
-        began, merge, lessons = time.perf_counter(), Merge(), []
+        began, merge, lessons = time.perf_counter(), Merge(maker.others), []
         for name, speaks in maker.speaks.items():
             teacher = maker.net(name)
             with maker.within(), watched(teacher) as seen:
                 logits = full_precision(voxel_logits(teacher(image)))
             merge.add(logits, speaks)
+            logits = none_of(logits, speaks, maker.others)
             lessons.append(Lesson(logits, seen.levels if self.lambda_features else [], speaks))
         maker.seconds += time.perf_counter() - began
         return lessons, merge.result().masks

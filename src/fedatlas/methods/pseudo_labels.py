@@ -179,7 +179,7 @@ class PseudoLabels(Method):
         @functools.wraps(function)
         def asked(site: Site, teachers: Mapping[str, Mapping[str, Any]] | None = None, **payload: Any) -> Any:
             remember(site, teachers)
-            maker = Maker(site, self.teachers, self.local)
+            maker = Maker(site, self.teachers, self.local, self.loss)
             answer = function(CompletedSite(site, maker.labels, maker), **payload)
             maker.log()
             return answer

@@ -186,7 +186,7 @@ class UFPS(Weighted):
         with its own one, which it kept, they all make labels in every round."""
         remember(site, teachers)
         net, r = site.network(model), round + 1
-        maker = Maker(site, self.teachers, self.local)
+        maker = Maker(site, self.teachers, self.local, self.loss)
         gmt = self.gmt if runs(self.gmt, r, rounds) else None
         F_G = None
         if gmt is not None and gmt.rule != "teachers":

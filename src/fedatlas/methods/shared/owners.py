@@ -5,8 +5,9 @@ annotate it: Jiang, Ma, Zeng, Ying. UFPS, Patterns 2024, Figure 2 and Table 2, w
 supplement, S6.4 to S6.6). It is the rule for FedBN, DOD*, FedCRLD and methods with local parts.
 
 Reconstruction: the paper takes the foreground logit of a class from the model of its owner, and the mean of the models'
-background logits. The rule here (`core.contract.Member`) is of probabilities, and any number of sites may own a class: at a voxel
-where some model's most probable class is one that it may speak for, the most certain of these models decides; at any other
+background logits. The rule here (`core.contract.Member`) is of probabilities, and any number of sites may own a class. What a
+model gives to a class that it may not speak for is background, or, where its loss left those channels alone, left out
+(`Inference.others`). Then, at a voxel where some model says a class, the most certain of these models decides; at any other
 the mean of all does, so that it is background. They differ where a model is for a class of its own and others are surer of
 the background.
 """

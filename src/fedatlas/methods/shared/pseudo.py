@@ -3,7 +3,9 @@
 Jiang, Ma, Zeng, Ying. UFPS: a unified framework for partially annotated federated segmentation in heterogeneous data
 distribution. Patterns 2024, Algorithm 3; the part that all methods compared there have in common.
 
-A teacher has learnt {background} and the classes of its site, where background is "none of mine". Together
+A teacher has learnt {background} and the classes of its site, where background is "none of mine": channel 0 as with the
+Dice and cross-entropy of that paper, and channel 0 and those of all other classes together where the loss sums them, as a
+marginal loss does. Together
 
     background    where every teacher says background
     class c       where its teacher does
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fedatlas.core.errors import FederationError
+from fedatlas.core.outputs import Others
 
 
 @dataclass(frozen=True)
@@ -38,10 +41,22 @@ class Merged:
     taught: Tensor
 
 
-class Merge:
-    """Merges the predictions of teachers one after another, with one teacher in memory at a time."""
+def none_of(logits: Tensor, speaks: Tensor, others: Others) -> Tensor:
+    """A teacher's logits [B, C, *S], with that of "none of mine" in channel 0. speaks [C] bool: the classes that it knows,
+    always the background; others: what its other channels say."""
+    rest = ~speaks
+    rest[0] = True
+    if others == "ignored" or int(rest.sum()) == 1:
+        return logits
+    background = logits[:, rest].logsumexp(1, keepdim=True)
+    return torch.cat([background, logits[:, 1:]], 1)
 
-    def __init__(self) -> None:
+
+class Merge:
+    """Merges the predictions of teachers one after another, with one teacher in memory at a time. others: as in `none_of`."""
+
+    def __init__(self, others: Others) -> None:
+        self.others: Others = others
         self.sums: Tensor | None = None
         self.votes: Tensor | None = None
         self.speakers: Tensor | None = None
@@ -54,7 +69,7 @@ class Merge:
         if not bool(speaks[0]):
             raise FederationError("pseudo labels: a teacher does not know the background; every teacher must")
         axes = (1, -1, *[1] * (logits.dim() - 2))
-        heard = speaks.reshape(axes)
+        heard, logits = speaks.reshape(axes), none_of(logits, speaks, self.others)
         own = torch.where(heard, logits, 0)
         winner = logits.masked_fill(~heard, -torch.inf).argmax(1, keepdim=True)
         says = winner == torch.arange(len(speaks), device=logits.device).reshape(axes)

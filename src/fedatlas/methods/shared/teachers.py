@@ -29,7 +29,7 @@ from fedatlas.core.contract import Clients, Replies, Site, State
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace, SiteLabels, known_row
 from fedatlas.core.options import from_dict, option, options
-from fedatlas.core.outputs import voxel_logits
+from fedatlas.core.outputs import Others, voxel_logits
 from fedatlas.core.tensors import Tensors, Tree, load, n_bytes, shapes_of, tensors_of
 from fedatlas.learning.loop import Local, autocast
 from fedatlas.losses import LossChoice
@@ -259,8 +259,10 @@ class Maker:
     """Makes pseudo labels at a site with the teachers in its memory, which are asked in evaluation mode and in the order of
     their sites' names. Without any teacher it changes nothing."""
 
-    def __init__(self, site: Site, how: Teaching, local: Local) -> None:
+    def __init__(self, site: Site, how: Teaching, local: Local, loss: LossChoice) -> None:
+        """loss: of the rounds, with which teachers are trained where `how` names no other."""
         self.site, self.how, self.local = site, how, local
+        self.others: Others = losses.others_of(how.loss or loss)
         kept = cast(dict[str, Any], site.memory.get(MEMORY, {}))
         space = site.labels.space
         self.models: dict[str, Tensors] = {name: kept[name]["model"] for name in sorted(kept)}
@@ -298,7 +300,7 @@ class Maker:
     def merged(self, image: Tensor, names: Iterable[str] | None = None) -> Merged:
         """What the teachers, all by default, say of images [B, I, *S]. Raises FederationError where there is none."""
         began = time.perf_counter()
-        merge = Merge()
+        merge = Merge(self.others)
         for name in self.models if names is None else names:
             with self.within():
                 logits = voxel_logits(self.net(name)(image))

@@ -20,6 +20,7 @@ from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell
 from fedatlas.core.errors import DataError, FedAtlasError
 from fedatlas.core.labels import known_row
+from fedatlas.federation.file import inference_of
 from fedatlas.federation.trained import Trained
 from fedatlas.learning import inference
 from fedatlas.methods.shared.pseudo import Merge
@@ -110,15 +111,16 @@ def _teachers(run: Path, site: str) -> dict[str, Any]:
 def _made(volume: Any, trained: Trained, teachers: Mapping[str, Any]) -> Taught:
     method, space, grid = trained.method, trained.space, trained.preprocessing
     assert isinstance(method, UFPS) and method.gmt is not None
-    how = trained.federation.evaluation.inference
+    how = inference_of(trained.federation)
 
     def probabilities(model: Any) -> Tensor:
         net = trained.network(model)
         return inference.probabilities(net, volume.image, grid.patch, grid.context, how, exclusive=True)
 
-    merge = Merge()
-    for one in teachers.values():  # only the order of its classes counts, which probabilities keep
-        merge.add(probabilities(one["model"])[None], torch.tensor(known_row(space, one["classes"])))
+    assert how.others is not None
+    merge = Merge(how.others)
+    for one in teachers.values():  # a constant for all classes of a voxel changes nothing
+        merge.add(probabilities(one["model"])[None].log(), torch.tensor(known_row(space, one["classes"])))
     merged = merge.result()
     (member,) = trained.members
     of_global = probabilities(member.model)[None]
