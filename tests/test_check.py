@@ -133,6 +133,18 @@ def test_notes_stop_nothing(small, tmp_path) -> None:
     assert "nothing stands in the way" in text_of(result)
 
 
+def test_test_cases_that_are_not_scored_are_named(small, tmp_path) -> None:
+    """A misspelt folder of their labels, or of their reference, costs the table of the test cases."""
+    name, reference = small["sites"][0]["name"], small["sites"][0].pop("reference")
+    count = checked(small, tmp_path)["sites"][name]["cases"]["test"]
+    (said,) = texts(checked(small, tmp_path, f"sites.{name}.test_labels=nope"), fatal=False)
+    assert said.startswith(f"site {name}: {count} of its {count} test cases (") and "are not scored" in said
+    assert "`test_labels`" in said
+    small["sites"][0]["reference"] = {**reference, "test_labels": "nope"}
+    (said,) = texts(checked(small, tmp_path), fatal=False)
+    assert "have no label file in the reference" in said and "`reference.test_labels`" in said
+
+
 def test_a_site_without_validation_cases_is_named(small, tmp_path) -> None:
     (note,) = texts(checked(small, tmp_path, "evaluation.validation=0"), fatal=False)
     assert "no site has a validation case" in note and "last model" in note

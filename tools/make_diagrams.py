@@ -334,6 +334,7 @@ GAINS = (
         "standalone-matched-two",
         "fedatlas-two",
     ),
+    ("abdominal MR: merged, with the same loss", "abdomen-mr", "standalone-matched", "fedatlas-teach"),
     ("radiographs: FedAvg", "chest-xray-seg-long", "fedavg", "fedatlas-teach"),
     ("radiographs: ConDistFL, journal paper", "chest-xray-seg-long", "condistfl", "fedatlas-teach"),
     (

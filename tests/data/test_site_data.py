@@ -176,6 +176,21 @@ def test_the_reference_is_never_trained_on(world, tmp_path) -> None:
     assert marks[0] == marks[1] and not np.array_equal(*truths)
 
 
+def test_what_validation_cases_alone_annotate_is_not_taught(world, tmp_path) -> None:
+    """No site is an expert, owner or teacher of a class for which it has no training case."""
+    root = shutil.copytree(world / "site-0", tmp_path / "s")
+    table = json.loads((root / "all_labels.json").read_text())
+    config = {"table": "all_labels.json", "labels": "labelsTr_all", "test_labels": "labelsTs_all"}
+    held = [item.case.name for item in site(root, tmp_path / "c", config=config).items["validation"]]
+    assert held
+    everywhere = {case: ["liver"] for case in ("p000", "p001", "p002", "p003")}
+    table["annotated"] |= everywhere | {case: ["liver", "spleen"] for case in held}
+    (root / "all_labels.json").write_text(json.dumps(table))
+    data = site(root, tmp_path / "cache", config=config)
+    assert data.labels.annotated == {SPACE.index("liver")} and data.n_labelled[SPACE.index("spleen")] == 0
+    assert all(volume.known[SPACE.index("spleen")] for volume in data.volumes("validation"))
+
+
 def test_label_sets_may_differ_per_case(world, tmp_path) -> None:
     root = shutil.copytree(world / "site-0", tmp_path / "s")
     table = json.loads((root / "all_labels.json").read_text())

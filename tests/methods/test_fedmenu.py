@@ -175,6 +175,26 @@ def test_a_site_trains_its_own_sub_encoders_only(name: str, agd: Any) -> None:
         assert any(not torch.equal(own[n], start[n]) for n in parts(menunet())["agd"])
 
 
+@pytest.mark.parametrize("agd", ["shared", "none"])
+def test_a_batch_moves_the_sub_encoders_of_the_organs_that_it_annotates(agd: Any) -> None:
+    """A site with cases of two organs, as where all cases lie in one place, which draws cases of the first alone."""
+
+    class OfOne(Site):
+        def batches(self, **given: Any) -> Any:
+            known = torch.tensor([True, *(c in ANNOTATED["a"] for c in range(1, 5))])
+            return [
+                dataclasses.replace(batch, known=known.expand_as(batch.known))
+                for batch in super().batches(**given)
+            ]
+
+    site, start = OfOne("c", ANNOTATED["c"], 3, menunet), tensors_of(menunet())
+    method = FedMENU(agd=agd, local=LOCAL, loss=EXPERTS)
+    found = reply(site, method, start)
+    assert moved(start, found["model"]) == {"encoder:0", "decoder", "head"} | (
+        {"agd"} if agd == "shared" else set()
+    )
+
+
 def test_a_step_for_every_organ() -> None:
     """The variant of UFPS by hand: two steps for every batch of a site with two organs, each of one sub-encoder."""
     method = FedMENU(agd="none", agg="owner_only", per_organ=True, local=LOCAL, loss=EXPERTS)

@@ -93,6 +93,28 @@ def untaught_site(index: SiteIndex, space: LabelSpace, naming: Naming) -> list[P
     return [Problem(index.name, "", what, remedy)]
 
 
+def unscored_cases(index: SiteIndex) -> list[Problem]:
+    """Test cases without a label, or without one in the reference of a site that has one. They are not scored."""
+    tests = [case for case in index.cases if case.split == "test"]
+    silent = [case for case in tests if not case.labelled and not case.fuller]
+    found = []
+    if silent:
+        what = f"{_some(silent, tests)} have no label and are not scored"
+        remedy = "see that `test_labels` is the folder of their label files, or take them out"
+        found.append(Problem(index.name, "", what, remedy, False))
+    partly = [case for case in tests if case.reference is None and case not in silent]
+    if index.reference_table is not None and partly:
+        what = f"{_some(partly, tests)} have no label file in the reference and are scored by what is annotated alone"
+        remedy = "see that `reference.test_labels` is the folder of these files"
+        found.append(Problem(index.name, "", what, remedy, False))
+    return found
+
+
+def _some(cases: Sequence[Case], of: Sequence[Case]) -> str:
+    names = ", ".join(case.name for case in cases[:3]) + (", …" if len(cases) > 3 else "")
+    return f"{len(cases)} of its {len(of)} test cases ({names})"
+
+
 def told_findings(index: SiteIndex, case: Case, space: LabelSpace) -> set[str]:
     """The findings of the space that the data set tells of a case, present or absent."""
     ours = {index.aliases.get(name, name) for name, _ in case.findings if name in index.used_findings}
@@ -169,7 +191,7 @@ def check_site(
         naming = naming_of(index, space)
     except FederationError as error:
         return [_misnamed(index, error), *found]
-    found += untaught_site(index, space, naming[0])
+    found += [*untaught_site(index, space, naming[0]), *unscored_cases(index)]
     drawn: dict[int, int] = {}
     annotated: dict[int, int] = {}
     digests = []

@@ -96,9 +96,9 @@ class SiteData(ABC):
             split: [item for item in items if item.split == split]
             for split in ("train", "validation", "test")
         }
-        taught = frozenset(c for split in ("train", "validation") for i in self.items[split] for c in i.known)
-        self.labels = SiteLabels(self.space, taught)
         train = self.items["train"]
+        # a class that validation cases alone annotate is not taught here: nobody may take this site's word for it
+        self.labels = SiteLabels(self.space, frozenset(c for item in train for c in item.known))
         self.n_train = len(train)
         self.n_labelled = self._counts(known_row(self.space, item.known) for item in train)
         self._entries: dict[tuple[str, str], store.Entry] = {}

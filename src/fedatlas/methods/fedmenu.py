@@ -260,7 +260,8 @@ def train_experts(
     memory: str = "",
     prefix: str = "",
 ) -> None:
-    """Trains a MENU-Net in place for one round, its sub-encoders `own` only: in S1 f and g_m, in S2 h and g_m.
+    """Trains a MENU-Net in place for one round, its sub-encoders `own` only: in S1 f and g_m, in S2 h and g_m, of the organs m
+    that some sample of the batch annotates.
 
     auxiliary: whether S2 is taken. per_organ: whether S1 is taken for every organ by itself. correct: is given the
     gradients of every step. The moments of both optimizers stay at the site as `local.opt_state` says, under keys that
@@ -288,8 +289,8 @@ def train_experts(
     for batch in S1:
         organs = [m for m in own if bool(samples_of(batch.known, menu.organs[m]).any())]
         each = [(g[m], alone(batch, menu.organs[m])) for m in organs] if per_organ else []
-        values = []
-        for encoders, seen in each or [(own_g, batch)]:
+        values, of_batch = [], [module for m in organs for module in g[m]]
+        for encoders, seen in each or [(of_batch, batch)]:
             _only(net, [*encoders, *f, *h])
             with S1.autocast():
                 L = L_seg(net, seen)  # Eq. (3)

@@ -11,8 +11,10 @@ that a net has, of batches, instances, groups or channels, go by group with all 
 are named in the federation file and may be of anything (a phase of contrast, a scanner). A site is in one group:
 FedNorm+, which tells the slices of one site apart, is not here.
 
-One group of all sites makes it FedAvg; every site its own group is FedBN. A site that trains nothing is given the mean
-of the sites that no group names, or over all where every site is named.
+One group of all sites makes it FedAvg; every site its own group is FedBN with `speaks: site`. A site is evaluated with the
+normalisation of its own group for all classes: groups whose sites annotate different classes have layers that never met a
+loss of the others' classes. A site that trains nothing is given the mean of the sites that no group names, or over all where
+every site is named.
 """
 
 import dataclasses

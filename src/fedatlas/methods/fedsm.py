@@ -13,6 +13,9 @@ none: so an image of a hospital that trained nothing goes to a model of a hospit
     w_s   <- sum_k n_k/n w_s,k                                        the selector, whose label at site k is k
     predict with w_p,argmax s(x) if max s(x) > gamma, else w_g        s: the softmax of the selector
 
+A personalised model speaks for all classes, as in the paper, whose sites all annotate the same: of what a site does not annotate
+it knows what SoftPull brings it.
+
 lam = 1 trains every personalised model alone; lam = 1/K gives the mean to everyone.
 
 The global copy, the personalised one and the selector are trained one after the other, on batches of their own: two
