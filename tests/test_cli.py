@@ -275,6 +275,57 @@ def test_errors_are_sentences(arguments, text, capsys, monkeypatch, tmp_path) ->
     assert err.startswith("error: ") and text in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["report", "RUN", "--out", "mine"], "--out mine: exists already, and is no page"),
+        (["watch", "RUN", "--out", "mine"], "--out mine: exists already, and is no page"),
+        (["report", "RUN", "--out", "."], "--out .: is a folder"),
+        (
+            ["evaluate", "RUN", "--data", ".", "--out", "mine"],
+            "mine: exists already; give another name with --out",
+        ),
+        (["evaluate", "RUN", "--data", ".", "--out", "."], "--out .: is a folder"),
+        (
+            ["deploy", "init", "FILE", "-o", "d", "--days", "0"],
+            "--days 0: certificates can be valid for 1 to 36500",
+        ),
+        (["deploy", "init", "FILE", "-o", "d", "--port", "0"], "--port 0: allowed are 1 to 65535"),
+        (
+            ["deploy", "init", "FILE", "-o", "d", "--host", "a b"],
+            "--host 'a b': the server's name or IP address",
+        ),
+        (
+            ["deploy", "init", "FILE", "-o", "d", "-o", "rounds=3"],
+            "to override a key of the file use --override",
+        ),
+        (["run", "FILE", "--data-changed"], "--data-changed: says how a run goes on; give --resume"),
+        (
+            ["check", "FILE", "-o", "net.filters=[4,-8,8]"],
+            "filters.1: got -8; input should be greater than or equal",
+        ),
+        (["check", "FILE", "-o", "local.lr=.inf"], "local.lr: got inf; input should be a finite number"),
+        (["init", "data", "./data", "-o", "new.yaml"], "data: was given twice"),
+    ],
+)
+def test_nothing_is_lost_by_a_slip(arguments, text, trained: Path, capsys, monkeypatch, tmp_path) -> None:
+    """What is asked for is refused before any work, and a file that is there stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").write_text("name: mine\n")
+    (tmp_path / "data").mkdir()
+    places = {"RUN": str(trained), "FILE": str(trained / "federation.yaml")}
+    assert main([places.get(argument, argument) for argument in arguments]) == 1
+    assert text in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "mine"]
+    assert (tmp_path / "mine").read_text() == "name: mine\n"
+
+
+def test_a_page_replaces_a_page(trained: Path, tmp_path, capsys) -> None:
+    for _ in range(2):
+        output(capsys, "report", trained, "--out", tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html")
+
+
 def test_predict_names_a_bad_scan(trained: Path, tmp_path, capsys) -> None:
     bad = tmp_path / "scan.nii.gz"
     bad.write_bytes(b"no image")

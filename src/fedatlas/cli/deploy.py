@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fedatlas.cli import shared
+from fedatlas.core.errors import FedAtlasError
 from fedatlas.transport.deployment import ENGINES
 
 NAME = "deploy"
@@ -73,6 +74,10 @@ def options(made: argparse.ArgumentParser) -> None:
 
 def call_init(arguments: argparse.Namespace) -> int:
     shared.require_known(arguments)
+    if "=" in str(arguments.out):
+        raise FedAtlasError(
+            f"-o {arguments.out}: is the folder of the deployment here; to override a key of the file use --override"
+        )
     from fedatlas.federation.deploy import init
     from fedatlas.federation.file import load_federation
 

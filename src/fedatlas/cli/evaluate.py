@@ -34,12 +34,15 @@ def options(made: argparse.ArgumentParser) -> None:
         help="another name of a class or finding",
     )
     made.add_argument("--out", type=Path, help="write all rows to this CSV file")
+    made.add_argument("--overwrite", action="store_true", help="replace that file if it exists")
     shared.trained_model(made, "score once more after post-processing")
 
 
 def call(arguments: argparse.Namespace) -> int:
     from fedatlas.federation.trained import evaluate_folder, evaluation_table, image_table, task_name
 
+    if arguments.out:
+        shared.require_out(arguments.out, arguments.overwrite, "--out")
     aliases = shared.pairs("--alias", arguments.alias, "THEIRS=OURS", "cord=spinal_cord")
     reading = shared.options_of_a_layout(arguments.reading)
     of_images = task_name(arguments.run) == "classification"

@@ -81,7 +81,9 @@ def call(arguments: argparse.Namespace) -> int:
     for note in [*draft.labels.notes, *draft.findings.notes]:
         print(f"note: {note}")
     classes = ", ".join(draft.labels.names)
-    print(f"{out}: {len(sites)} sites, {len(draft.labels.names)} classes ({classes}). Read it, then:")
+    print(
+        f"{out}: {_counted(len(sites), 'site')}, {_counted(len(draft.labels.names), 'class', 'classes')} ({classes}). Read it, then:"
+    )
     if len(paths) == len(sites):
         verbs = [f"{verb} {out}" for verb in ("plan", "check", "run")]
     else:
@@ -102,13 +104,22 @@ def _name(given: Sequence[Path]) -> str:
     return site_name(folders.pop()) if len(folders) == 1 else "federation"
 
 
+def _counted(n: int, one: str, several: str = "") -> str:
+    return f"{n} {one if n == 1 else several or one + 's'}"
+
+
 def _sites(arguments: argparse.Namespace, counter: Counter) -> tuple[list[Any], dict[str, Path]]:
     """The descriptions of all sites, and the folders of those that lie here."""
     from fedatlas.planning.description import describe, read_description
     from fedatlas.planning.recognise import recognised, site_name
 
     reading = shared.options_of_a_layout(arguments.reading)
-    given = list(dict.fromkeys(arguments.sites))
+    given = list(arguments.sites)
+    places = [path.resolve() for path in given]
+    if twice := [path for n, path in enumerate(given) if places[n] in places[:n]]:
+        raise FedAtlasError(
+            f"{twice[0]}: was given twice; every site has a folder or a description of its own"
+        )
     names = [site_name(path) for path in given]
     found, paths = [], {}
     for path, name in zip(given, names, strict=True):

@@ -76,7 +76,9 @@ def call(arguments: argparse.Namespace) -> int:
         from fedatlas.federation.pacs import Credentials, Pacs
 
         chosen["pacs"] = Pacs(
-            arguments.dicomweb, Credentials.read(arguments.credentials), arguments.timeout or 30.0
+            arguments.dicomweb,
+            Credentials.read(arguments.credentials),
+            30.0 if arguments.timeout is None else arguments.timeout,
         )
         chosen["store"] = arguments.store
         if chosen["pacs"].in_the_clear:

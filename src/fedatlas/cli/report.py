@@ -19,6 +19,7 @@ def options(made: argparse.ArgumentParser) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
+    shared.require_page(arguments.out)
     from fedatlas.papers.fedmenu.pages import run_figures
     from fedatlas.report.page import write
 

@@ -41,6 +41,8 @@ def options(made: argparse.ArgumentParser) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     shared.require_known(arguments)
+    if arguments.data_changed and not arguments.resume:
+        raise FedAtlasError("--data-changed: says how a run goes on; give --resume with it, or leave it out")
     from fedatlas.federation.file import load_federation
     from fedatlas.federation.session import run_federation, run_path
     from fedatlas.report.conclusion import lines

@@ -139,14 +139,30 @@ def require_positive(arguments: argparse.Namespace, *names: str) -> None:
             raise FedAtlasError(f"--{name} {value:g}: a number above 0 is expected")
 
 
-def require_out(out: Path, overwrite: bool) -> None:
-    """Raises FedAtlasError where a file would be replaced that nobody gave up."""
-    if out.is_dir():
-        raise FedAtlasError(f"-o {out}: is a folder; give the name of a file")
+def require_out(out: Path, overwrite: bool, flag: str = "-o") -> None:
+    """Raises FedAtlasError where a file would be replaced that nobody gave up. flag: by which it was named."""
+    _require_no_folder(out, flag)
     if out.exists() and not overwrite:
         raise FedAtlasError(
-            f"{out}: exists already; give another name with -o, or replace it with --overwrite"
+            f"{out}: exists already; give another name with {flag}, or replace it with --overwrite"
         )
+
+
+def require_page(out: Path | None) -> None:
+    """Raises FedAtlasError where a file would be replaced, by a page, that is none itself."""
+    if out is None:
+        return
+    _require_no_folder(out, "--out")
+    if out.exists():
+        with out.open("rb") as file:
+            begins = file.read(64).lstrip().lower()
+        if begins and not begins.startswith(b"<!doctype html"):
+            raise FedAtlasError(f"--out {out}: exists already, and is no page; give another name")
+
+
+def _require_no_folder(out: Path, flag: str) -> None:
+    if out.is_dir():
+        raise FedAtlasError(f"{flag} {out}: is a folder; give the name of a file")
 
 
 def warn(text: str) -> None:

@@ -4,6 +4,8 @@ import argparse
 import time
 from pathlib import Path
 
+from fedatlas.cli import shared
+
 NAME = "watch"
 SENTENCE = "Show a run while it goes on, as a page on this machine."
 EXAMPLE = "fedatlas watch runs/trial"
@@ -29,6 +31,7 @@ def call(arguments: argparse.Namespace) -> int:
         raise FedAtlasError(
             f"--every {arguments.every:g}, --port {arguments.port}: allowed are 1 second or more, and ports from 0 to 65535"
         )
+    shared.require_page(arguments.out)
     watched = Watched(arguments.run, arguments.every)
     if arguments.out is None:
         with server(watched, arguments.port) as serving:

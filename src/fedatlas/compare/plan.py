@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
+from pydantic import Field
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import BACKGROUND
@@ -170,6 +171,9 @@ class Profile:
     arms: dict[str, dict[str, Any]] = option({}, "Arm -> what it changes in this profile, beside its own.")
 
 
+Seed = Annotated[int, Field(ge=0, strict=True)]
+
+
 @options
 class ComparisonFile:
     """A comparison file."""
@@ -202,7 +206,7 @@ class ComparisonFile:
         "on, each time tested on another part, and the tables score every case by the model that never saw it (cross-validation).",
         ge=2,
     )
-    seeds: tuple[int, ...] = option((0,), "Seeds of every arm.", min_length=1)
+    seeds: tuple[Seed, ...] = option((0,), "Seeds of every arm.", min_length=1)
     profiles: dict[str, dict[str, Any]] = option({}, "Name -> budget, and what it changes for all arms.")
     measure: Measure = option(Measure(), "What the tables average.")  # type: ignore[call-arg]
     layout: Layout = option(Layout(), "The columns of the table of `measure`.")  # type: ignore[call-arg]

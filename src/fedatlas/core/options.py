@@ -8,7 +8,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, dataclass_transform
+from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -16,6 +16,9 @@ from pydantic.dataclasses import dataclass
 from fedatlas.core.errors import FederationError
 
 T = TypeVar("T")
+
+Natural = Annotated[int, Field(ge=1)]
+"""An entry of an option: a whole number from 1 on, as the channels of a level."""
 
 
 def own_first(cls: Any) -> list[str]:
@@ -34,7 +37,11 @@ def _ordered(schema: dict[str, Any], cls: type[Any]) -> None:
 
 
 _CONFIG = ConfigDict(
-    extra="forbid", validate_default=False, use_attribute_docstrings=False, json_schema_extra=_ordered
+    extra="forbid",
+    allow_inf_nan=False,
+    validate_default=False,
+    use_attribute_docstrings=False,
+    json_schema_extra=_ordered,
 )
 
 
@@ -114,9 +121,13 @@ def explain(
 ) -> list[str]:
     """What is wrong with the values for an `@options` class, a line each: the key by its path, what was got,
     what is allowed. source: where the values came from, as a file; given, inside: see `blamed`."""
-    lines = []
-    for item in error.errors():
+    lines, every = [], error.errors()
+    for item in every:
         loc = tuple(item["loc"])
+        if item["type"] == "too_short" and any(
+            tuple(other["loc"][: len(loc)]) == loc != other["loc"] for other in every
+        ):
+            continue  # entries that are wrong themselves are not counted
         what = blamed(loc, source, given, inside)
         where = f"{what}: {'.'.join(_told(loc))}"
         kind = item["type"]

@@ -142,4 +142,4 @@ def ground_of(image: np.ndarray) -> np.ndarray | None:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %"
+    return f"{100 * share:.2g} %" if share < 0.995 else "100 %"

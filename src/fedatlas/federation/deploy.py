@@ -15,6 +15,7 @@ import fcntl
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -77,8 +78,7 @@ def init(
             raise FederationError(
                 f"site {site!r}: {', '.join(RESERVED)} are folders of a deployment; rename it"
             )
-    if port == admin_port:
-        raise FederationError(f"--port and --admin-port are both {port}; they must differ")
+    _require_reachable(host, port, admin_port, days)
     out.mkdir(parents=True, exist_ok=True)
     made = adapter(engine)
     try:
@@ -104,6 +104,26 @@ def init(
         raise
     return [out / party for party in ("server", *sites)]
 
+
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
+"""A name or an IPv4 address; an IPv6 address."""
+
+
+def _require_reachable(host: str, port: int, admin_port: int, days: int) -> None:
+    """Raises FederationError for a place or a time in which no hospital could reach the server."""
+    if not _HOST.fullmatch(host):
+        raise FederationError(f"--host {host!r}: the server's name or IP address is expected")
+    for flag, number in (("--port", port), ("--admin-port", admin_port)):
+        if not 1 <= number <= 65535:
+            raise FederationError(f"{flag} {number}: allowed are 1 to 65535")
+    if port == admin_port:
+        raise FederationError(f"--port and --admin-port are both {port}; they must differ")
+    if not 1 <= days <= MOST_DAYS:
+        raise FederationError(f"--days {days}: certificates can be valid for 1 to {MOST_DAYS} days")
+
+
+MOST_DAYS = 36_500
+"""For how long a certificate may be valid."""
 
 _START = """#!/bin/sh
 # Starts this party and stays in the foreground; Ctrl-C, or the end of the terminal, ends it.

@@ -59,7 +59,7 @@ from torch import nn
 from fedatlas import losses
 from fedatlas.core.contract import Clients, Member, NetSpec, Replies, Site, State, at_site
 from fedatlas.core.errors import FederationError
-from fedatlas.core.options import option, options
+from fedatlas.core.options import Natural, option, options
 from fedatlas.core.tensors import Tensors, average, from_tree, tensors_of, to_tree
 from fedatlas.learning.loop import Local, optimizer_tree, restore_optimizer, train
 from fedatlas.methods.shared.averaging import SENDS, Weighted, Weighting, answer, site_weights
@@ -92,7 +92,7 @@ class Selector:
         "cnn",
         "cnn: convolutions in blocks that are halved between them; vgg11: that of the paper, 129 million weights in 2D.",
     )
-    filters: tuple[int, ...] = option((16, 32, 64), "Of cnn: channels of each block.", min_length=1)
+    filters: tuple[Natural, ...] = option((16, 32, 64), "Of cnn: channels of each block.", min_length=1)
     convolutions: tuple[Literal[1, 2], ...] = option((), "Of cnn: convolutions of each block; empty: one.")
     optimizer: Literal["adam", "sgd"] = option(
         "adam", "Adam, whose moments are averaged with the selector, or plain steps."

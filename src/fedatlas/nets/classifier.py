@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedatlas.core.errors import FederationError
-from fedatlas.core.options import option, options
+from fedatlas.core.options import Natural, option, options
 from fedatlas.nets.module import Net
 
 
@@ -98,7 +98,7 @@ class CNN:
     none, halve_last, cells 7, hidden [4096, 4096].
     """
 
-    filters: tuple[int, ...] = option((16, 32, 64, 128), "Channels of each block.", min_length=1)
+    filters: tuple[Natural, ...] = option((16, 32, 64, 128), "Channels of each block.", min_length=1)
     convolutions: tuple[Literal[1, 2], ...] = option((), "Convolutions of each block; empty: two.")
     norm: Literal["group", "batch", "instance", "none"] = option(
         "group",
@@ -106,7 +106,7 @@ class CNN:
     )
     dropout: float = option(0.0, "Probability of dropout of the maps.", ge=0, lt=1)
     halve_last: bool = option(False, "Whether the maps of the last block are halved, too.")
-    hidden: tuple[int, ...] = option(
+    hidden: tuple[Natural, ...] = option(
         (), "Widths of fully connected layers, each with dropout of a half, before the rows of the classes."
     )
     cells: int = option(

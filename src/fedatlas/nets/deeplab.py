@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedatlas.core.errors import FederationError
-from fedatlas.core.options import option, options
+from fedatlas.core.options import Natural, option, options
 from fedatlas.core.outputs import Mixed
 from fedatlas.nets.convnext import SIZES, ConvNeXtV2, Size, load_timm
 from fedatlas.nets.module import Net, Outputs
@@ -31,8 +31,8 @@ class DeepLabV3Plus:
     """DeepLabV3+ in 2D on a ConvNeXt V2 encoder, as ConDistFL has it for chest radiographs."""
 
     encoder: Size = option("tiny", "Size of the ConvNeXt V2.")
-    depths: tuple[int, ...] | None = option(None, "Blocks of the four stages, in place of the size's.")
-    dims: tuple[int, ...] | None = option(None, "Channels of the four stages, in place of the size's.")
+    depths: tuple[Natural, ...] | None = option(None, "Blocks of the four stages, in place of the size's.")
+    dims: tuple[Natural, ...] | None = option(None, "Channels of the four stages, in place of the size's.")
     weights: str | None = option(
         None,
         "Local .safetensors or .pth file with the encoder's ImageNet weights in timm's naming, from which the server's "
@@ -45,7 +45,7 @@ class DeepLabV3Plus:
         16,
         "Stride of the encoder's last maps: 16, the paper's, by dilation; 32 is ConvNeXt's own, and cheaper.",
     )
-    rates: tuple[int, ...] | None = option(
+    rates: tuple[Natural, ...] | None = option(
         None,
         "Dilations of the pyramid; 6, 12, 18 at output stride 16 by default, half of it at 32.",
         min_length=1,

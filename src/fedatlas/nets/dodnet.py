@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedatlas.core.errors import FederationError
-from fedatlas.core.options import option, options
+from fedatlas.core.options import Natural, option, options
 from fedatlas.core.organs import Groups, check_groups, complete, merge_heads
 from fedatlas.nets.module import Net
 
@@ -49,7 +49,7 @@ Norm = Literal["group", "instance"]
 class DoDNet:
     """Residual U-Net in 2D or 3D with a dynamic head: a controller makes it for every organ and image (Zhang 2021)."""
 
-    filters: tuple[int, ...] = option(
+    filters: tuple[Natural, ...] = option(
         (32, 64, 128, 256, 256), "Channels per level, from the top.", min_length=2
     )
     strides: list[int | list[int]] | None = option(

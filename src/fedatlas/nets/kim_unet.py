@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedatlas.core.errors import FederationError
-from fedatlas.core.options import option, options
+from fedatlas.core.options import Natural, option, options
 from fedatlas.nets.module import Net
 
 GROUPS = 8
@@ -30,7 +30,7 @@ GROUPS = 8
 class KimUNet:
     """Residual U-Net with group norm in 2D or 3D; Kim's own, reconstructed, is 3D (Kim 2024)."""
 
-    filters: tuple[int, ...] = option(
+    filters: tuple[Natural, ...] = option(
         (32, 64, 128, 256, 256),
         "Channels per level, from the top; each level has half the resolution.",
         min_length=2,

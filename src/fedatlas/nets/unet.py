@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 
 from fedatlas.core.errors import FederationError
-from fedatlas.core.options import option, options
+from fedatlas.core.options import Natural, option, options
 from fedatlas.core.outputs import Mixed
 from fedatlas.nets.module import Net, Outputs
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class UNet:
     """U-Net in 2D or 3D, with instance norm and strided convolutions (MONAI's DynUNet)."""
 
-    filters: list[int] = option(
+    filters: list[Natural] = option(
         [16, 32, 64, 128],
         "Channels per level, from the top; three levels or more. [16, 32, 64, 128] by default.",
         min_length=3,
