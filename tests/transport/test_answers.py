@@ -17,13 +17,16 @@ from test_pipeline import Drift
 from test_pipeline import federation as protected
 from test_pipeline import net as linear
 
-from fedatlas.core.errors import SiteLost
+from fedatlas.core.errors import FederationError, SiteLost
 from fedatlas.core.labels import LabelSpace
 from fedatlas.evaluation.classification import Histogram, score_edges
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.images import ImageEvaluator
 from fedatlas.evaluation.voxels import VoxelEvaluator
+from fedatlas.federation.deploy import _compare
+from fedatlas.federation.design import Experiment
 from fedatlas.federation.facts import problem_of_hello, problem_of_join
+from fedatlas.federation.file import parse_federation
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.egress import Asked, Declaration
@@ -430,12 +433,40 @@ SUMMARY = {
         ({"spacing": [[1.0, float("inf")]]}, "not finite"),
         ({"leaks": "=cmd|x"}, "formula"),
         ({"leaks": "\x1b[2J"}, "control characters"),
+        ({"leaks": "many"}, "leaks"),
+        ({"spacing": 5}, "spacing"),
+        ({"orientation": 7}, "orientation"),
+        ({"inputs": "x"}, "inputs"),
+        ({"more": 1}, "more"),
     ],
 )
 def test_what_a_site_says_when_it_joins(change: dict[str, Any], reason: str | None) -> None:
-    facts = {"summary": SUMMARY | change, "classes": {"a": "a"}, "memory": []}
+    facts = {"summary": SUMMARY | change, "classes": {"a": "a"}, "memory": [], "changed": False}
     found = problem_of_join(SPACE, facts)
     assert found is None if reason is None else reason in str(found), found
+
+
+def test_a_site_says_whether_its_data_changed() -> None:
+    assert "changed" in str(problem_of_join(SPACE, {"summary": SUMMARY, "classes": {"a": "a"}, "memory": []}))
+
+
+@pytest.mark.parametrize("task", ["small", "small_images"])
+def test_what_real_sites_say_when_they_join(task: str, request, tmp_path) -> None:
+    parsed = parse_federation(request.getfixturevalue(task), base=Path())
+    experiment = Experiment(parsed, tmp_path / "cache")
+    for site in experiment.sources.values():
+        facts = {"summary": site.summary(), "classes": {}, "memory": [], "changed": False}
+        sent = wire.decode(wire.encode({"facts": facts}))
+        assert problem_of_join(experiment.space, sent["facts"]) is None  # type: ignore[index,call-overload]
+
+
+@pytest.mark.parametrize("federation", ["{}", '{"sites": 5}', '{"sites": [1]}', '{"sites": {"a": 1}}'])
+def test_a_federation_file_of_another_form_is_a_sentence(federation: str) -> None:
+    hello = HELLO | {"hash": "other", "federation": federation}
+    assert problem_of_hello("b", "abc", hello) is None
+    mine = {"versions": {}, "hash": "abc"}
+    with pytest.raises(FederationError, match="site b: has agreed to another federation file"):
+        _compare({"name": "x", "sites": [{"name": "b"}]}, mine, {"b": hello | {"versions": {}}})
 
 
 # ------------------------------------------------------------------------------- through the relays of the engines

@@ -37,7 +37,7 @@ def test_what_is_declared_passes() -> None:
     part = {"model": {"conv.bias": torch.zeros(4)}, "n": 3}
     check(part, DECLARED | {"model": "some"}, what="", classes=3, forms=lambda net: FORMS)
     declared = {"m": "some:other", "c": "classes", "p": "per class"}
-    value = {"m": {"conv.bias": torch.ones(4)}, "c": [2, 0], "p": torch.zeros(3)}
+    value = {"m": {"conv.bias": torch.ones(4)}, "c": [2, 0], "p": [0, 3, 1]}
     asked = []
     check(value, declared, what="", classes=3, forms=lambda net: asked.append(net) or FORMS)
     assert asked == ["other"]
@@ -75,7 +75,7 @@ def test_smuggled_things_are_refused(value, text: str) -> None:
         ("classes", [0, 7], "not class indices"),
         ("classes", [1, 1], "names a class twice"),
         ("per class", [0.1] * 4, "holds 4 numbers for 3 classes"),
-        ("per class", torch.zeros(3, 3), "is a tensor float32[3, 3]"),
+        ("per class", torch.zeros(3), "is a tensor float32[3]"),
         ("bits", {"conv.bias": torch.zeros(4)}, "the bits of 'conv.bias' are a tensor float32[4]"),
         ("rows", [{"case": "x"}], "something else than rows"),
         ("facts", {"scan": torch.zeros(3)}, "holds a tensor"),

@@ -640,9 +640,16 @@ def _compare(plain: Mapping[str, Any], mine: Mapping[str, Any], hellos: Mapping[
             if here.partition("+")[0] != there.partition("+")[0]:
                 problems.append(f"site {site}: {package} {there} is installed, {here} at the server")
         if facts["hash"] != mine["hash"]:
-            difference = flat_difference(
-                json.loads(facts["federation"]), plain, "at the site", "at the server"
-            )
+            theirs = json.loads(facts["federation"])
+            try:
+                difference = flat_difference(theirs, plain, "at the site", "at the server")
+            except (
+                AttributeError,
+                KeyError,
+                TypeError,
+                ValueError,
+            ):  # not one of this version, if it is one at all
+                difference = "  (in a form that this version of fedatlas does not write)"
             problems.append(
                 f"site {site}: has agreed to another federation file:\n{difference}\n  It takes this one with "
                 "`fedatlas deploy accept`, if it agrees"

@@ -28,6 +28,7 @@ def _one_line(text: str) -> str:
 Text = Annotated[str, AfterValidator(_one_line)]
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Counts = dict[Text, Count]
+Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
 
 
 class _Facts(BaseModel):
@@ -57,8 +58,24 @@ class Finding(_Facts):
     present: Count
 
 
+class Inputs(_Facts):
+    """`data.inputs.Ranges`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    kinds: list[Text]
+    axes: list[int]
+    spacing: list[Pair] | None
+    percentiles: list[list[Pair]]
+    values: Annotated[int, Field(ge=0)]
+    modalities: list[Text]
+    colour: bool
+
+
 class Summary(_Facts):
-    """What every summary of a site has, and the counts that some have."""
+    """What every summary of a site has, and what those of some kinds of labels have: `data.site_data.SiteData.summary`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     annotated: list[Text]
     role: Literal["train", "test"]
@@ -68,14 +85,23 @@ class Summary(_Facts):
     positives: Counts | None = None
     negatives: Counts | None = None
     findings: dict[Text, Finding] | None = None
+    inputs: Inputs | None = None
+    leaks: Count | None = None
+    orientation: list[Text] | None = None
+    patients: Cases | None = None
+    shape: list[list[Count]] | None = None
+    size: list[list[Count]] | None = None
+    spacing: list[list[float]] | None = None
 
 
 class Joined(_Facts):
-    """What `SiteDesk.join` tells. classes: its own names of labels -> classes; memory: versions of its memory."""
+    """What `SiteDesk.join` tells. classes: its own names of labels -> classes; memory: versions of its memory; changed:
+    whether its data are not those with which the run began."""
 
     summary: Summary
     classes: dict[Text, Text]
     memory: list[Text]
+    changed: bool
 
 
 Kind = TypeVar("Kind", bound=_Facts)

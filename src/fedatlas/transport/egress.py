@@ -152,7 +152,7 @@ def problem_of(value: Any, declared: Mapping[str, str], declaration: Declaration
     number              one finite number, up to 10^15
     cases               the training cases of the site, a whole number from 1 on
     classes             class indices, none twice
-    per class           one number from 0 on for each class
+    per class           a list of one number from 0 on for each class
     rows                rows of evaluation, see `evaluation.evaluate.Row`
     histograms          at most one per class, see `evaluation.classification.Histogram`; with the
                         edges of `score_edges`
@@ -309,9 +309,6 @@ def _classes(value: Any, about: _About) -> str | None:
 
 
 def _per_class(value: Any, about: _About) -> str | None:
-    if isinstance(value, Tensor):
-        fits = tuple(value.shape) == (about.classes,) and (value.is_meta or not bool((value < 0).any()))
-        return None if fits else f"is {_described(value)}, not numbers from 0 on for {about.classes} classes"
     if not isinstance(value, list) or not all(_is_number(item) and item >= 0 for item in value):
         return f"is {_described(value)}, not numbers from 0 on"
     if len(value) != about.classes:
@@ -534,7 +531,7 @@ _DECLARED: dict[str, _Kind] = {
     "number": _Kind(_number, lambda about: (64, 0)),
     "cases": _Kind(_cases, lambda about: (64, 0)),
     "classes": _Kind(_classes, lambda about: (32 * about.classes, 0)),
-    "per class": _Kind(_per_class, lambda about: (_NAMED + 32 * about.classes, 8 * about.classes)),
+    "per class": _Kind(_per_class, lambda about: (32 * about.classes, 0)),
     "rows": _Kind(_rows, _of_rows),
     "histograms": _Kind(
         _histograms, lambda about: (about.classes * (_CHARACTERS * _LONGEST + 64 * (MOST_BINS + 1)), 0)
