@@ -11,12 +11,13 @@ import yaml
 from fedatlas.compare import Comparison
 from fedatlas.compare.overlays import VERSION, Shown, Solids, _to_arrays, cases_of, keep, subjects
 from fedatlas.core.labels import BACKGROUND
-from fedatlas.evaluation.statistics import POST, write_rows
+from fedatlas.evaluation.statistics import POST, rows_text
 from fedatlas.federation.file import Federation, hash_of, resolved
 from fedatlas.papers.fedmenu.cams import LEVEL
 from fedatlas.papers.ufps.gradients import LOGGED
 from fedatlas.papers.ufps.teaching import KINDS, Taught
 from fedatlas.papers.ufps.teaching import _to_arrays as of_taught
+from fedatlas.transport.store import write_atomic
 
 FINISHED = "then"
 
@@ -86,7 +87,7 @@ def _fake_run(comparison: Comparison, path: Path, federation: Federation, value:
         for model in models
         for row in _rows(federation, annotated, list(roles), "test", model, metric, value)
     ]
-    write_rows(path / "rows.csv", final)
+    write_atomic(path / "rows.csv", rows_text(final).encode())
 
 
 def _rows(

@@ -14,8 +14,9 @@ from fedatlas.compare import Comparison, collect
 from fedatlas.compare.curves import class_figure, curve_figure, curves
 from fedatlas.compare.radar import dots, radars
 from fedatlas.core.errors import FederationError
-from fedatlas.evaluation.statistics import POST, read_rows, write_rows
+from fedatlas.evaluation.statistics import POST, read_rows, rows_text
 from fedatlas.report.comparison import Section, html, markdown
+from fedatlas.transport.store import write_atomic
 
 CELLS = ("c1/liver", "c2/kidney", "btcv/liver")
 PLAIN = {"columns": "site-class"}
@@ -110,7 +111,8 @@ def test_a_metric_that_findings_share_is_of_voxels_where_it_is_evaluated(tmp_pat
     pretend(comparison, "menu", {"best": {cell: [0.5, 0.7] for cell in IN}}, metric="sensitivity")
     file = comparison.path("menu", 0) / "rows.csv"
     rows = read_rows(file)
-    write_rows(file, [*rows, {**rows[0], "case": "", "class": "pneumothorax", "value": 0.0}])
+    more = [*rows, {**rows[0], "case": "", "class": "pneumothorax", "value": 0.0}]
+    write_atomic(file, rows_text(more).encode())
     found = collect(comparison)
     assert found["arms"]["menu"]["mean"] == [pytest.approx(0.6)] and "pneumothorax" not in found["classes"]
     told = {"metric": "auroc"}

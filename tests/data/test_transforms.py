@@ -12,6 +12,7 @@ from nibabel.affines import apply_affine
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import from_dict
 from fedatlas.data.transforms import (
     FileError,
     Geometry,
@@ -205,7 +206,7 @@ def test_intensity_rules() -> None:
 )
 def test_options_that_make_no_sense(given: dict[str, Any], told: str) -> None:
     with pytest.raises(FederationError, match=told):
-        Preprocessing(**given)
+        from_dict(Preprocessing, given, what="preprocessing")
 
 
 def test_slices_bring_their_neighbours() -> None:

@@ -65,7 +65,7 @@ class DeepLabV3Plus:
     ) -> "DeepLabV3PlusModule":
         """The net, with weights from torch's global generator. findings: of the whole image; 0: no head for them.
 
-        Raises FederationError for three axes, and for stages or rates that do not fit.
+        Raises FederationError for three axes, and for stages that do not fit.
         """
         if spatial_dims != 2:
             raise FederationError(
@@ -81,8 +81,6 @@ class DeepLabV3Plus:
             output_stride=self.output_stride,
         )
         rates = self.rates or tuple(rate * 16 // self.output_stride for rate in (6, 12, 18))
-        if min(rates) < 1:
-            raise FederationError(f"deeplabv3plus: rates are {list(rates)}; allowed: 1 or more")
         if self.norm == "group" and (self.width % 8 or self.width < 16):
             raise FederationError(
                 f"deeplabv3plus: width {self.width} with group norm; allowed: multiples of 8 from 16 on"

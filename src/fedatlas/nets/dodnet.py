@@ -70,12 +70,10 @@ class DoDNet:
     def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> "DoDNetModule":
         """The net, with weights from torch's global generator. Raises FederationError for strides or groups that do
         not fit the levels, the axes or the classes, and for channels that the norm cannot divide."""
-        if self.norm == "group" and any(width % NORM_GROUPS or width < 1 for width in self.filters):
+        if self.norm == "group" and any(width % NORM_GROUPS for width in self.filters):
             raise FederationError(
                 f"net dodnet: filters are {list(self.filters)}; allowed with norm group: multiples of {NORM_GROUPS}"
             )
-        if min(self.filters) < 1:
-            raise FederationError(f"net dodnet: filters are {list(self.filters)}; allowed: 1 or more")
         given = self.strides or [1, *[2] * (len(self.filters) - 1)]
         strides = [level if isinstance(level, list) else [level] * spatial_dims for level in given]
         if (
