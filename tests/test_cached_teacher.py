@@ -1,8 +1,10 @@
 """ConDistFL's cached teacher: the same patches, what is kept of a prediction, and how far it is from the online teacher."""
 
 import contextlib
+import shutil
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from fedatlas import losses
 from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Site
-from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.errors import DiskFull, FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import tensors_of
@@ -238,7 +240,10 @@ def test_files_are_bounded_and_never_stay(small, tmp_path, monkeypatch) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(CaseMaps, "put", full)
-    with pytest.raises(DataError, match="No space left"), predicted(site, net):
+    with pytest.raises(DiskFull, match="No space left"), predicted(site, net):
+        raise AssertionError
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    with pytest.raises(DiskFull, match=r"has 0\.0 left; free space"), predicted(site, net):
         raise AssertionError
     assert not list(tmp_path.glob(".predictions-*")) and not net._forward_pre_hooks
 

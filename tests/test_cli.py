@@ -295,6 +295,13 @@ def test_errors_are_sentences(arguments, text, capsys, monkeypatch, tmp_path) ->
             ["deploy", "init", "FILE", "-o", "d", "--host", "a b"],
             "--host 'a b': the server's name or IP address",
         ),
+        (["deploy", "init", "FILE", "-o", "d", "--host", "a..b"], "--host 'a..b': the server's name"),
+        (["deploy", "init", "FILE", "-o", "d", "--host", "1.2.3.4.5"], "the server's name or IP address"),
+        (["deploy", "init", "FILE", "-o", "d", "--host", ":"], "the server's name or IP address"),
+        (
+            ["deploy", "init", "FILE", "-o", "d", "--engine", "nvflare", "--host", "fe80::1"],
+            "takes a name or an IPv4 address",
+        ),
         (
             ["deploy", "init", "FILE", "-o", "d", "-o", "rounds=3"],
             "to override a key of the file use --override",

@@ -141,6 +141,9 @@ def test_channels_that_nothing_trained_are_left_out_of_the_softmax() -> None:
     two = torch.tensor([0.0, 2.0]).softmax(0)
     assert torch.allclose(found["ignored"][0], torch.stack([two[0], torch.tensor(0.0), two[1]]))
     assert found["ignored"][1].argmax() == 1 and found["background"][0].argmax() == 0
+    every = Member(weights, (1, 2))  # a site that annotates all classes
+    (whole,) = predict_each([[every]], nets, image, (8, 8), 0, Inference(others="ignored"), space)
+    assert torch.allclose(whole.voxels[:, 0, 0, 0], p)
 
 
 @pytest.mark.parametrize(

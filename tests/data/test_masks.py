@@ -74,6 +74,7 @@ def test_the_layout_and_its_masks(tmp_path: Path) -> None:
     assert np.array_equal(lying(raw.label.voxels)[0] > 0, masks["left lung"])
     assert raw.label.counts == {0: masks["left lung"].sum(), 1: masks["right lung"].sum()}
     assert raw_of(index, 1).label.known == {1}  # type: ignore[union-attr]
+    assert notes(index_of(tmp_path, role="test")) == ""
     label = raw_of(index_of(tmp_path, reading={"absent": True}), 1).label
     assert label is not None and label.known == {0, 1} and label.counts[0] == 0
     assert fatal(index) == [] and notes(index) == ""

@@ -419,6 +419,10 @@ SUMMARY = {
     "annotated": ["a"], "role": "train", "cases": {"train": 3, "validation": 1, "test": 0}, "labelled": {"a": 3},
     "voxels": {"a": 12}, "spacing": [[1.0, 1.0, 3.0]], "orientation": ["RAS"],
 }  # fmt: skip
+INPUTS = {
+    "kinds": ["scan"], "axes": [3], "spacing": [[1.0, 1.0], [1.0, 1.0], [3.0, 3.0]], "percentiles": [[[0.0, 1.0]]],
+    "values": 200, "modalities": [""], "colour": False,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -437,6 +441,11 @@ SUMMARY = {
         ({"spacing": 5}, "spacing"),
         ({"orientation": 7}, "orientation"),
         ({"inputs": "x"}, "inputs"),
+        ({"inputs": INPUTS}, None),
+        ({"inputs": INPUTS | {"kinds": ["film"]}}, "kinds"),
+        ({"inputs": INPUTS | {"axes": []}}, "axes"),
+        ({"inputs": INPUTS | {"percentiles": []}}, "percentiles"),
+        ({"inputs": INPUTS | {"spacing": [[1.0, 2.0]]}}, "spacing"),
         ({"more": 1}, "more"),
     ],
 )

@@ -765,7 +765,14 @@ def test_a_message_that_is_not_of_the_protocol_is_refused(tmp_path: Path) -> Non
     long = store.objects | {chunk: store.objects[chunk] + b"9"}
     with pytest.raises(ValueError, match="9 bytes of 8 have come"):
         flower_app.fetched(tree, long.__getitem__, places, 8)
+    assert (tmp_path / "copy").stat().st_size == 0
     flower_app.fetched(tree, store.objects.__getitem__, places, 8)
+    (head,) = (name for name, content in store.objects.items() if b'"shape"' in content)
+    for length in (b"[NaN]", b"[-8]", b"[true]", b"[8.0]"):
+        odd = store.objects | {head: store.objects[head].replace(b"[8]", length)}
+        assert odd != store.objects
+        with pytest.raises(ValueError, match="an array without a length"):
+            flower_app.fetched(tree, odd.__getitem__, places, 7)
     with pytest.raises(ValueError):
         flower_app.fetched(tree, dict.fromkeys(store.objects, b"nonsense").__getitem__, places)
     with pytest.raises(ValueError, match="malformed"):

@@ -433,12 +433,25 @@ def test_the_best_model_of_a_round_that_is_done_again_is_left_alone(tmp_path) ->
     best, own = Best(folder, "classes", "dice"), BestLocals(folder)
     latest = folder.latest(method)
     assert latest is not None and latest.round == 2
-    own.recover(2)
+    own.recover()
     best.recover(2)
-    assert (best.round, best.score) == (1, 0.5)
+    assert (best.round, best.score) == (3, 0.6)
     keep(3, 0.6)
     assert {path: path.read_bytes() for path in sorted((tmp_path / "models").rglob("*.*"))} == kept
     assert folder.choices["a"]["round"] == read_json(tmp_path / "best.json")["round"] == 3
+    # done again with other data, or without a site, it may score lower: the model that scored higher is kept, and the run goes on
+    (folder.rounds / "0003" / "state.fa").write_bytes(b"half")
+    latest = folder.latest(method)
+    assert latest is not None and latest.round == 2
+    for number, score in ((3, 0.45), (4, 0.2)):
+        best, own = Best(folder, "classes", "dice"), BestLocals(folder)
+        own.recover()
+        best.recover(number - 1)
+        keep(number, score)
+    assert {path: path.read_bytes() for path in sorted((tmp_path / "models").rglob("*.*"))} == kept
+    best.recover(4)
+    own.recover()
+    assert (best.round, best.score, own.best["a"]["score"]) == (3, 0.6, 0.6)
 
 
 def test_a_damaged_newest_round_falls_back_to_the_one_before(tmp_path) -> None:

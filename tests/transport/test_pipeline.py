@@ -1,6 +1,7 @@
 """pipeline.py and stages.py: compression, privacy and secure aggregation on the way of a model, with a toy method."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch import nn
 from fedatlas.core.contract import Method, State, at_site, sends_of
 from fedatlas.core.errors import FederationError, SiteLost
 from fedatlas.core.tensors import average, tensors_of
-from fedatlas.federation.session import _released
+from fedatlas.federation.session import _keep_released, _released
 from fedatlas.transport import wire
-from fedatlas.transport.clients import Faults, Released, SiteClients
+from fedatlas.transport.clients import Call, Faults, Released, SiteClients
 from fedatlas.transport.egress import Declaration, EgressLog, NetForms, read_log
 from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess
@@ -222,6 +223,11 @@ def test_what_was_spent_is_not_forgotten_where_the_busiest_sites_are_lost(tmp_pa
         {"most": 3, "fewest": 1},
     ]
     assert _released(folder) == clients.released == Released(most=3, fewest=1)
+    # a round that was summed and then broke off, or whose state was damaged, has released all the same
+    clients.keep_released = partial(_keep_released, folder)
+    clients.begin(5)
+    assert clients._accounted(Call("f", {"a": {"releases": 9}}, {}, {})).released == Released(9, 1)
+    assert _released(folder) == Released(most=9, fewest=1)
 
 
 # ---------------------------------------------------------------------------------------------- secure aggregation

@@ -1,6 +1,7 @@
 """`fedatlas deploy …`: the folders of a federation across machines, and their keys."""
 
 import argparse
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +75,7 @@ def options(made: argparse.ArgumentParser) -> None:
 
 def call_init(arguments: argparse.Namespace) -> int:
     shared.require_known(arguments)
-    if "=" in str(arguments.out):
+    if re.match(r"[\w.*-]+=", str(arguments.out)):
         raise FedAtlasError(
             f"-o {arguments.out}: is the folder of the deployment here; to override a key of the file use --override"
         )

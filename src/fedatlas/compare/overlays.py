@@ -26,7 +26,7 @@ from fedatlas.report.tables import has_truth
 from fedatlas.transport.rounds import read_json
 from fedatlas.transport.store import write_atomic
 
-VERSION = 2
+VERSION = 3
 """Of the files that keep what was predicted; one of another version is made again."""
 
 

@@ -102,8 +102,9 @@ def unscored_cases(index: SiteIndex) -> list[Problem]:
         what = f"{_some(silent, tests)} have no label and are not scored"
         remedy = "see that `test_labels` is the folder of their label files, or take them out"
         found.append(Problem(index.name, "", what, remedy, False))
-    partly = [case for case in tests if case.reference is None and case not in silent]
-    if index.reference_table is not None and partly:
+    partly = [case for case in tests if case.labelled and not case.fuller]
+    in_full = index.reference_table is index.table  # their own labels are the reference
+    if index.reference_table is not None and partly and not in_full:
         what = f"{_some(partly, tests)} have no label file in the reference and are scored by what is annotated alone"
         remedy = "see that `reference.test_labels` is the folder of these files"
         found.append(Problem(index.name, "", what, remedy, False))

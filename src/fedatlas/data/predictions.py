@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedatlas.core.errors import DataError, FederationError, unwritable
+from fedatlas.core.errors import DiskFull, FederationError, unwritable
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data.cache import Stored
 from fedatlas.data.sampling import cut_case
@@ -123,7 +123,7 @@ def predict_cases(
         )
     free = shutil.disk_usage(folder).free
     if size > free:
-        raise DataError(
+        raise DiskFull(
             f"{what}, {folder.parent} has {free / 1e9:.1f} left; free space, keep fewer classes per voxel, or predict "
             "each patch"
         )

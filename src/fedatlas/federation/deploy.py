@@ -13,6 +13,7 @@ process that holds the data. Either is started again when it ends.
 import contextlib
 import fcntl
 import importlib
+import ipaddress
 import json
 import os
 import re
@@ -78,7 +79,7 @@ def init(
             raise FederationError(
                 f"site {site!r}: {', '.join(RESERVED)} are folders of a deployment; rename it"
             )
-    _require_reachable(host, port, admin_port, days)
+    _require_reachable(engine, host, port, admin_port, days)
     out.mkdir(parents=True, exist_ok=True)
     made = adapter(engine)
     try:
@@ -105,14 +106,23 @@ def init(
     return [out / party for party in ("server", *sites)]
 
 
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
-"""A name or an IPv4 address; an IPv6 address."""
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$)({_LABEL}\.)*(?![0-9]+$){_LABEL}")
+"""The name of a machine; its last part is no number, as that of an IPv4 address is."""
 
 
-def _require_reachable(host: str, port: int, admin_port: int, days: int) -> None:
+def _require_reachable(engine: str, host: str, port: int, admin_port: int, days: int) -> None:
     """Raises FederationError for a place or a time in which no hospital could reach the server."""
-    if not _HOST.fullmatch(host):
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        version = None
+    if version is None and not _NAME.fullmatch(host):
         raise FederationError(f"--host {host!r}: the server's name or IP address is expected")
+    if version == 6 and engine == "nvflare":
+        raise FederationError(
+            f"--host {host!r}: NVIDIA FLARE puts a port behind it with a colon, so it takes a name or an IPv4 address"
+        )
     for flag, number in (("--port", port), ("--admin-port", admin_port)):
         if not 1 <= number <= 65535:
             raise FederationError(f"{flag} {number}: allowed are 1 to 65535")

@@ -63,10 +63,10 @@ class Inputs(_Facts):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    kinds: list[Text]
-    axes: list[int]
-    spacing: list[Pair] | None
-    percentiles: list[list[Pair]]
+    kinds: Annotated[list[Literal["scan", "picture"]], Field(min_length=1)]
+    axes: Annotated[list[int], Field(min_length=1)]
+    spacing: Annotated[list[Pair], Field(min_length=3, max_length=3)] | None
+    percentiles: Annotated[list[list[Pair]], Field(min_length=1)]
     values: Annotated[int, Field(ge=0)]
     modalities: list[Text]
     colour: bool

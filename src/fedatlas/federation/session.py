@@ -6,7 +6,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import repeat
@@ -353,6 +353,8 @@ def _same_candidates(one: Sequence[Candidate], other: Sequence[Candidate]) -> bo
     return all(_same_members(a.members, b.members) for a, b in zip(one, other, strict=True))
 
 
+RELEASED = "released.json"
+"""In the folder of a run with differential privacy: what ε rests on (`clients.Released`)."""
 TOGETHER = 1 << 28
 """Bytes of models that are sent in one question for several; one that is larger is sent alone."""
 
@@ -504,11 +506,12 @@ def _rounds(
         best = Best(folder, evaluation.select_weights, selects(federation))
         if design.method.chosen_by_site:
             best = BestOfSites(folder, selects(federation), design.method, own)
+        running.clients.released = _released(folder)
+        running.clients.keep_released = partial(_keep_released, folder)
         state = folder.latest(design.method)
         if state is not None:
-            running.clients.released = _released(folder)
             running.clients.remembered = _memories(folder, parties, state.round)
-            own.recover(state.round)
+            own.recover()
             best.recover(state.round)
             tell(f"goes on after round {state.round} of {federation.rounds}")
 
@@ -564,20 +567,20 @@ class Best:
             write_atomic(self.folder.path / "best.json", to_json({"round": number, "score": score}))
 
     def recover(self, latest: int) -> None:
-        """After a resume at the end of round `latest`: what was seen so far, from the rounds on disk. The model of a later
-        round, whose state was lost, is left alone: the round is done again."""
+        """After a resume at the end of round `latest`: what was seen so far, from the rounds on disk. A model that scored as high as the
+        best of them or higher is kept: it may be of a round whose state was lost, and which is, or was, done again."""
         for log, rows in self.folder.records():
             score = selection_score(rows, self.weights, self.metric) if rows else None
             if score is not None and score > self.score:
                 self.round, self.score = log["round"], score
         path = self.folder.path / "best.json"
-        kept = read_json(path)["round"] if path.exists() else 0
-        if kept > latest:
-            return
-        if kept != self.round and self.round:
+        kept = read_json(path) if path.exists() else {"round": 0, "score": -1.0}
+        if kept["score"] >= self.score:
+            self.round, self.score = kept["round"], kept["score"]
+        elif self.round:
             if self.round != latest:
                 raise RunFolderError(
-                    f"{path}: names round {kept}, the rounds say {self.round}; the folder was changed by hand"
+                    f"{path}: names round {kept['round']}, the rounds say {self.round}; the folder was changed by hand"
                 )
             self.folder.keep_model("best", self.round)
             write_atomic(path, to_json({"round": self.round, "score": self.score}))
@@ -645,19 +648,21 @@ class BestLocals:
         if better:
             write_atomic(self.file, to_json(self.best))
 
-    def recover(self, latest: int) -> None:
-        """After a resume at the end of round `latest`: what was seen so far, from the rounds on disk. A model of a later
-        round, whose state was lost, is left alone: the round is done again."""
+    def recover(self) -> None:
+        """After a resume: what was seen so far, from the rounds on disk. A model that scored as high as the best of them or higher is
+        kept, as by `Best.recover`."""
         for log, _ in self.folder.records():
             for site, score in log.get("local", {}).items():
                 if site not in self.best or score > self.best[site]["score"]:
                     self.best[site] = {"round": log["round"], "score": score}
         kept = read_json(self.file) if self.file.exists() else {}
-        later = {site: best for site, best in kept.items() if best["round"] > latest}
-        if kept == self.best | later:
+        for site, best in kept.items():
+            if site not in self.best or best["score"] >= self.best[site]["score"]:
+                self.best[site] = best
+        if kept == self.best:
             return
         for site, best in self.best.items():
-            if site not in later and kept.get(site) != best:
+            if kept.get(site) != best:
                 try:
                     self.folder.keep_local(site, best["round"])
                 except FileNotFoundError:
@@ -665,7 +670,7 @@ class BestLocals:
                         f"{self.file}: the best local model of site {site}, of round {best['round']}, is gone; the "
                         "folder was changed by hand"
                     ) from None
-        write_atomic(self.file, to_json(self.best | later))
+        write_atomic(self.file, to_json(self.best))
 
 
 def _finish(running: Running, federation: Federation, tell: Tell) -> None:
@@ -724,7 +729,11 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
 
 
 def _released(folder: RunFolder) -> Released:
-    """What ε rests on, over all complete rounds; of rounds of an older version counted from what their sites logged."""
+    """What ε rests on: all that was ever accounted, in rounds that were lost or broke off, too. A folder of an older version
+    keeps no such file: then what its complete rounds say, or what their sites logged."""
+    file = folder.path / RELEASED
+    if file.exists():
+        return Released(**read_json(file))
     released = Released()
     for log, _ in folder.records():
         counts = [int(numbers["releases"]) for numbers in log["sites"].values() if "releases" in numbers]
@@ -733,6 +742,10 @@ def _released(folder: RunFolder) -> Released:
         elif counts:
             released = released.after(counts)
     return released
+
+
+def _keep_released(folder: RunFolder, released: Released) -> None:
+    write_atomic(folder.path / RELEASED, to_json(asdict(released)))
 
 
 def _memories(folder: RunFolder, parties: Parties, round: int) -> dict[str, str]:

@@ -133,7 +133,9 @@ def predict(
             logits = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, 1:]], 1)
         if taken is not None:
             others = [c for c in range(1, logits.shape[1]) if c not in taken]
-            logits = logits.index_fill(1, torch.tensor(others, device=logits.device), -torch.inf)
+            logits = logits.index_fill(
+                1, torch.tensor(others, dtype=torch.int64, device=logits.device), -torch.inf
+            )
         return logits.softmax(1) if exclusive else logits.sigmoid()
 
     with evaluating(net):

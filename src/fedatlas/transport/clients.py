@@ -131,6 +131,8 @@ class SiteClients:
     threads: int = 1
     """Processor threads that the server computes with, as many as a site."""
     released: Released = field(default_factory=Released)
+    keep_released: Callable[[Released], None] = lambda released: None
+    """Stores what ε rests on as soon as it is known, since a round that breaks off has released all the same."""
     tell: Callable[[str], None] = lambda text: None
     _round: int = 0
     _call: int = 0
@@ -234,6 +236,7 @@ class SiteClients:
         if not releases:
             return record
         self.released = self.released.after(releases)
+        self.keep_released(self.released)
         spent = self.pipeline.epsilon(self.released.most, self.released.fewest)
         return replace(record, epsilon=spent, released=self.released)
 

@@ -245,16 +245,21 @@ def fetched(
         place = places.get(str(about["stype"]).removeprefix("fedatlas."))
         if place is None:
             raise ValueError("an array that is not of this protocol")
+        length = about["shape"][0]
+        if type(length) is not int or length < 0:
+            raise ValueError("an array without a length")
+        if most is not None and length > most:
+            raise TooLarge(most)
         with place.open("wb") as file:
             size = 0
-            if most is not None and about["shape"][0] > most:
-                raise TooLarge(most)
             for chunk in _ahead(patiently, [children[number] for number in about["arraychunk_ids"]]):
-                size += file.write(memoryview(chunk)[chunk.index(b"\0") + 1 :])
-                if size > about["shape"][0]:
+                piece = memoryview(chunk)[chunk.index(b"\0") + 1 :]
+                size += len(piece)
+                if size > length:
                     break
-        if size != about["shape"][0]:
-            raise ValueError(f"{size} bytes of {about['shape'][0]} have come")
+                file.write(piece)
+        if size != length:
+            raise ValueError(f"{size} bytes of {length} have come")
         contents.update(dict.fromkeys(children, nothing))
 
     try:
