@@ -8,6 +8,7 @@ import sys
 import types
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -246,3 +247,31 @@ def test_diagrams_are_as_the_code_draws_them() -> None:
     for draw in drawn["DIAGRAMS"]:
         file = drawn["OUT"] / f"{draw.__name__}.svg"
         assert file.read_text() == draw().svg(), "run tools/make_diagrams.py"
+
+
+def test_the_answer_is_what_the_tables_say() -> None:
+    """The table at the top of the results is made from the others: each difference is that of the means, `fedatlas` first."""
+    made = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "results_page.py")))
+    page = made.PAGE.read_text()
+    assert page == made.filled(page), "run tools/results_page.py"
+    rows = made.table_of(page, made.PLACE).strip().splitlines()[2:]
+    assert len(rows) == len(made.SETTINGS)
+    for row, setting in zip(rows, made.SETTINGS, strict=True):
+        ours, *cells = row.strip("| ").split(" | ")[1:]
+        told = dict(zip(made.OPPONENTS, cells, strict=True))
+        assert {name for name, cell in told.items() if cell != "–"} == set(setting.others)
+        for name, arm in setting.others.items():
+            value, low, high = (float(number) for number in re.findall(r"[+-]\.\d+", told[name]))
+            assert low <= value <= high and told[name].startswith("**") == (low > 0 or high < 0)
+            assert value == pytest.approx(float(ours) - made.mean_of(page, setting.place, arm), abs=0.0016)
+
+
+def test_a_number_that_the_tables_lack_is_named() -> None:
+    made = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "results_page.py")))
+    page = made.PAGE.read_text()
+    with pytest.raises(ValueError, match="the table head-neck has no difference of nobody to fedatlas"):
+        made.difference(page, "head-neck", "nobody", "fedatlas")
+    with pytest.raises(ValueError, match="the table nowhere has no mean of fedatlas"):
+        made.mean_of(page, "nowhere", "fedatlas")
+    with pytest.raises(ValueError, match="has no place answer"):
+        made.filled("no marks")

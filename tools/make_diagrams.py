@@ -5,12 +5,13 @@ runs; everything else is text.
     .venv/bin/python tools/make_diagrams.py
 """
 
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+
+from results_page import PAGE, difference, mean_of
 
 from fedatlas.compare.curves import curves
 from fedatlas.compare.plan import load_comparison
@@ -309,15 +310,25 @@ def privacy() -> Drawing:
 
 
 GAINS = (
-    ("FedAvg, with the marginal loss", "head-neck", "fedavg", "fedatlas"),
-    ("ConDistFL, journal paper", "head-neck", "condistfl", "fedatlas"),
-    ("ConDistFL, with the loss and server of fedatlas", "head-neck", "condistfl-matched", "fedatlas"),
-    ("MOON, with the loss and server of fedatlas", "head-neck", "moon-matched", "fedatlas"),
-    ("FedAlign, with the loss and server of fedatlas", "head-neck-methods", "fedalign-matched", "fedatlas"),
-    ("all data in one place", "head-neck-methods", "centralized", "fedatlas"),
-    ("all data in one place, with the same loss", "head-neck", "centralized-matched", "fedatlas"),
-    ("sites alone, merged, with the same loss", "head-neck", "standalone-matched", "fedatlas"),
-    ("sites alone, merged", "head-neck", "standalone", "fedatlas"),
+    ("FedAvg, with the marginal loss", "head-neck-long", "fedavg", "fedatlas-teach"),
+    (
+        "ConDistFL, with the loss and server of fedatlas",
+        "head-neck-long",
+        "condistfl-matched",
+        "fedatlas-teach",
+    ),
+    ("MOON, with the loss and server of fedatlas", "head-neck-long", "moon-matched", "fedatlas-teach"),
+    ("sites alone, merged, with the same loss", "head-neck-long", "standalone-matched", "fedatlas-teach"),
+    ("sites alone, merged", "head-neck-long", "standalone", "fedatlas-teach"),
+    ("all data in one place", "head-neck-long", "centralized", "fedatlas-teach"),
+    ("800 steps: ConDistFL, journal paper", "head-neck", "condistfl", "fedatlas"),
+    (
+        "800 steps: FedAlign, with the loss and server of fedatlas",
+        "head-neck-methods",
+        "fedalign-matched",
+        "fedatlas",
+    ),
+    ("800 steps: merged, with the same loss", "head-neck", "standalone-matched", "fedatlas"),
     ("merged, at a protocol that nobody trained on", "head-neck-unseen", "standalone", "fedatlas"),
     ("merged, with the same loss, at such a protocol", "head-neck-unseen", "standalone-matched", "fedatlas"),
     ("merged, four cases at each site", "head-neck-few", "standalone-4", "fedatlas-teach-4"),
@@ -350,31 +361,9 @@ GAINS = (
 """Compared with what, and where docs/results.md answers: a table's place, the other arm, fedatlas."""
 
 
-def table_of(page: str, place: str) -> str:
-    """What stands between the marks of a place."""
-    return page.partition(f"<!-- {place} -->")[2].partition(f"<!-- /{place} -->")[0]
-
-
-def difference(page: str, place: str, arm: str, reference: str) -> tuple[float, float, float]:
-    """A difference and its interval from a table of the page, of `arm` to `reference`.
-
-    Raises ValueError where the page has none.
-    """
-    table = table_of(page, place)
-    name = arm if f"| difference to {reference} |" in table else f"{arm} - {reference}"
-    number = r"([+-]\d+\.\d+)"
-    found = re.search(
-        rf"^\| {re.escape(name)} \| \d+ \| {number} \| {number} to {number} \|", table, re.MULTILINE
-    )
-    if found is None:
-        raise ValueError(f"docs/results.md: the table {place} has no difference of {arm} to {reference}")
-    value, low, high = map(float, found.groups())
-    return value, low, high
-
-
 def gains() -> Drawing:
     """By how much one model of all sites is above other ways to train."""
-    page = (OUT.parent / "results.md").read_text()
+    page = PAGE.read_text()
     left, unit, top = 400, 50.0, 46
     d = Drawing(
         860,
@@ -424,16 +413,6 @@ LINES = {
 """Arm -> what its line is called, and its colour."""
 
 
-def mean_of(page: str, place: str, arm: str) -> float:
-    """An arm's mean over all columns in the first table of a place. Raises ValueError where the page has none."""
-    found = re.search(
-        rf"^\| {re.escape(arm)} \| \d+ \|.*\| \**(0\.\d+)[^|]*\|$", table_of(page, place), re.MULTILINE
-    )
-    if found is None:
-        raise ValueError(f"docs/results.md: the table {place} has no mean of {arm}")
-    return float(found[1])
-
-
 @dataclass
 class Levels:
     """A field of mean Dice, from its lowest to its highest hundredth, between two heights; names stand to the right of it."""
@@ -480,7 +459,7 @@ class Levels:
 
 def budget() -> Drawing:
     """What four times as many local steps do to each way to train, on radiographs with overlapping classes."""
-    page = (OUT.parent / "results.md").read_text()
+    page = PAGE.read_text()
     d = Drawing(760, 440, "Mean Dice on radiographs after 200 and after 800 local steps")
     field = Levels(d, 150, 430, range(82, 93, 2))
     field.grid()

@@ -1,0 +1,174 @@
+"""Reads the tables of docs/results.md, and writes the one at its top that puts them together: what `fedatlas` is worth, setting by setting.
+
+.venv/bin/python tools/results_page.py
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+PLACE = "answer"
+"""Where the table stands, as the tables of comparisons stand at the name of theirs."""
+
+OPPONENTS = {
+    "matched": "sites alone, merged; the loss of `fedatlas`",
+    "alone": "sites alone, merged; the usual loss",
+    "fedavg": "FedAvg",
+    "condistfl": "ConDistFL, journal paper",
+    "condistfl-matched": "ConDistFL with the loss and momentum of `fedatlas`",
+    "centralized": "all data in one place, same labels",
+}
+"""What `fedatlas` is compared with -> the head of its column."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row: what is asked, the place of its table on the page, the arm of `fedatlas`, and those that it is compared with."""
+
+    asked: str
+    place: str
+    ours: str
+    others: Mapping[str, str]
+
+
+SETTINGS = (
+    Setting(
+        "[head and neck CT, 1,600 local steps](#head-and-neck-ct-with-twice-the-steps)",
+        "head-neck-long",
+        "fedatlas-teach",
+        {
+            "matched": "standalone-matched",
+            "alone": "standalone",
+            "fedavg": "fedavg",
+            "condistfl-matched": "condistfl-matched",
+            "centralized": "centralized",
+        },
+    ),
+    Setting(
+        "[the same, 800 local steps](#head-and-neck-ct-strict-partial-labels), `teach: 0`",
+        "head-neck",
+        "fedatlas",
+        {
+            "matched": "standalone-matched",
+            "alone": "standalone",
+            "fedavg": "fedavg",
+            "condistfl": "condistfl",
+            "condistfl-matched": "condistfl-matched",
+            "centralized": "centralized-matched",
+        },
+    ),
+    Setting(
+        "[four labelled cases at each site](#few-labelled-cases)",
+        "head-neck-few",
+        "fedatlas-teach-4",
+        {"matched": "standalone-matched-4", "alone": "standalone-4"},
+    ),
+    Setting(
+        "[four cases, two annotators of each organ](#organs-that-several-sites-annotate)",
+        "head-neck-annotators",
+        "fedatlas-two",
+        {"matched": "standalone-matched-two", "alone": "standalone-two"},
+    ),
+    Setting(
+        "[a protocol that nobody trained on](#a-protocol-that-nobody-trained-on), `teach: 0`",
+        "head-neck-unseen",
+        "fedatlas",
+        {"matched": "standalone-matched", "alone": "standalone"},
+    ),
+    Setting(
+        "[abdominal MR, three cases at each site](#abdominal-mr-four-folds)",
+        "abdomen-mr",
+        "fedatlas-teach",
+        {"matched": "standalone-matched"},
+    ),
+    Setting(
+        "[radiographs, overlapping classes](#chest-radiographs-2d-overlapping-classes)",
+        "chest-xray-seg-long",
+        "fedatlas-teach",
+        {
+            "matched": "standalone",
+            "fedavg": "fedavg",
+            "condistfl": "condistfl",
+            "condistfl-matched": "condistfl-matched",
+            "centralized": "centralized",
+        },
+    ),
+)
+
+
+def table_of(page: str, place: str) -> str:
+    """What stands between the marks of a place."""
+    return page.partition(f"<!-- {place} -->")[2].partition(f"<!-- /{place} -->")[0]
+
+
+def difference(page: str, place: str, arm: str, reference: str) -> tuple[float, float, float]:
+    """A difference and its interval from a table of the page, of `arm` to `reference`.
+
+    Raises ValueError where the page has none.
+    """
+    table = table_of(page, place)
+    name = arm if f"| difference to {reference} |" in table else f"{arm} - {reference}"
+    number = r"([+-]\d+\.\d+)"
+    found = re.search(
+        rf"^\| {re.escape(name)} \| \d+ \| {number} \| {number} to {number} \|", table, re.MULTILINE
+    )
+    if found is None:
+        raise ValueError(f"docs/results.md: the table {place} has no difference of {arm} to {reference}")
+    value, low, high = map(float, found.groups())
+    return value, low, high
+
+
+def mean_of(page: str, place: str, arm: str) -> float:
+    """An arm's mean over all columns in the first table of a place. Raises ValueError where the page has none."""
+    found = re.search(
+        rf"^\| {re.escape(arm)} \| \d+ \|.*\| \**(0\.\d+)[^|]*\|$", table_of(page, place), re.MULTILINE
+    )
+    if found is None:
+        raise ValueError(f"docs/results.md: the table {place} has no mean of {arm}")
+    return float(found[1])
+
+
+def answer(page: str) -> str:
+    """The table: a row per setting, with the mean Dice of `fedatlas` and by how much it is above each other way to train.
+
+    Raises ValueError where the page lacks one of these numbers.
+    """
+    lines = [
+        f"| Dice | `fedatlas` | {' | '.join(OPPONENTS.values())} |",
+        f"|---|---|{'---|' * len(OPPONENTS)}",
+    ]
+    for setting in SETTINGS:
+        cells = [
+            _above(*difference(page, setting.place, setting.others[name], setting.ours))
+            if name in setting.others
+            else "–"
+            for name in OPPONENTS
+        ]
+        mean = f"{mean_of(page, setting.place, setting.ours):.3f}"[1:]
+        lines.append(f"| {setting.asked} | {mean} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _above(value: float, low: float, high: float) -> str:
+    """By how much `fedatlas` is above an arm whose difference to it this is; bold where the interval is on one side of 0."""
+    shown = _short(-value)
+    sure = low > 0 or high < 0
+    return f"{f'**{shown}**' if sure else shown} ({_short(-high)} to {_short(-low)})"
+
+
+def _short(value: float) -> str:
+    return f"{value + 0.0:+.3f}".replace("0.", ".")
+
+
+def filled(page: str) -> str:
+    """The page with its answer as its other tables say."""
+    old = table_of(page, PLACE)
+    if not old:
+        raise ValueError(f"docs/results.md has no place {PLACE}")
+    return page.replace(f"<!-- {PLACE} -->{old}", f"<!-- {PLACE} -->\n\n{answer(page)}\n\n", 1)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(filled(PAGE.read_text()))
