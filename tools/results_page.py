@@ -6,6 +6,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import copysign
 from pathlib import Path
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
@@ -153,13 +154,14 @@ def answer(page: str) -> str:
 
 def _above(value: float, low: float, high: float) -> str:
     """By how much `fedatlas` is above an arm whose difference to it this is; bold where the interval is on one side of 0."""
-    shown = _short(-value)
-    sure = low > 0 or high < 0
-    return f"{f'**{shown}**' if sure else shown} ({_short(-high)} to {_short(-low)})"
+    value, low, high = -value, -high, -low  # a bound of +0.000 is -0.000 then, which side of 0 it is on
+    shown = _short(value)
+    sure = copysign(1, low) == copysign(1, high)
+    return f"{f'**{shown}**' if sure else shown} ({_short(low)} to {_short(high)})"
 
 
 def _short(value: float) -> str:
-    return f"{value + 0.0:+.3f}".replace("0.", ".")
+    return f"{value:+.3f}".replace("0.", ".")
 
 
 def filled(page: str) -> str:
