@@ -1,6 +1,7 @@
-"""Reads the tables of docs/results.md, and writes the one at its top that puts them together: what `fedatlas` is worth, setting by setting.
+"""Reads the tables of docs/results.md, and writes the one at its top that puts them together: what `fedatlas` is worth,
+setting by setting.
 
-.venv/bin/python tools/results_page.py
+    .venv/bin/python tools/results_page.py
 """
 
 import re

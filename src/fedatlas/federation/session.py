@@ -506,9 +506,9 @@ def _rounds(
         best = Best(folder, evaluation.select_weights, selects(federation))
         if design.method.chosen_by_site:
             best = BestOfSites(folder, selects(federation), design.method, own)
+        state = folder.latest(design.method)
         running.clients.released = _released(folder)
         running.clients.keep_released = partial(_keep_released, folder)
-        state = folder.latest(design.method)
         if state is not None:
             running.clients.remembered = _memories(folder, parties, state.round)
             own.recover()
