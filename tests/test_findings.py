@@ -100,24 +100,24 @@ def test_a_finding_of_a_volume_is_that_of_the_slice_that_says_most() -> None:
 def test_a_class_is_emptied_where_its_finding_is_improbable() -> None:
     image = torch.zeros(1, 8, 8, 1)
     no, yes = predict([-1.0, -1.0], image), predict([1.0, -1.0], image)
-    empty = inference.together([(no, None)], SPACE, 0.5).voxels
+    empty = inference.together([(no, None)], SPACE, Inference()).voxels
     assert (empty[1] == 0).all() and (empty[0] > 0.9).all()
-    assert (inference.together([(yes, None)], SPACE, 0.5).voxels[1] > 0.9).all()
-    assert (inference.together([(no, None)], SPACE, None).voxels[1] > 0.9).all()
+    assert (inference.together([(yes, None)], SPACE, Inference()).voxels[1] > 0.9).all()
+    assert (inference.together([(no, None)], SPACE, Inference(gate=None)).voxels[1] > 0.9).all()
     exclusive = LabelSpace(("background", "air"), (), True, "voxel", ("has air",), (1,))
     found = Prediction(torch.tensor([[0.2], [0.8]]), torch.tensor([0.1]))
-    emptied = inference.together([(found, None)], exclusive, 0.5).voxels
+    emptied = inference.together([(found, None)], exclusive, Inference()).voxels
     torch.testing.assert_close(emptied, torch.tensor([[1.0], [0.0]]))
 
 
 def test_a_finding_is_told_by_the_models_that_may_speak_for_its_class() -> None:
     image = torch.zeros(1, 8, 8, 1)
     a, b = predict([-3.0, 0.0], image), predict([3.0, 2.0], image)
-    merged = inference.together([(a, (0,)), (b, (0, 1))], SPACE, 0.5)
+    merged = inference.together([(a, (0,)), (b, (0, 1))], SPACE, Inference())
     assert merged.findings is not None
     mean = (torch.tensor(0.0).sigmoid() + torch.tensor(2.0).sigmoid()) / 2
     torch.testing.assert_close(merged.findings, torch.stack([torch.tensor(3.0).sigmoid(), mean]))
-    nobody = inference.together([(a, (0,)), (b, (0,))], SPACE, 0.5)
+    nobody = inference.together([(a, (0,)), (b, (0,))], SPACE, Inference())
     assert nobody.findings is not None and nobody.findings[0].isnan()
 
 

@@ -1,5 +1,6 @@
 """inference.py: windows and slices must not change what a pointwise net says."""
 
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -18,12 +19,15 @@ from fedatlas.federation.file import inference_of, parse_federation
 from fedatlas.learning.inference import (
     Inference,
     Nets,
-    merge,
+    Prediction,
+    mean_of_owners,
     neighbours,
     predict_each,
     predict_together,
     probabilities,
     restrict,
+    surest,
+    together,
 )
 
 
@@ -172,11 +176,74 @@ def test_what_other_channels_say_follows_the_loss_of_the_method(method, expected
 def test_the_surest_foreground_wins() -> None:
     one = torch.tensor([[0.4, 0.9, 0.6], [0.6, 0.1, 0.4], [0.0, 0.0, 0.0]])
     two = torch.tensor([[0.2, 0.8, 0.1], [0.0, 0.0, 0.0], [0.8, 0.2, 0.9]])
-    merged = merge([one, two], True)
+    members = [(one, [1]), (two, [2])]
+    merged = surest(members, True)
     assert merged.argmax(0).tolist() == [2, 0, 2]
     assert torch.allclose(merged.sum(0), torch.ones(3))
-    assert merge([one], True) is one
-    assert torch.equal(merge([one, two], False), torch.maximum(one, two))
+    assert surest([(one, [1])], True) is one
+    assert torch.equal(surest(members, False), torch.maximum(one, two))
+
+
+def some_members(
+    n: int, owned: Sequence[Sequence[int]], exclusive: bool
+) -> list[tuple[Tensor, Sequence[int]]]:
+    """n members of four classes as they come from `restrict`."""
+    random = torch.Generator().manual_seed(n)
+    given = [torch.randn(4, 20, 20, generator=random) for _ in range(n)]
+    given = [one.softmax(0) if exclusive else one.sigmoid() for one in given]
+    return [(restrict(one, own, exclusive), own) for one, own in zip(given, owned, strict=True)]
+
+
+def mean_of_owners_one_voxel(members: Sequence[tuple[Tensor, Sequence[int]]]) -> int:
+    """The label of one voxel, [C] each."""
+    label, strength = 0, 0.0
+    for c in range(1, len(members[0][0])):
+        own = [one for one, classes in members if c in classes]
+        if own:
+            said = sum(float(one[c]) for one in own) / len(own)
+            if said > max(strength, sum(float(one[0]) for one in own) / len(own)):
+                label, strength = c, said
+    return label
+
+
+@pytest.mark.parametrize("owned", [[[1, 2], [2, 3], [3, 1]], [[1], [1, 2], [1]], [[1, 2, 3], [1], []]])
+def test_several_owners_have_one_opinion(owned) -> None:
+    members = some_members(3, owned, exclusive=True)
+    before = [voxels.clone() for voxels, _ in members]
+    merged = mean_of_owners(iter(members), True)
+    assert torch.allclose(merged.sum(0), torch.ones(20, 20)) and bool((merged >= 0).all())
+    labels = merged.argmax(0)
+    for x, y in product(range(20), range(20)):
+        alone = mean_of_owners_one_voxel([(voxels[:, x, y], classes) for voxels, classes in members])
+        assert labels[x, y] == alone
+    assert len(labels.unique()) > 2 and not torch.equal(labels, surest(iter(members), True).argmax(0))
+    assert all(torch.equal(voxels, kept) for (voxels, _), kept in zip(members, before, strict=True))
+
+
+def test_with_one_owner_each_both_ways_to_merge_give_the_same_labels() -> None:
+    members = some_members(3, [[1], [2], [3]], exclusive=True)
+    assert torch.equal(mean_of_owners(members, True).argmax(0), surest(members, True).argmax(0))
+    members = some_members(2, [[1, 3], [2]], exclusive=True)
+    assert torch.equal(mean_of_owners(members, True).argmax(0), surest(members, True).argmax(0))
+    members = some_members(2, [[0, 2], [1, 3]], exclusive=False)
+    assert torch.equal(mean_of_owners(members, False), surest(members, False))
+
+
+def test_overlapping_classes_have_the_mean_of_their_owners() -> None:
+    members = some_members(3, [[0, 1], [1], [1, 2]], exclusive=False)
+    merged = mean_of_owners(members, False)
+    (one, _), (two, _), (three, _) = members
+    assert torch.equal(merged[0], one[0]) and torch.equal(merged[2], three[2])
+    assert torch.allclose(merged[1], (one[1] + two[1] + three[1]) / 3) and not merged[3].any()
+
+
+@pytest.mark.parametrize(("merge", "label"), [("surest", 1), ("mean", 0)])
+def test_who_decides_is_an_option(merge, label) -> None:
+    space = LabelSpace(("background", "a"))
+    sure, unsure = torch.tensor([[0.4], [0.6]]), torch.tensor([[0.9], [0.1]])
+    told = [(Prediction(sure), (1,)), (Prediction(unsure), None)]
+    found = together(iter(told), space, Inference(merge=merge))
+    assert found.voxels.argmax(0).tolist() == [label]
 
 
 def small_unet(dims: int, channels: int, seed: int = 0) -> nn.Module:
@@ -313,8 +380,9 @@ def test_models_merge_one_at_a_time_as_all_at_once(n) -> None:
     random = torch.Generator().manual_seed(n)
     members = [torch.randn(4, 20, 20, generator=random).softmax(0).round(decimals=1) for _ in range(n)]
     before = [member.clone() for member in members]
-    assert torch.allclose(merge(iter(members), True), merge_all_at_once(members), rtol=0, atol=1e-6)
-    assert torch.equal(merge(iter(members), False), torch.stack(members).amax(0))
+    each = [(member, (1, 2, 3)) for member in members]
+    assert torch.allclose(surest(iter(each), True), merge_all_at_once(members), rtol=0, atol=1e-6)
+    assert torch.equal(surest(iter(each), False), torch.stack(members).amax(0))
     assert all(map(torch.equal, members, before)), "what was given is changed"
 
 

@@ -505,7 +505,42 @@ def rounds() -> Drawing:
     return d
 
 
-DIAGRAMS = (architecture, missing_labels, condistfl, fedmenu, ufps, privacy, gains, budget, rounds)
+CASES = {
+    "fedatlas-teach": (
+        ("head-neck-few", "fedatlas-2"),
+        ("head-neck-few", "fedatlas-teach-4"),
+        ("head-neck-few", "fedatlas-8"),
+        ("head-neck-methods", "fedatlas-teach"),
+    ),
+    "standalone": (
+        ("head-neck-few", "standalone-matched-2"),
+        ("head-neck-few", "standalone-matched-4"),
+        ("head-neck-few", "standalone-matched-8"),
+        ("head-neck", "standalone-matched"),
+    ),
+}
+"""Line -> a table's place and its arm with 2, 4, 8 and all labelled cases at every site."""
+
+
+def cases() -> Drawing:
+    """What more labelled cases are worth, on head and neck CT with 800 local steps."""
+    page = PAGE.read_text()
+    d = Drawing(760, 440, "Mean Dice on head and neck CT over the labelled cases at every site")
+    field = Levels(d, 150, 430, range(52, 69, 2))
+    field.grid()
+    xs = [field.left + (field.right - field.left) * number / 3 for number in range(4)]
+    for line, where in CASES.items():
+        values = [mean_of(page, *one) for one in where]
+        field.line(line, list(zip(xs, values, strict=True)))
+    for ends, named in ((0, False), (-1, True)):
+        field.told({line: mean_of(page, *where[ends]) for line, where in CASES.items()}, named=named)
+    for x, number in zip(xs, ("2", "4", "8", "all"), strict=True):
+        d.text(x, field.bottom + 22, number, colour=MUTED)
+    d.text((xs[0] + xs[-1]) / 2, field.bottom + 44, "labelled cases at every site", colour=MUTED)
+    return d
+
+
+DIAGRAMS = (architecture, missing_labels, condistfl, fedmenu, ufps, privacy, gains, budget, rounds, cases)
 
 if __name__ == "__main__":
     for draw in DIAGRAMS:

@@ -52,6 +52,12 @@ class Inference:
         "not annotate. background: that they are background, as a marginal loss trains it; ignored: nothing, and the softmax "
         "leaves them out, as where nothing trained them. null: as the loss of the method trains them.",
     )
+    merge: Literal["surest", "mean"] = option(
+        "surest",
+        "What several models say that may speak for one class, as where two sites of `standalone` annotate it. surest: the most "
+        "certain of those that see foreground decides, of overlapping classes the largest probability; mean: the mean of their "
+        "probabilities. For classes with one such model each both give the same labels.",
+    )
     gate: float | None = option(
         0.5,
         "A class of voxels that a finding is about is emptied where the finding is less probable than this; null: never.",
@@ -364,7 +370,7 @@ def predict_each(
         return found
 
     for members, choice in zip(speaking, chosen, strict=True):
-        found = together(((say(member), member.classes) for member in members), space, options.gate)
+        found = together(((say(member), member.classes) for member in members), space, options)
         yield replace(found, chosen=choice)
 
 
@@ -390,26 +396,31 @@ def predict_together(
         )
         for i in speakers(members, chosen)
     )
-    return replace(together(found, space, options.gate), chosen=chosen)
+    return replace(together(found, space, options), chosen=chosen)
 
 
 def together(
-    members: Iterable[tuple[Prediction, Sequence[int] | None]], space: LabelSpace, gate: float | None
+    members: Iterable[tuple[Prediction, Sequence[int] | None]], space: LabelSpace, options: Inference
 ) -> Prediction:
     """Several models' predictions, each with the classes that it may speak for (None: all), as one. They are taken one
     at a time.
 
-    Voxels: `restrict`, then `merge`. A finding is the mean over the models that may speak for the class that it is
-    about, or where it is about none, over all. Then the classes whose finding is below `gate` are emptied.
+    Voxels: `restrict`, then `surest` or `mean_of_owners`, as `options.merge` says. A finding is the mean over the models that may
+    speak for the class that it is about, or where it is about none, over all. Then the classes whose finding is below
+    `options.gate` are emptied.
     """
     told: list[tuple[Tensor, Sequence[int] | None]] = []
 
-    def voxels() -> Iterator[Tensor]:
+    def voxels() -> Iterator[tuple[Tensor, Sequence[int]]]:
         for found, classes in members:
             if found.findings is not None:
                 told.append((found.findings, classes))
-            yield found.voxels if classes is None else restrict(found.voxels, classes, space.exclusive)
+            if classes is None:
+                yield found.voxels, space.foreground
+            else:
+                yield restrict(found.voxels, classes, space.exclusive), classes
 
+    merge = mean_of_owners if options.merge == "mean" else surest
     merged = Prediction(merge(voxels(), space.exclusive))
     if not told:
         return merged
@@ -418,7 +429,7 @@ def together(
         speak = [p[f] for p, classes in told if classes is None or about is None or about in classes]
         findings.append(torch.stack(speak).mean() if speak else torch.tensor(float("nan")))
     merged = replace(merged, findings=torch.stack(findings))
-    return merged if gate is None else gated(merged, space, gate)
+    return merged if options.gate is None else gated(merged, space, options.gate)
 
 
 def gated(found: Prediction, space: LabelSpace, gate: float) -> Prediction:
@@ -445,29 +456,63 @@ def restrict(probabilities: Tensor, classes: Sequence[int], exclusive: bool) -> 
     return kept
 
 
-def merge(members: Iterable[Tensor], exclusive: bool) -> Tensor:
-    """Probabilities [C, *S] of several models as one; they are taken one at a time.
+def surest(members: Iterable[tuple[Tensor, Sequence[int]]], exclusive: bool) -> Tensor:
+    """Probabilities [C, *S] of several models as one; they are taken one at a time, each with the classes that it speaks for,
+    beside which it says nothing (`restrict`).
 
     Exclusive: at a voxel where a member's largest probability is of the foreground, the member with the
     largest such probability decides; where there is none, the mean of all. Otherwise the largest per class.
+    """
+    each = (voxels for voxels, _ in members)
+    first = next(each)
+    second = next(each, None)
+    if second is None:
+        return first
+    if not exclusive:
+        merged = torch.maximum(first, second)
+        for member in each:
+            torch.maximum(merged, member, out=merged)
+        return merged
+    total, n = torch.zeros_like(first), 0
+    most, highest = torch.zeros_like(first), torch.zeros_like(first[0])
+    for member in chain((first, second), each):
+        total += member
+        n += 1
+        value, best = member.max(0)
+        wins = (best > 0) & (value > highest)
+        torch.where(wins, member, most, out=most)
+        torch.where(wins, value, highest, out=highest)
+    return torch.where(highest > 0, most, total.div_(n))
+
+
+def mean_of_owners(members: Iterable[tuple[Tensor, Sequence[int]]], exclusive: bool) -> Tensor:
+    """As `surest`, but of every class the mean over the members that speak for it, its owners; 0 for a class without one.
+
+    Exclusive: a class stands at a voxel where its mean is above that of its owners' background, and the largest such mean
+    decides; where no class stands, the mean of all members, which is background. The result is divided by its sum.
+    With one owner for every class the labels are those of `surest`.
     """
     members = iter(members)
     first = next(members)
     second = next(members, None)
     if second is None:
-        return first
-    if not exclusive:
-        merged = torch.maximum(first, second)
-        for member in members:
-            torch.maximum(merged, member, out=merged)
-        return merged
-    total, n = torch.zeros_like(first), 0
-    surest, highest = torch.zeros_like(first), torch.zeros_like(first[0])
-    for member in chain((first, second), members):
+        return first[0]
+    said, against, total = (torch.zeros_like(first[0]) for _ in range(3))
+    owners, n = [0] * len(said), 0
+    for member, classes in chain((first, second), members):
+        for c in classes:
+            said[c] += member[c]
+            against[c] += member[0]
+            owners[c] += 1
         total += member
         n += 1
-        value, best = member.max(0)
-        wins = (best > 0) & (value > highest)
-        torch.where(wins, member, surest, out=surest)
-        torch.where(wins, value, highest, out=highest)
-    return torch.where(highest > 0, surest, total.div_(n))
+    for c, count in enumerate(owners):
+        said[c] /= max(count, 1)
+        against[c] /= max(count, 1)
+    if not exclusive:
+        return said
+    said[said <= against] = 0
+    said[0] = 0
+    highest, best = said.max(0)
+    said[0] = against.gather(0, best[None])[0]
+    return torch.where(highest > 0, said / said.sum(0), total.div_(n))
