@@ -51,7 +51,8 @@ class NetSpec:
 class Member:
     """One model offered for evaluation. `classes`: the foreground classes it may speak for (None: all);
     the probability of any other is given to the background. Several members are merged (A8): per voxel the
-    foreground class of highest probability among the members that predict foreground there.
+    foreground class of highest probability among the members that predict foreground there, or of every class the mean
+    over the members that speak for it (`Inference.merge`).
 
     net: the one whose values `model` holds, "main" or one that the method declares. chooses: makes the member a
     selector, which says nothing itself: its outputs stand for the members after it, one for each. In a case (where

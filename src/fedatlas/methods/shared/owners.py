@@ -9,7 +9,7 @@ background logits. The rule here (`core.contract.Member`) is of probabilities, a
 model gives to a class that it may not speak for is background, or, where its loss left those channels alone, left out
 (`Inference.others`). Then, at a voxel where some model says a class, the most certain of these models decides; at any other
 the mean of all does, so that it is background. They differ where a model is for a class of its own and others are surer of
-the background.
+the background. Of a class with several owners the mean can decide in place of the most certain (`Inference.merge`).
 """
 
 from collections.abc import Mapping, Sequence
