@@ -71,7 +71,7 @@ SETTINGS = (
         "[four cases, two annotators of each organ](#organs-that-several-sites-annotate)",
         "head-neck-annotators",
         "fedatlas-two",
-        {"matched": "standalone-matched-two", "alone": "standalone-two"},
+        {"matched": "standalone-matched-mean-two", "alone": "standalone-two"},
     ),
     Setting(
         "[a protocol that nobody trained on](#a-protocol-that-nobody-trained-on), `teach: 0`",
@@ -90,7 +90,7 @@ SETTINGS = (
         "chest-xray-seg-long",
         "fedatlas-teach",
         {
-            "matched": "standalone",
+            "matched": "standalone-mean",
             "fedavg": "fedavg",
             "condistfl": "condistfl",
             "condistfl-matched": "condistfl-matched",

@@ -56,7 +56,8 @@ class Inference:
         "surest",
         "What several models say that may speak for one class, as where two sites of `standalone` annotate it. surest: the most "
         "certain of those that see foreground decides, of overlapping classes the largest probability; mean: the mean of their "
-        "probabilities. For classes with one such model each both give the same labels.",
+        "probabilities, the better one of overlapping classes where it was tried. For classes with one such model each both give the "
+        "same labels.",
     )
     gate: float | None = option(
         0.5,
