@@ -335,7 +335,7 @@ GAINS = (
     (
         "merged, with the same loss, four cases at each site",
         "head-neck-few",
-        "standalone-matched-4",
+        "standalone-matched-mean-4",
         "fedatlas-teach-4",
     ),
     ("merged, organs at two sites each", "head-neck-annotators", "standalone-two", "fedatlas-two"),
