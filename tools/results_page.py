@@ -41,7 +41,7 @@ SETTINGS = (
         "head-neck-long",
         "fedatlas-teach",
         {
-            "matched": "standalone-matched",
+            "matched": "standalone-matched-mean",
             "alone": "standalone",
             "fedavg": "fedavg",
             "condistfl-matched": "condistfl-matched",
@@ -71,13 +71,19 @@ SETTINGS = (
         "[four cases, two annotators of each organ](#organs-that-several-sites-annotate)",
         "head-neck-annotators",
         "fedatlas-two",
-        {"matched": "standalone-matched-mean-two", "alone": "standalone-two"},
+        {
+            "matched": "standalone-matched-mean-two",
+            "alone": "standalone-two",
+            "fedavg": "fedavg-two",
+            "condistfl-matched": "condistfl-matched-two",
+            "centralized": "centralized-matched-two",
+        },
     ),
     Setting(
         "[a protocol that nobody trained on](#a-protocol-that-nobody-trained-on), `teach: 0`",
         "head-neck-unseen",
         "fedatlas",
-        {"matched": "standalone-matched", "alone": "standalone"},
+        {"matched": "standalone-matched-mean", "alone": "standalone"},
     ),
     Setting(
         "[abdominal MR, three cases at each site](#abdominal-mr-four-folds)",
