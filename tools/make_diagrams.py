@@ -5,13 +5,14 @@ runs; everything else is text.
     .venv/bin/python tools/make_diagrams.py
 """
 
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from results_page import PAGE, difference, mean_of
+from results_page import OPPONENTS, PAGE, SETTINGS, difference, mean_of
 
 from fedatlas.compare.curves import curves
 from fedatlas.compare.plan import load_comparison
@@ -309,93 +310,15 @@ def privacy() -> Drawing:
     return d
 
 
-GAINS = (
-    ("FedAvg, with the marginal loss", "head-neck-long", "fedavg", "fedatlas-teach"),
-    (
-        "ConDistFL, with the loss and server of fedatlas",
-        "head-neck-long",
-        "condistfl-matched",
-        "fedatlas-teach",
-    ),
-    ("MOON, with the loss and server of fedatlas", "head-neck-long", "moon-matched", "fedatlas-teach"),
-    (
-        "sites alone, merged, with the same loss",
-        "head-neck-long",
-        "standalone-matched-mean",
-        "fedatlas-teach",
-    ),
-    ("sites alone, merged", "head-neck-long", "standalone", "fedatlas-teach"),
-    ("all data in one place", "head-neck-long", "centralized", "fedatlas-teach"),
-    ("800 steps: ConDistFL, journal paper", "head-neck", "condistfl", "fedatlas"),
-    (
-        "800 steps: FedAlign, with the loss and server of fedatlas",
-        "head-neck-methods",
-        "fedalign-matched",
-        "fedatlas",
-    ),
-    ("800 steps: merged, with the same loss", "head-neck", "standalone-matched", "fedatlas"),
-    ("merged, at a protocol that nobody trained on", "head-neck-unseen", "standalone", "fedatlas"),
-    (
-        "merged, with the same loss, at such a protocol",
-        "head-neck-unseen",
-        "standalone-matched-mean",
-        "fedatlas",
-    ),
-    ("merged, four cases at each site", "head-neck-few", "standalone-4", "fedatlas-teach-4"),
-    (
-        "merged, with the same loss, four cases at each site",
-        "head-neck-few",
-        "standalone-matched-mean-4",
-        "fedatlas-teach-4",
-    ),
-    ("merged, organs at two sites each", "head-neck-annotators", "standalone-two", "fedatlas-two"),
-    (
-        "merged, with the same loss, organs at two sites each",
-        "head-neck-annotators",
-        "standalone-matched-mean-two",
-        "fedatlas-two",
-    ),
-    ("FedAvg, organs at two sites each", "head-neck-annotators", "fedavg-two", "fedatlas-two"),
-    (
-        "ConDistFL, with the loss and server, organs at two sites",
-        "head-neck-annotators",
-        "condistfl-matched-two",
-        "fedatlas-two",
-    ),
-    (
-        "all data in one place, organs at two sites each",
-        "head-neck-annotators",
-        "centralized-matched-two",
-        "fedatlas-two",
-    ),
-    ("abdominal MR: merged, with the same loss", "abdomen-mr", "standalone-matched", "fedatlas-teach"),
-    ("radiographs: FedAvg", "chest-xray-seg-long", "fedavg", "fedatlas-teach"),
-    ("radiographs: ConDistFL, journal paper", "chest-xray-seg-long", "condistfl", "fedatlas-teach"),
-    (
-        "radiographs: ConDistFL, with the server of fedatlas",
-        "chest-xray-seg-long",
-        "condistfl-matched",
-        "fedatlas-teach",
-    ),
-    ("radiographs: Kim et al.", "chest-xray-seg-long", "kim", "fedatlas-teach"),
-    ("radiographs: all data in one place", "chest-xray-seg-long", "centralized", "fedatlas-teach"),
-    ("radiographs: sites alone, merged", "chest-xray-seg-long", "standalone-mean", "fedatlas-teach"),
-)
-"""Compared with what, and where docs/results.md answers: a table's place, the other arm, fedatlas."""
-
-
 def gains() -> Drawing:
-    """By how much one model of all sites is above other ways to train."""
+    """By how much one model of all sites is above other ways to train, setting by setting: the page's first table."""
     page = PAGE.read_text()
-    left, unit, top = 400, 50.0, 46
-    d = Drawing(
-        860,
-        top + 44 * len(GAINS) + 62,
-        "One model of all sites, trained by fedatlas, against other ways to train",
-    )
+    left, unit, top, row, head = 400, 50.0, 46, 24, 34
+    rows = sum(len(setting.others) for setting in SETTINGS)
+    bottom = top + row * rows + head * len(SETTINGS)
+    d = Drawing(900, bottom + 62, "One model of all sites, trained by fedatlas, against other ways to train")
     zero = left + 2 * unit
-    bottom = top + 44 * len(GAINS)
-    for points in range(-2, 7):
+    for points in range(-2, 8):
         x = zero + unit * points
         d.lines.append(
             f'<line x1="{x:g}" y1="{top - 12}" x2="{x:g}" y2="{bottom}" stroke="{GRID if points else INK}"/>'
@@ -408,17 +331,28 @@ def gains() -> Drawing:
         colour=MUTED,
     )
     d.text(zero + 6, top - 20, "fedatlas is better", at="start", colour=MUTED)
-    for number, (label, *where) in enumerate(GAINS):
-        value, low, high = difference(page, *where)
-        y = top + 22 + 44 * number
-        d.text(left - 16, y + 4.5, label, at="end")
-        # the page has the others' differences to fedatlas
-        d.bar(zero - 100 * unit * high, y - 1.5, 100 * unit * (high - low), 3, INK)
-        d.bar(zero - 100 * unit * value - 5, y - 9, 10, 18, SERVER)
-        behind = low > 0  # then the number stands on the free side
-        place, side = (zero - 100 * unit * (high if behind else low), -10 if behind else 10)
-        d.text(place + side, y + 4.5, f"{-100 * value:+.1f}", at="end" if behind else "start")
+    y = top - row / 2
+    for setting in SETTINGS:
+        y += head
+        d.text(left - 16, y + 4.5, plain(setting.asked), at="end", bold=True)
+        for name, called in OPPONENTS.items():
+            if name not in setting.others:
+                continue
+            y += row
+            value, low, high = difference(page, setting.place, setting.others[name], setting.ours)
+            d.text(left - 16, y + 4.5, plain(called), at="end")
+            # the page has the others' differences to fedatlas
+            d.bar(zero - 100 * unit * high, y - 1.5, 100 * unit * (high - low), 3, INK)
+            d.bar(zero - 100 * unit * value - 4, y - 7, 8, 14, SERVER)
+            behind = low > 0  # then the number stands on the free side
+            place, side = (zero - 100 * unit * (high if behind else low), -10 if behind else 10)
+            d.text(place + side, y + 4.5, f"{-100 * value:+.1f}", at="end" if behind else "start")
     return d
+
+
+def plain(text: str) -> str:
+    """A cell of the page without its link and its marks of code."""
+    return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text).replace("`", "")
 
 
 BUDGETS = ("chest-xray-seg", "chest-xray-seg-long")

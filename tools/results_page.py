@@ -65,7 +65,13 @@ SETTINGS = (
         "[four labelled cases at each site](#few-labelled-cases)",
         "head-neck-few",
         "fedatlas-teach-4",
-        {"matched": "standalone-matched-mean-4", "alone": "standalone-4"},
+        {
+            "matched": "standalone-matched-mean-4",
+            "alone": "standalone-4",
+            "fedavg": "fedavg-4",
+            "condistfl-matched": "condistfl-matched-4",
+            "centralized": "centralized-matched-4",
+        },
     ),
     Setting(
         "[four cases, two annotators of each organ](#organs-that-several-sites-annotate)",
