@@ -260,12 +260,12 @@ def test_the_answer_is_what_the_tables_say() -> None:
         ours, *cells = row.strip("| ").split(" | ")[1:]
         told = dict(zip(made.OPPONENTS, cells, strict=True))
         assert {name for name, cell in told.items() if cell != "–"} == set(setting.others)
-        for name, arm in setting.others.items():
+        for name in setting.others:
             value, low, high = (float(number) for number in re.findall(r"[+-]\.\d+", told[name]))
             assert low <= value <= high
             low_sign, high_sign = re.findall(r"([+-])\.\d+", told[name])[1:]
             assert told[name].startswith("**") == (low_sign == high_sign)
-            assert value == pytest.approx(float(ours) - made.mean_of(page, setting.place, arm), abs=0.0016)
+            assert value == pytest.approx(float(ours) - made.mean_of(page, *setting.where(name)), abs=0.0016)
 
 
 def test_a_number_that_the_tables_lack_is_named() -> None:

@@ -339,7 +339,7 @@ def gains() -> Drawing:
             if name not in setting.others:
                 continue
             y += row
-            value, low, high = difference(page, setting.place, setting.others[name], setting.ours)
+            value, low, high = difference(page, *setting.where(name), setting.ours)
             d.text(left - 16, y + 4.5, plain(called), at="end")
             # the page has the others' differences to fedatlas
             d.bar(zero - 100 * unit * high, y - 1.5, 100 * unit * (high - low), 3, INK)

@@ -27,12 +27,18 @@ OPPONENTS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A row: what is asked, the place of its table on the page, the arm of `fedatlas`, and those that it is compared with."""
+    """A row: what is asked, the place of its table on the page, the arm of `fedatlas`, and those that it is compared with: an
+    arm of that table, or place/arm of another one with the same `fedatlas`."""
 
     asked: str
     place: str
     ours: str
     others: Mapping[str, str]
+
+    def where(self, opponent: str) -> tuple[str, str]:
+        """The table and the arm of one that it is compared with."""
+        place, _, arm = self.others[opponent].rpartition("/")
+        return place or self.place, arm
 
 
 SETTINGS = (
@@ -53,7 +59,7 @@ SETTINGS = (
         "head-neck",
         "fedatlas",
         {
-            "matched": "standalone-matched",
+            "matched": "head-neck-methods/standalone-matched-mean",
             "alone": "standalone",
             "fedavg": "fedavg",
             "condistfl": "condistfl",
@@ -155,9 +161,7 @@ def answer(page: str) -> str:
     ]
     for setting in SETTINGS:
         cells = [
-            _above(*difference(page, setting.place, setting.others[name], setting.ours))
-            if name in setting.others
-            else "–"
+            _above(*difference(page, *setting.where(name), setting.ours)) if name in setting.others else "–"
             for name in OPPONENTS
         ]
         mean = f"{mean_of(page, setting.place, setting.ours):.3f}"[1:]
