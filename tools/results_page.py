@@ -80,6 +80,12 @@ SETTINGS = (
         },
     ),
     Setting(
+        "[two labelled cases at each site](#few-labelled-cases)",
+        "head-neck-few",
+        "fedatlas-2",
+        {"matched": "standalone-matched-2", "alone": "standalone-2", "fedavg": "fedavg-2"},
+    ),
+    Setting(
         "[four cases, two annotators of each organ](#organs-that-several-sites-annotate)",
         "head-neck-annotators",
         "fedatlas-two",
