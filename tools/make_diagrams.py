@@ -369,7 +369,7 @@ LINES = {
     "standalone": ("sites alone, merged, the surest", "#d08bb0"),
     "standalone-better": ("sites alone, merged, the better way", "#a33b6d"),
 }
-"""Arm -> what its line is called, and its colour."""
+"""Arm, or a line of CASES that has several -> what its line is called, and its colour."""
 
 
 @dataclass
