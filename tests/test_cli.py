@@ -262,7 +262,10 @@ def test_lists_and_schema(capsys) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["run", "nothing.yaml"], "no such federation file"),
+        (["run", "nothing.yaml"], "no such file"),
+        (["compare", "nothing.yaml"], "error: nothing.yaml: no such file"),
+        (["run", "arms.yaml"], "arms.yaml: is a comparison file, as it has arms"),
+        (["check", "arms.yaml"], "is trained by: fedatlas compare arms.yaml"),
         (["report", "."], "run folder"),
         (["predict", ".", "x.nii.gz", "-o", "out"], "not a run folder"),
         (["evaluate", ".", "--data", "."], "not a run folder"),
@@ -270,6 +273,7 @@ def test_lists_and_schema(capsys) -> None:
 )
 def test_errors_are_sentences(arguments, text, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("arms.yaml").write_text("name: n\nbase: b.yaml\narms: {a: {}}\n")
     assert main(arguments) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ") and text in err and "Traceback" not in err

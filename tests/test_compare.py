@@ -266,7 +266,7 @@ def test_an_arm_changes_what_it_names_and_nothing_else(small_images, tmp_path) -
         ({"tables": [{"metric": "ap"}]}, "add it to evaluation.metrics"),
         ({"measure": {"splits": "test"}}, "did you mean 'split'"),
         ({"seeds": [1, 1]}, "holds one twice"),
-        ({"base": "nowhere.yaml"}, "no such federation file"),
+        ({"base": "nowhere.yaml"}, "no such file"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told_before_anything_is_trained(small_images, tmp_path, changes, told) -> None:

@@ -55,7 +55,7 @@ def write(path: Path, content: Any) -> Path:
 
 
 def test_files_that_are_none(tmp_path) -> None:
-    with pytest.raises(FederationError, match="no such federation file"):
+    with pytest.raises(FederationError, match="no such file"):
         load_federation(tmp_path / "x.yaml")
     with pytest.raises(FederationError, match="the key 'a' is given twice"):
         load_federation(write(tmp_path / "x.yaml", "a: 1\na: 2\n"))

@@ -322,7 +322,7 @@ def test_runs_and_files_that_are_none(finished, tmp_path, capsys) -> None:
     out.write_text("mine")
     for run, file, said in (
         (tmp_path, new, "not a run folder, it holds no run.json"),
-        (finished, tmp_path / "none.yaml", "no such federation file"),
+        (finished, tmp_path / "none.yaml", "no such file"),
         (finished, new, "exists already; name another file with -o"),
     ):
         target = out if file is new and run is finished else tmp_path / "other.yaml"

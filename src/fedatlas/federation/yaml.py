@@ -19,6 +19,11 @@ def load_raw(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The plain values of a federation file, with `extends` resolved and `key.path=value` overrides applied; paths of
     sites and of weights that another file gives are absolute. Raises FederationError."""
     raw = read_yaml(path)
+    if "arms" in raw or "base" in raw:
+        raise FederationError(
+            f"{path}: is a comparison file, as it has {'arms' if 'arms' in raw else 'base'}; expected a federation file, which has sites. A "
+            f"comparison is trained by: fedatlas compare {path}"
+        )
     for text in overrides:
         override(raw, text)
     return raw
@@ -130,7 +135,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     try:
         raw = yaml.load(path.read_text(), _Strict)
     except FileNotFoundError:
-        raise FederationError(f"{path}: no such federation file") from None
+        raise FederationError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise FederationError(f"{path}: cannot be read ({error})") from error
     except yaml.YAMLError as error:
