@@ -19,10 +19,10 @@ from fedatlas.evaluation.statistics import (
     site_index,
 )
 from fedatlas.federation.file import Federation, flat_difference, hash_of, load_federation, resolved
-from fedatlas.federation.session import run_federation
+from fedatlas.federation.session import changed_evaluation, run_federation
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.transport.local import keeping_workers
-from fedatlas.transport.rounds import read_json
+from fedatlas.transport.rounds import RunFolder, read_json
 
 Tell = Callable[[str], None]
 AfterRun = Callable[[str, int], object]
@@ -30,13 +30,16 @@ AfterRun = Callable[[str, int], object]
 
 
 def state_of(comparison: Comparison, arm: str, seed: int) -> Literal["finished", "begun", "absent"]:
-    """How far a run is. Raises RunFolderError if its folder is of another configuration."""
+    """How far a run is; one that is finished but for a final evaluation with other options is begun. Raises RunFolderError if its
+    folder is of another configuration."""
     path, federation = comparison.path(arm, seed), comparison.federations[arm][seed]
     info = path / "run.json"
     if not info.exists():
         return "begun" if path.exists() else "absent"
     about = read_json(info)
     if not is_of(federation, path):
+        if changed_evaluation(RunFolder(path), federation):
+            return "begun"
         raise RunFolderError(
             f"{path}: belongs to another configuration:\n"
             f"{flat_difference(read_yaml(path / 'federation.yaml'), resolved(federation))}\n"

@@ -108,6 +108,10 @@ class Evaluation:
             )
 
 
+AFTER_TRAINING = ("metrics", "postprocess", "overlays", "draws", "threshold")
+"""The options that the final evaluation alone takes: where nothing else was changed, a run is evaluated again and not trained."""
+
+
 @dataclass(frozen=True)
 class Row:
     """One value. known: was this class annotated for training in this case; reason: why the value is undefined, or a

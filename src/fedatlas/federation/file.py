@@ -367,15 +367,21 @@ def hash_of(federation: Federation) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> the values of two resolved federations that differ in it, "(none)" where one has no such key; `engine` and paths
+    aside."""
+    was, now = _flat(shareable(one)), _flat(shareable(other))
+    keys = [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]
+    return {key: (was.get(key, "(none)"), now.get(key, "(none)")) for key in keys}
+
+
 def flat_difference(
     one: Mapping[str, Any], other: Mapping[str, Any], there: str = "there", here: str = "now"
 ) -> str:
     """The keys in which two resolved federations differ, a line each, for a person; `engine` and paths aside."""
-    was, now = _flat(shareable(one)), _flat(shareable(other))
-    keys = [key for key in dict.fromkeys([*was, *now]) if was.get(key) != now.get(key)]
     lines = [
-        shown(f"  {key}: {was.get(key, '(none)')} {there}, {now.get(key, '(none)')} {here}", 2000)
-        for key in keys
+        shown(f"  {key}: {was} {there}, {now} {here}", 2000)
+        for key, (was, now) in differences(one, other).items()
     ]
     return "\n".join(lines[:20]) or "  (written by another version of fedatlas)"
 

@@ -23,11 +23,12 @@ from fedatlas.core.errors import FederationError, RunFolderError
 from fedatlas.core.tensors import Tensors, n_bytes, tensors_of, to_tree
 from fedatlas.data.checks import check_federation, shared_scans
 from fedatlas.data.reading import refuse
-from fedatlas.evaluation.evaluate import Candidate, place_of, question, selection_score
+from fedatlas.evaluation.evaluate import AFTER_TRAINING, Candidate, place_of, question, selection_score
 from fedatlas.evaluation.statistics import POST, read_rows, rows_text
 from fedatlas.federation.design import Design, Experiment, cache_folder, egress_log, versions
 from fedatlas.federation.file import (
     Federation,
+    differences,
     flat_difference,
     hash_of,
     load_federation,
@@ -457,14 +458,12 @@ def _run(
     gather: Gather,
 ) -> None:
     path = folder.path
-    _claim(folder, federation, resume)
+    _claim(folder, federation, resume, tell)
     if resume and _is_finished(folder, federation):
         tell(f"{path}: is finished already")
         return
-    if resume and (path / "run.json").exists() and (differences := differing_versions(read_run(path))):
-        tell(
-            f"{path}: was begun with other versions ({differences}); numbers may differ from those of one run"
-        )
+    if resume and (path / "run.json").exists() and (others := differing_versions(read_run(path))):
+        tell(f"{path}: was begun with other versions ({others}); numbers may differ from those of one run")
     if resume and not folder.complete():
         tell(f"{path}: nothing to resume, begins with the first round")
     with folder.explained(), writers(federation.log, federation.name, path, tell) as write:
@@ -771,25 +770,49 @@ def _is_finished(folder: RunFolder, federation: Federation) -> bool:
     return done and info.exists() and read_json(info)["finished"] is not None
 
 
-def _claim(folder: RunFolder, federation: Federation, resume: bool) -> None:
-    """Makes the run folder, or checks that it belongs to this very configuration."""
-    path = folder.path / "run.json"
-    if path.exists():
-        info = read_run(folder.path)
-        if info["hash"] != hash_of(federation):
-            raise RunFolderError(
-                f"{folder.path}: belongs to another configuration:\n"
-                f"{flat_difference(read_yaml(folder.path / 'federation.yaml'), resolved(federation))}\n"
-                "Give the new run a name of its own with --id, or put the values back"
-            )
-        if not resume:
-            raise RunFolderError(
-                f"{folder.path}: exists already; go on with --resume, or give the new run a name with --id"
-            )
+def changed_evaluation(folder: RunFolder, federation: Federation) -> list[str]:
+    """The keys of the final evaluation in which a run folder differs from a federation, if it differs in nothing else and holds
+    the state to go on from; else none. Such a run is evaluated again, with the bits of one that had these options from the start."""
+    keys = list(differences(read_yaml(folder.path / "federation.yaml"), resolved(federation)))
+    taken = tuple(f"evaluation.{name}." for name in AFTER_TRAINING)
+    trained = folder.complete()
+    there = bool(trained) and (folder.rounds / f"{trained[-1]:04d}" / "state.fa").exists()
+    return keys if there and all(f"{key}.".startswith(taken) for key in keys) else []
+
+
+def _claim(folder: RunFolder, federation: Federation, resume: bool, tell: Tell) -> None:
+    """Makes the run folder, or checks that it belongs to this very configuration, or to one of which the final evaluation alone
+    differs."""
+    path, written = folder.path / "run.json", folder.path / "federation.yaml"
+    text = yaml.safe_dump(resolved(federation), sort_keys=False, allow_unicode=True).encode()
+    digest = hashlib.sha256(text).hexdigest()
+    if not path.exists():
+        folder.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(written, text)
         return
-    folder.path.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump(resolved(federation), sort_keys=False, allow_unicode=True)
-    write_atomic(folder.path / "federation.yaml", text.encode())
+    info = read_run(folder.path)
+    changed = [] if info["hash"] == hash_of(federation) else changed_evaluation(folder, federation)
+    if info["hash"] != hash_of(federation) and not changed:
+        raise RunFolderError(
+            f"{folder.path}: belongs to another configuration:\n"
+            f"{flat_difference(read_yaml(written), resolved(federation))}\n"
+            "Give the new run a name of its own with --id, or put the values back"
+        )
+    if not resume:
+        raise RunFolderError(
+            f"{folder.path}: exists already; go on with --resume, or give the new run a name with --id"
+        )
+    if changed:
+        again = "is evaluated again, not trained" if info["finished"] else "goes on"
+        tell(f"{folder.path}: {again}, as it differs in {', '.join(changed)} alone")
+        info |= {"hash": hash_of(federation), "federation": digest, "finished": None}
+        write_atomic(path, to_json(sealed(info, SEALED)))
+    if info.get("federation") == digest and written.read_bytes() != text:
+        write_atomic(written, text)  # of this change, or of one that broke off
+
+
+SEALED = ("channels", "federation", "hash", "labels", "sites")
+"""What the seal of run.json is of."""
 
 
 def _describe(folder: RunFolder, parties: Parties, net: nn.Module) -> None:
@@ -824,7 +847,7 @@ def _describe(folder: RunFolder, parties: Parties, net: nn.Module) -> None:
         "labels": space.to_plain(),
         "sites": dict(parties.summaries),
     }
-    write_atomic(path, to_json(sealed(info, ("channels", "federation", "hash", "labels", "sites"))))
+    write_atomic(path, to_json(sealed(info, SEALED)))
 
 
 def _note_change(folder: RunFolder, sites: Sequence[str]) -> None:
