@@ -98,6 +98,12 @@ SETTINGS = (
         },
     ),
     Setting(
+        "[four cases, all four sites annotate each organ](#organs-that-several-sites-annotate)",
+        "head-neck-annotators",
+        "fedatlas-four",
+        {"matched": "standalone-matched-mean-four", "fedavg": "fedavg-four"},
+    ),
+    Setting(
         "[a protocol that nobody trained on](#a-protocol-that-nobody-trained-on), `teach: 0`",
         "head-neck-unseen",
         "fedatlas",
