@@ -316,7 +316,7 @@ def gains() -> Drawing:
     left, unit, top, row, head = 400, 50.0, 46, 24, 34
     rows = sum(len(setting.others) for setting in SETTINGS)
     bottom = top + row * rows + head * len(SETTINGS)
-    d = Drawing(900, bottom + 62, "One model of all sites, trained by fedatlas, against other ways to train")
+    d = Drawing(916, bottom + 62, "One model of all sites, trained by fedatlas, against other ways to train")
     zero = left + 2 * unit
     for points in range(-2, 8):
         x = zero + unit * points
