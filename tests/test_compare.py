@@ -472,7 +472,7 @@ def results(metric: str = "auroc", **arms: list[float]) -> dict[str, Any]:
             for arm, values in arms.items()
         },
         "compared": {}, "differences": {}, "bootstrap": {}, "printed": {"one": {"a": 0.7}},
-        "ranks": asdict(mean_ranks({})), "tables": [],
+        "ranks": [], "tables": [],
     }  # fmt: skip
 
 
@@ -534,7 +534,7 @@ def test_the_page_holds_tables_and_diagram() -> None:
     found = results(one=[0.5, 0.5], two=[0.6, 0.6])
     assert "<svg" not in html(found)
     values = {"one": dict.fromkeys(range(8), 0.5), "<two>": dict.fromkeys(range(8), 0.6)}
-    page = html(found | {"ranks": asdict(mean_ranks(values))})
+    page = html(found | {"ranks": [asdict(mean_ranks(values))]})
     assert (
         page.count("Critical-difference diagram") == 1 and "&lt;two&gt; 1.00" in page and "<two>" not in page
     )
@@ -559,7 +559,7 @@ def test_segmentation_is_compared_by_cases(small, phantom, tmp_path) -> None:
     assert found["metric"] == "dice" and "background" not in found["classes"]
     only = found["differences"]["pooled"]
     assert found["pairs"] == "case" and only["n"] == 1 and only["t"] is only["wilcoxon"] is None
-    assert found["bootstrap"]["pooled"]["low"] is None and found["ranks"]["critical"] is None
+    assert found["bootstrap"]["pooled"]["low"] is None and found["ranks"][0]["critical"] is None
     assert "classes that it does not, sites s0" in markdown(found)
     known, validation = found["tables"]
     assert set(known["arms"]["pooled"]["per_class"]) > {row["class"] for row in rows if row["known"]}, (
@@ -744,7 +744,7 @@ def test_tests_pair_by_case_and_need_six(tmp_path, cases: int) -> None:
     else:
         assert apart["wilcoxon"] is apart["t"] is interval["low"] is None
         assert f"| condistfl | 5 | {interval['value']:+.3f} | – | – | – |" in text
-        assert found["ranks"]["critical"] is None and "Friedman" not in text
+        assert found["ranks"][0]["critical"] is None and "Friedman" not in text
     assert json.loads(json.dumps(found)) == found
 
 

@@ -339,6 +339,23 @@ def test_an_arm_is_compared_with_the_reference_that_the_file_names(tmp_path) -> 
     assert "Differences to the arm that is named" in text
 
 
+def test_arms_of_settings_that_are_not_compared_are_not_ranked_together(tmp_path) -> None:
+    """menu is compared with unet, and neither with localized."""
+    apart = menu(tmp_path, layout={"columns": "site-class"}, references={"menu": "unet"})
+    for arm, level in {"localized": 0.9, "unet": 0.5, "menu": 0.6}.items():
+        pretend(apart, arm, {"best": {"c1/liver": [level] * 8}})
+    assert apart.families == [["localized"], ["unet", "menu"]]
+    (ranks,) = collect(apart)["ranks"]
+    assert ranks["mean"] == {"menu": 1.0, "unet": 2.0}
+    assert html(collect(apart)).count("Critical-difference diagram") == 1
+    # by way of unet menu is compared with localized, too
+    both = menu(tmp_path, layout={"columns": "site-class"}, references={"menu": "unet", "unet": "localized"})
+    assert both.families == [["localized", "unet", "menu"]]
+    assert list(collect(both)["ranks"][0]["mean"]) == ["localized", "menu", "unet"]
+    plain = menu(tmp_path, layout={"columns": "site-class"})
+    assert plain.families == [list(plain.arms)]
+
+
 @pytest.mark.parametrize(
     ("references", "told"),
     [

@@ -64,7 +64,7 @@ SETTINGS = (
             "fedavg": "fedavg",
             "condistfl": "condistfl",
             "condistfl-matched": "condistfl-matched",
-            "centralized": "centralized-matched",
+            "centralized": "head-neck-methods/centralized",
         },
     ),
     Setting(

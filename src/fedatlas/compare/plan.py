@@ -276,6 +276,17 @@ class Comparison:
         }
 
     @property
+    def families(self) -> list[list[str]]:
+        """The arms in groups, each of those that are compared with one another, by way of others too: one group, unless
+        `references` keep settings apart."""
+        groups: list[list[str]] = []
+        for pair in [{arm} for arm in self.arms] + [{arm, other} for arm, other in self.compared.items()]:
+            joined = {*pair, *(arm for group in groups if pair & set(group) for arm in group)}
+            groups = [group for group in groups if not pair & set(group)]
+            groups.append([arm for arm in self.arms if arm in joined])
+        return sorted(groups, key=lambda group: self.arms.index(group[0]))
+
+    @property
     def arms(self) -> list[str]:
         """Those of the tables."""
         return list(self.turns or self.federations)

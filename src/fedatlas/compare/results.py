@@ -59,8 +59,8 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     its difference is to. differences: arm -> against that, over `pairs`:
     "case", each the mean over its classes and the seeds, or, where labels are of whole images, "cell" of site, class
     and seed. bootstrap: arm -> an interval of the difference of the table's means, by case, or by patient where labels
-    are of whole images. ranks: of the arms of which every seed is finished, over cells of site and class, each the
-    mean over seeds; with fewer than LEAST_PAIRS cases no test. tables: `means` of the further tables. costs,
+    are of whole images. ranks: of each family of arms that are compared with one another, those of which every seed is
+    finished, over cells of site and class, each the mean over seeds; with fewer than LEAST_PAIRS cases no test. tables: `means` of the further tables. costs,
     forgetting, curves: as the functions of these names give them; local: which local models those are, as `evaluation.local`.
     """
     done = finished(comparison)
@@ -359,32 +359,44 @@ def _weighted(
         classes = Counter((seed, site) for seed, site, _ in apart)
         sites = Counter(seed for seed, _ in classes)
         return [
-            Cell(site, 1 / (classes[seed, site] * sites[seed]), cases)
+            Cell(site, 1 / (classes[seed, site] * sites[seed]), cases, column=(seed, site))
             for (seed, site, _), cases in apart.items()
         ]
     sites_of = Counter((seed, name) for seed, _, name in apart)
     columns = Counter(seed for seed, _ in sites_of)
-    if comparison.layout.columns == "site-class":
+    own = comparison.layout.columns == "site-class"
+    if own:
         sites_of, columns = Counter(dict.fromkeys(sites_of, 1)), Counter(seed for seed, _, _ in apart)
     return [
-        Cell(site, 1 / (sites_of[seed, name] * columns[seed]), cases)
+        Cell(
+            site,
+            1 / (sites_of[seed, name] * columns[seed]),
+            cases,
+            column=(seed, site, name) if own else (seed, name),
+        )
         for (seed, site, name), cases in apart.items()
     ]
 
 
 def _ranks(
     comparison: Comparison, cells: Mapping[str, Mapping[int, Cells]], *, tested: bool = True
-) -> dict[str, Any]:
-    """tested: are there enough cases for a test?"""
+) -> list[dict[str, Any]]:
+    """Of every family of arms of which two or more are finished. tested: are there enough cases for a test?"""
     over_seeds = {
         arm: {key: mean_of_defined(c.get(key) for c in of_arm.values()) for c in of_arm.values() for key in c}
         for arm, of_arm in cells.items()
         if len(of_arm) == len(comparison.seeds)
     }
-    ranks = mean_ranks(over_seeds, higher=comparison.metric not in LOWER)
-    if not tested:
-        ranks = replace(ranks, friedman=None, critical=None, groups=())
-    return asdict(ranks) | {"groups": [list(group) for group in ranks.groups]}
+    found = []
+    for family in comparison.families:
+        there = {arm: over_seeds[arm] for arm in family if arm in over_seeds}
+        if len(there) < 2:
+            continue
+        ranks = mean_ranks(there, higher=comparison.metric not in LOWER)
+        if not tested:
+            ranks = replace(ranks, friedman=None, critical=None, groups=())
+        found.append(asdict(ranks) | {"groups": [list(group) for group in ranks.groups]})
+    return found
 
 
 def _place(row: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -61,7 +61,7 @@ def html(
     captions: Mapping[str, str] | None = None,
     sections: Sequence[Section] = (),
 ) -> str:
-    """The same as a page of its own, with the critical-difference diagram; it needs no network. captions: means, forgetting,
+    """The same as a page of its own, with critical-difference diagrams; it needs no network. captions: means, forgetting,
     costs -> what these tables repeat of a paper, plain text; sections: what stands below the tables."""
     return render(
         "comparison.html",
@@ -72,7 +72,7 @@ def html(
         captions=captions or {},
         inline=_inline,
         groupby=groupby,
-        ranks=rank_diagram(found["ranks"]) if len(found["ranks"]["mean"]) > 1 else "",
+        ranks=[rank_diagram(family, f"ranks-{place}") for place, family in enumerate(found["ranks"])],
         sections=sections,
     )
 
@@ -81,7 +81,7 @@ def _parts(found: Mapping[str, Any]) -> dict[str, list[str | Table]]:
     """The tables by the part of the page that they are, in order."""
     parts: dict[str, list[str | Table]] = {
         "means": _means(found),
-        "differences": [*_differences(found), *_ranks(found)],
+        "differences": [*_differences(found), *map(_ranks, found["ranks"])],
         "forgetting": _forgetting(found),
         "further-means": [part for other in found["tables"] for part in _means(other)],
         "swings": _curves(found),
@@ -547,11 +547,8 @@ def _hours(cost: Mapping[str, Any], what: str) -> str:
     return _short(hours) + ("" if relative is None else f" (× {relative:.2f})")
 
 
-def _ranks(found: Mapping[str, Any]) -> list[str | Table]:
-    """Mean ranks and the critical difference, as a sentence."""
-    ranks = found["ranks"]
-    if len(ranks["mean"]) < 2:
-        return []
+def _ranks(ranks: Mapping[str, Any]) -> str:
+    """Mean ranks and the critical difference of a family of arms, as a sentence."""
     told = ", ".join(f"{arm} {rank:.2f}" for arm, rank in ranks["mean"].items())
     text = (
         f"Mean rank of the arms of which every seed is finished, over {ranks['n']} cells of site and class, each the "
@@ -561,7 +558,7 @@ def _ranks(found: Mapping[str, Any]) -> list[str | Table]:
         text += f" Friedman p {_p(ranks['friedman'])}."
     if ranks["critical"] is not None:
         text += f" Critical difference (Nemenyi, 0.05): {ranks['critical']:.2f}."
-    return [text]
+    return text
 
 
 def _p(value: float | None) -> str:

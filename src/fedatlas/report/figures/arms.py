@@ -295,9 +295,9 @@ def dot_panels(panels: Sequence[Dots], name: str) -> Markup:
 # ---------------------------------------------------------------------------------------------- ranks
 
 
-def rank_diagram(ranks: Mapping[str, Any]) -> Markup:
+def rank_diagram(ranks: Mapping[str, Any], name: str) -> Markup:
     """The critical-difference diagram: arms at their mean ranks, bars join arms that do not differ. ranks: as
-    `statistics.Ranks`, of two arms or more."""
+    `statistics.Ranks`, of two arms or more; name: of the figure, for its identifiers."""
     means, critical, groups = ranks["mean"], ranks["critical"], ranks["groups"]
     names, half = list(means), (len(means) + 1) // 2
     low, high = 1, len(names)
@@ -317,16 +317,16 @@ def rank_diagram(ranks: Mapping[str, Any]) -> Markup:
         for index, group in enumerate(groups):
             ends = [means[group[0]] - 0.01 * span, means[group[-1]] + 0.01 * span]
             axis.plot(ends, [-0.5 - 0.45 * index] * 2, color=ACCENT, linewidth=3.4)
-        for index, (name, here) in enumerate(means.items()):
+        for index, (arm, here) in enumerate(means.items()):
             best = index < half
             y = -top - (index if best else len(names) - 1 - index) - 0.3
             to = low - 0.04 * span if best else high + 0.04 * span
             axis.plot([here, here, to], [0, y, y], **thin)
             at = to - 0.01 * span if best else to + 0.01 * span
-            axis.text(at, y, f"{short(name, 30)} {here:.2f}", ha="right" if best else "left", va="center")
+            axis.text(at, y, f"{short(arm, 30)} {here:.2f}", ha="right" if best else "left", va="center")
         axis.set_axis_off()
         axis.set_xlim(low - 0.7 * span, max(high + 0.7 * span, low + (critical or 0)))
         axis.set_ylim(-deep, 2.8 if critical is not None else 1.2)
 
     told = "Critical-difference diagram of mean ranks"
-    return chart("ranks", told, [None], panel, columns=1, height=0.2 * (deep + 2.0))
+    return chart(name, told, [None], panel, columns=1, height=0.2 * (deep + 2.0))

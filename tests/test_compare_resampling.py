@@ -1,0 +1,71 @@
+"""Intervals over resamples of cases, against a literal version with loops."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from fedatlas.compare.resampling import Cell, interval_by_case
+
+COLUMNS = ("liver", "spleen")
+
+
+def cells(own: dict[tuple[str, str], dict[str, float]]) -> list[Cell]:
+    """Mean over the columns of the mean over the sites."""
+    sites_of = {name: sum(of == name for _, of in own) for name in COLUMNS}
+    return [
+        Cell(site, 1 / (sites_of[name] * len(COLUMNS)), values, column=name)
+        for (site, name), values in own.items()
+    ]
+
+
+def literal(of: Sequence[Cell], rng: np.random.Generator, draws: int) -> tuple[float, float]:
+    """Draw by draw: the mean over the columns of the mean over the sites that still have a case."""
+    sites = list(dict.fromkeys(cell.site for cell in of))
+    cases = {
+        site: sorted({case for cell in of if cell.site == site for case in cell.values}) for site in sites
+    }
+    drawn = {
+        site: rng.multinomial(len(cases[site]), [1 / len(cases[site])] * len(cases[site]), draws)
+        for site in sites
+    }
+    found = []
+    for draw in range(draws):
+        columns = []
+        for name in COLUMNS:
+            means = []
+            for cell in of:
+                if cell.column == name:
+                    times = dict(zip(cases[cell.site], drawn[cell.site][draw], strict=True))
+                    values = [value for case, value in cell.values.items() for _ in range(times[case])]
+                    if values:
+                        means.append(np.mean(values))
+            if means:
+                columns.append(np.mean(means))
+        found.append(np.mean(columns))
+    low, high = np.percentile(found, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def test_the_interval_is_that_of_a_literal_version() -> None:
+    """At site b one case of four has a spleen, so that a third of the resamples have none there."""
+    rng = np.random.default_rng(0)
+    own = {
+        (site, name): {f"{site}{i}": float(rng.normal()) for i in range(n)}
+        for (site, name), n in {("a", "liver"): 5, ("a", "spleen"): 5, ("b", "liver"): 4, ("b", "spleen"): 1}.items()
+    }  # fmt: skip
+    found = interval_by_case(cells(own), np.random.default_rng(7), draws=400)
+    assert (found["low"], found["high"]) == pytest.approx(literal(cells(own), np.random.default_rng(7), 400))
+    assert found["low"] < found["value"] < found["high"] and found["cases"] == 9
+
+
+def test_a_cell_without_a_case_leaves_its_weight_to_its_column() -> None:
+    """Livers differ by 0 and spleens by 1 in every case, so that the mean is 1/2 whatever is drawn."""
+    own = {
+        ("a", "liver"): dict.fromkeys("abcd", 0.0),
+        ("a", "spleen"): dict.fromkeys("abcd", 1.0),
+        ("b", "liver"): dict.fromkeys("efg", 0.0),
+        ("b", "spleen"): {"e": 1.0},
+    }
+    found = interval_by_case(cells(own), np.random.default_rng(0))
+    assert (found["low"], found["high"]) == pytest.approx((0.5, 0.5))
