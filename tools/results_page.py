@@ -1,16 +1,24 @@
-"""Reads the tables of docs/results.md, and writes the one at its top that puts them together: what `fedatlas` is worth,
-setting by setting.
+"""Makes the tables of docs/results.md whose runs have records, and from these and the others the one at its top that puts them
+together: what `fedatlas` is worth, setting by setting.
 
     .venv/bin/python tools/results_page.py
 """
 
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import copysign
 from pathlib import Path
+from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+from fedatlas.compare import Comparison, collect, load_comparison, markdown, restore_runs
+from fedatlas.federation.yaml import read_yaml
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "results.md"
+RECORDED = sorted(path for path in ROOT.glob("experiments/*/records/*") if path.is_dir())
+"""Folders of records, each of the runs of one name and profile."""
 PLACE = "answer"
 """Where the table stands, as the tables of comparisons stand at the name of theirs."""
 
@@ -130,6 +138,43 @@ SETTINGS = (
 )
 
 
+def recorded(records: Path, runs: Path) -> Iterator[tuple[Comparison, list[str], Mapping[str, Any]]]:
+    """Of a folder of records the comparisons that have its runs, each with the names of the runs that are there and what they came
+    to; runs: a folder for them, which is none of a user's."""
+    name, _, profile = records.name.rpartition("-")
+    for file in sorted(records.parents[1].glob("*.yaml")):
+        plain = read_yaml(file)
+        if "arms" in plain and name == plain.get("runs", plain["name"]) and profile in plain["profiles"]:
+            place = runs / records.parents[1].name / f"{file.stem}-{profile}"
+            comparison = load_comparison(
+                [file], profile=profile, data=runs / "no data are needed", runs=place
+            )
+            yield comparison, restore_runs(comparison, records.parent), collect(comparison)
+
+
+def is_table(found: Mapping[str, Any]) -> bool:
+    """Whether there is anything to compare: two arms or more."""
+    return sum(bool(row["seeds"]) for row in found["arms"].values()) > 1
+
+
+def table(comparison: Comparison, found: Mapping[str, Any]) -> str:
+    """As it stands on the page, with its marks; the command names the file as it is given from the project's root."""
+    made = markdown(found).replace(f"{ROOT}/", "")
+    return f"<!-- {comparison.name} -->\n\n{made}\n<!-- /{comparison.name} -->"
+
+
+def made_again(page: str) -> str:
+    """The page with every table that it has and that has records, from these."""
+    with tempfile.TemporaryDirectory() as runs:
+        for records in RECORDED:
+            for comparison, _, found in recorded(records, Path(runs)):
+                old = table_of(page, comparison.name)
+                if old and is_table(found):
+                    begin, end = f"<!-- {comparison.name} -->", f"<!-- /{comparison.name} -->"
+                    page = page.replace(f"{begin}{old}{end}", table(comparison, found))
+    return page
+
+
 def table_of(page: str, place: str) -> str:
     """What stands between the marks of a place."""
     return page.partition(f"<!-- {place} -->")[2].partition(f"<!-- /{place} -->")[0]
@@ -202,4 +247,4 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(PAGE.read_text()))
+    PAGE.write_text(filled(made_again(PAGE.read_text())))
