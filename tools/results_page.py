@@ -12,7 +12,7 @@ from math import copysign
 from pathlib import Path
 from typing import Any
 
-from fedatlas.compare import Comparison, collect, load_comparison, markdown, restore_runs
+from fedatlas.compare import Comparison, collect, load_comparison, restore_runs, write_table
 from fedatlas.federation.yaml import read_yaml
 
 ROOT = Path(__file__).parents[1]
@@ -140,7 +140,7 @@ SETTINGS = (
 
 def recorded(records: Path, runs: Path) -> Iterator[tuple[Comparison, list[str], Mapping[str, Any]]]:
     """Of a folder of records the comparisons that have its runs, each with the names of the runs that are there and what they came
-    to; runs: a folder for them, which is none of a user's."""
+    to, with the command as it is given from the project's root; runs: a folder for them, which is none of a user's."""
     name, _, profile = records.name.rpartition("-")
     for file in sorted(records.parents[1].glob("*.yaml")):
         plain = read_yaml(file)
@@ -149,7 +149,8 @@ def recorded(records: Path, runs: Path) -> Iterator[tuple[Comparison, list[str],
             comparison = load_comparison(
                 [file], profile=profile, data=runs / "no data are needed", runs=place
             )
-            yield comparison, restore_runs(comparison, records.parent), collect(comparison)
+            names, found = restore_runs(comparison, records.parent), collect(comparison)
+            yield comparison, names, found | {"command": found["command"].replace(f"{ROOT}/", "")}
 
 
 def is_table(found: Mapping[str, Any]) -> bool:
@@ -157,22 +158,13 @@ def is_table(found: Mapping[str, Any]) -> bool:
     return sum(bool(row["seeds"]) for row in found["arms"].values()) > 1
 
 
-def table(comparison: Comparison, found: Mapping[str, Any]) -> str:
-    """As it stands on the page, with its marks; the command names the file as it is given from the project's root."""
-    made = markdown(found).replace(f"{ROOT}/", "")
-    return f"<!-- {comparison.name} -->\n\n{made}\n<!-- /{comparison.name} -->"
-
-
-def made_again(page: str) -> str:
-    """The page with every table that it has and that has records, from these."""
+def make_tables(page: Path) -> None:
+    """Makes every table of a page again that has records."""
     with tempfile.TemporaryDirectory() as runs:
         for records in RECORDED:
             for comparison, _, found in recorded(records, Path(runs)):
-                old = table_of(page, comparison.name)
-                if old and is_table(found):
-                    begin, end = f"<!-- {comparison.name} -->", f"<!-- /{comparison.name} -->"
-                    page = page.replace(f"{begin}{old}{end}", table(comparison, found))
-    return page
+                if is_table(found) and table_of(page.read_text(), comparison.name):
+                    write_table(comparison, found, page)
 
 
 def table_of(page: str, place: str) -> str:
@@ -247,4 +239,5 @@ def filled(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(filled(made_again(PAGE.read_text())))
+    make_tables(PAGE)
+    PAGE.write_text(filled(PAGE.read_text()))

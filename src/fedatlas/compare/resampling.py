@@ -56,8 +56,9 @@ def interval_by_case(
             total[columns[cell.column]] += cell.weight * mean
             weight[columns[cell.column]] += cell.weight * (n > 0)
     means = np.divide(total, weight, out=np.zeros_like(total), where=weight > 0)
-    whole = np.bincount([columns[cell.column] for cell in used], weights)[:, None] * (weight > 0)
-    there = whole.sum(0) > 0
-    found = (means * whole).sum(0)[there] / whole.sum(0)[there]
+    whole = np.bincount([columns[cell.column] for cell in used], weights)[:, None]
+    found = np.average(
+        means, axis=0, weights=whole * (weight > 0)
+    )  # every resample has a case, and every case a cell
     low, high = np.percentile(found, [2.5, 97.5])
     return {"value": value, "low": float(low), "high": float(high), "cases": count, "reason": ""}
