@@ -269,11 +269,20 @@ def test_lists_and_schema(capsys) -> None:
         (["report", "."], "run folder"),
         (["predict", ".", "x.nii.gz", "-o", "out"], "not a run folder"),
         (["evaluate", ".", "--data", "."], "not a run folder"),
+        (
+            ["predict", "many", "x.nii.gz", "-o", "out"],
+            "it holds runs, give one of them: many/a, many/b, many/c, many/d and 1 more",
+        ),
+        (["report", "many"], "it holds runs, give one of them: many/a"),
+        (["watch", "many"], "it holds runs, give one of them: many/a"),
     ],
 )
 def test_errors_are_sentences(arguments, text, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("arms.yaml").write_text("name: n\nbase: b.yaml\narms: {a: {}}\n")
+    for name in "abcde":
+        Path("many", name).mkdir(parents=True)
+        Path("many", name, "run.json").write_text("{}")
     assert main(arguments) == 1
     err = capsys.readouterr().err
     assert err.startswith("error: ") and text in err and "Traceback" not in err

@@ -19,13 +19,20 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
     return load_comparison([ROOT / "experiments" / "demo.yaml"], runs=runs)
 
 
-def test_make_demo_runs_this_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file of `experiments/` is the one that travels with the package."""
+def test_make_demo_runs_this_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], demo: Comparison
+) -> None:
+    """The file of `experiments/` is the one that travels with the package, and what to try next is named with a run of it."""
     assert "/fedatlas demo\n" in (ROOT / "Makefile").read_text()
     asked: list[list[str]] = []
     monkeypatch.setattr(cli, "main", lambda argv: asked.append(argv) or 0)
     assert main(["demo"]) == 0
     assert asked[0][0] == "compare" and (ROOT / "experiments/demo.yaml").samefile(asked[0][1])
+    words = capsys.readouterr().out.split("try:      fedatlas predict ")[1].split()
+    assert (
+        words[0].endswith(f"{demo.name}/{demo.path(demo.arms[0], demo.seeds[0]).name}")
+        and Path(words[1]).is_file()
+    )
 
 
 def test_overrides_are_of_one_federation(capsys: pytest.CaptureFixture[str]) -> None:

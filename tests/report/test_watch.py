@@ -152,7 +152,7 @@ def test_a_file_where_no_server_may_run(tmp_path: Path, undrawn: None, capsys) -
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["nowhere"], "not a run folder, federation.yaml is missing"),
+        (["nowhere"], "nowhere: no such folder"),
         (["run", "--every", "0"], "allowed are 1 second or more"),
         (["run", "--every", "nan"], "allowed are 1 second or more"),
         (["run", "--port", "70000"], "ports from 0 to 65535"),
@@ -169,7 +169,7 @@ def test_what_cannot_be_watched(
 
 
 def test_a_folder_that_is_none() -> None:
-    with pytest.raises(RunFolderError, match="not a run folder"):
+    with pytest.raises(RunFolderError, match="no such folder"):
         Watched(Path("nothing"))
 
 

@@ -13,7 +13,7 @@ SENTENCE = (
 EXAMPLE = "fedatlas demo"
 
 FILES = {"compare": "demo.yaml", "ct": "quickstart.yaml", "xray": "quickstart-xray.yaml"}
-SCAN = {"ct": "site-a/imagesTs", "xray": "chest-xray/site-a/images"}
+SCAN = {"compare": "site-a/imagesTs", "ct": "site-a/imagesTs", "xray": "chest-xray/site-a/images"}
 
 
 def options(made: argparse.ArgumentParser) -> None:
@@ -56,15 +56,17 @@ def call(arguments: argparse.Namespace) -> int:
                 f"-o {arguments.override[0]}: changes one federation, and `demo compare` trains three arms of one budget; use "
                 "`fedatlas demo ct`, or copy the file and change it"
             )
-        return main(["compare", str(file), *runs])
-    chosen = [part for text in arguments.override for part in ("-o", text)]
-    status = main(["run", str(file), "--resume", *runs, *chosen])
+        status = main(["compare", str(file), *runs])
+        run = str(arguments.runs / "demo" / "fedatlas-s0")
+    else:
+        chosen = [part for text in arguments.override for part in ("-o", text)]
+        status = main(["run", str(file), "--resume", *runs, *chosen])
+        run = "RUN"
     if not status:
-        image = sorted(p for p in (folder / SCAN[which]).rglob("*") if p.name.endswith((".nii.gz", ".png")))[
-            0
-        ]
+        image = min(p for p in (folder / SCAN[which]).rglob("*") if p.name.endswith((".nii.gz", ".png")))
+        where = ", where RUN is the folder above" if run == "RUN" else ""
         print(
-            f"try:      fedatlas predict RUN {image} -o out/, where RUN is the folder above\n"
+            f"try:      fedatlas predict {run} {image} -o out/{where}\n"
             "your own: copy the file, and give your folders in the place of its sites"
         )
     return status

@@ -1,6 +1,7 @@
 """The errors that FedAtlas raises on purpose; the command line prints them without a traceback."""
 
 import errno
+from pathlib import Path
 
 
 class FedAtlasError(Exception):
@@ -43,3 +44,18 @@ class SiteLost(FedAtlasError):
 
 class RunFolderError(FedAtlasError):
     """A run folder cannot be used: it belongs to another configuration, or is incomplete."""
+
+
+def require_run(path: Path, *files: str) -> None:
+    """Raises RunFolderError where `path` is no run folder that holds these files. A folder of runs is told which it has."""
+    missing = [name for name in files if not (path / name).is_file()]
+    if not missing:
+        return
+    if not path.is_dir():
+        raise RunFolderError(
+            f"{path}: no such folder; a run folder is what `fedatlas run` makes, as runs/<id>"
+        )
+    runs = sorted(found.parent for found in path.glob("*/run.json"))
+    named = ", ".join(map(str, runs[:4])) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
+    remedy = f"it holds runs, give one of them: {named}" if runs else "`fedatlas run` makes one, as runs/<id>"
+    raise RunFolderError(f"{path}: not a run folder, it holds no {' and no '.join(missing)}; {remedy}")

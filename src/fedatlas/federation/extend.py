@@ -9,7 +9,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from fedatlas import methods
-from fedatlas.core.errors import FederationError, RunFolderError
+from fedatlas.core.errors import FederationError, require_run
 from fedatlas.core.options import not_known
 from fedatlas.data.index import SiteConfig
 from fedatlas.federation.design import space_of
@@ -32,8 +32,7 @@ def extend(
 
     Raises RunFolderError for a run that is none, FederationError for what cannot be gone on with.
     """
-    if not (run / "run.json").exists():
-        raise RunFolderError(f"{run}: not a run folder, it holds no run.json; `fedatlas run` makes one")
+    require_run(run, "run.json")
     if out.exists():
         raise FederationError(f"{out}: exists already; name another file with -o")
     space = record_of(run)[1]

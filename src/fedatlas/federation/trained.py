@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas.core.contract import Member
-from fedatlas.core.errors import DataError, FederationError, RunFolderError, WireError
+from fedatlas.core.errors import DataError, FederationError, RunFolderError, WireError, require_run
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
@@ -66,10 +66,7 @@ class Trained:
     def __init__(
         self, path: Path, model: str = "best", device: str | None = None, warn: Warn = silent
     ) -> None:
-        if not (path / "federation.yaml").exists():
-            raise RunFolderError(
-                f"{path}: not a run folder, it holds no federation.yaml; `fedatlas run` makes one"
-            )
+        require_run(path, "federation.yaml")
         self.folder = RunFolder(path)
         self.federation = load_federation(path / "federation.yaml")
         info, self.space, self.channels = record_of(path, warn)
@@ -184,12 +181,8 @@ class Trained:
 
 def task_name(path: Path) -> str:
     """The task of a run. Raises RunFolderError if it is not a run folder."""
-    file = path / "federation.yaml"
-    if not file.exists():
-        raise RunFolderError(
-            f"{path}: not a run folder, it holds no federation.yaml; `fedatlas run` makes one"
-        )
-    return load_federation(file).task
+    require_run(path, "federation.yaml")
+    return load_federation(path / "federation.yaml").task
 
 
 def evaluate_folder(

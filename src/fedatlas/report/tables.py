@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import yaml
 
-from fedatlas.core.errors import RunFolderError, WireError
+from fedatlas.core.errors import RunFolderError, WireError, require_run
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.evaluation.classification import Histogram, Threshold
 from fedatlas.evaluation.statistics import (
@@ -373,15 +373,7 @@ def read(folder: Path) -> Run:
 
     Raises RunFolderError for a folder without a readable run.json, and for a damaged file, naming it.
     """
-    if not folder.is_dir():
-        raise RunFolderError(
-            f"{folder}: no such folder; a run folder is what `fedatlas run` makes, as runs/<id>"
-        )
-    if not (folder / "run.json").is_file():
-        raise RunFolderError(
-            f"{folder}: not a run folder, run.json is missing; give the folder that `fedatlas run` made, "
-            "as runs/<id>"
-        )
+    require_run(folder, "run.json")
     info = _json(folder / "run.json")
     labels = info.get("labels") if isinstance(info, dict) else None
     missing = [

@@ -13,7 +13,7 @@ from statistics import mean
 from typing import Any, Literal
 
 from fedatlas import __version__
-from fedatlas.core.errors import FedAtlasError, RunFolderError
+from fedatlas.core.errors import FedAtlasError, require_run
 from fedatlas.report import markup, page, tables
 from fedatlas.report.tables import Run
 
@@ -57,11 +57,7 @@ class Watched:
     every: seconds after which the page is loaded again."""
 
     def __init__(self, folder: Path, every: float = 5) -> None:
-        if not (folder / "federation.yaml").is_file():
-            raise RunFolderError(
-                f"{folder}: not a run folder, federation.yaml is missing; give the folder that `fedatlas run` makes, as "
-                "runs/<id>"
-            )
+        require_run(folder, "federation.yaml")
         self.folder, self.every = folder, every
         self._drawn: tuple[Any, list[tuple[str, str, str]]] = (None, [])
 

@@ -17,7 +17,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.transport import wire
 from fedatlas.transport.rounds import RunFolder, read_json
 from fedatlas.transport.store import read_whole
-from fedatlas.core.errors import FederationError, RunFolderError
+from fedatlas.core.errors import FederationError, RunFolderError, require_run
 from fedatlas.federation.file import Federation, load_federation, make_method
 from fedatlas.core.labels import LabelSpace
 from fedatlas.losses import LossChoice
@@ -70,11 +70,7 @@ class Subject:
         device: str | None = None,
         data: Mapping[str, str] | None = None,
     ) -> None:
-        missing = [name for name in ("federation.yaml", "run.json") if not (path / name).is_file()]
-        if missing:
-            raise RunFolderError(
-                f"{path}: not a run folder, it holds no {' and no '.join(missing)}; `fedatlas run` makes one"
-            )
+        require_run(path, "federation.yaml", "run.json")
         self.folder = RunFolder(path)
         self.federation = _with_data(load_federation(path / "federation.yaml"), data or {})
         self.info: dict[str, Any] = read_json(path / "run.json")

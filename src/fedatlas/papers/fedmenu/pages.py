@@ -22,7 +22,7 @@ from fedatlas.compare.overlays import VERSION, Shown, Solids, Subject, keep, med
 from fedatlas.compare.parts import BESIDE, Page, Part, claimed, link, of_volumes, of_voxels
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell, kept_model
-from fedatlas.core.errors import RunFolderError
+from fedatlas.core.errors import require_run
 from fedatlas.evaluation.statistics import read_rows, select
 from fedatlas.federation.file import load_federation
 from fedatlas.papers.fedmenu.cams import Cam, cams, explained, has_organs
@@ -107,10 +107,7 @@ GRADCAM = Part("Grad-CAM", _with_subencoders, partial(link, number=4, told="Grad
 def run_figures(path: Path, tell: Tell = lambda text: None) -> dict[int, Path]:
     """The pages of one finished run, in its folder; none where whole images are classified, or before the run ends.
     Raises RunFolderError where it is not a run folder."""
-    if not (path / "run.json").exists() or not (path / "federation.yaml").exists():
-        raise RunFolderError(
-            f"{path}: not a run folder, it holds no run.json and federation.yaml; `fedatlas run` makes one"
-        )
+    require_run(path, "run.json", "federation.yaml")
     federation, about = load_federation(path / "federation.yaml"), read_json(path / "run.json")
     if federation.task != "segmentation" or not about.get("finished") or not (path / "rows.csv").exists():
         return {}
