@@ -462,7 +462,7 @@ def results(metric: str = "auroc", **arms: list[float]) -> dict[str, Any]:
         "seeds": [0, 1], "metric": metric, "split": "test", "model": "best", "sites": None, "known": None,
         "classes": ["a"], "title": None, "pairs": "cell", "costs": {}, "forgetting": {},
         "columns": [{"key": "a", "title": "a", "group": "", "starred": False}],
-        "layout": asdict(compare.Layout()), "own": [], "rows": {},
+        "layout": asdict(compare.Layout()), "own": [], "rows": {}, "families": [list(arms)],
         "budget": {arm: {"rounds": 2, "steps": 3, "epochs": None, "total": 6} for arm in arms},
         "arms": {
             arm: {
@@ -483,6 +483,15 @@ def test_the_best_of_the_finished_is_bold() -> None:
     text = markdown(results("hd95", one=[5.0, 5.0], two=[6.0, 6.0], three=[5.01, 5.01]))
     assert "**5.0 ± 0.0**" in text and "**6.0" not in text and text.count("**5.0 ± 0.0**") == 4
     assert "**" not in markdown(results(one=[0.5, 0.5], two=[0.6])).partition("\n\n")[2]
+    # each of those that are compared with one another
+    text = markdown(
+        results(one=[0.5, 0.5], two=[0.6, 0.6], three=[0.9, 0.9]) | {"families": [["one", "two"], ["three"]]}
+    )
+    assert (
+        "**0.600 ± 0.000**" in text
+        and "**0.900" not in text
+        and "of the arms that are compared with one another" in text
+    )
 
 
 def test_arms_that_were_not_run_are_named_once() -> None:

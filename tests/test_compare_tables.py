@@ -348,6 +348,12 @@ def test_arms_of_settings_that_are_not_compared_are_not_ranked_together(tmp_path
     (ranks,) = collect(apart)["ranks"]
     assert ranks["mean"] == {"menu": 1.0, "unet": 2.0}
     assert html(collect(apart)).count("Critical-difference diagram") == 1
+    # nor is one of them called the best of all, in words or by bold numbers
+    told = verdict(collect(apart))
+    assert told[0].startswith("Best of menu, unet: menu. Mean ") and told[0].endswith(
+        ": localized 0.900; menu 0.600, unet 0.500."
+    )
+    assert "**0.600" in markdown(collect(apart)) and "**0.900" not in markdown(collect(apart))
     # by way of unet menu is compared with localized, too
     both = menu(tmp_path, layout={"columns": "site-class"}, references={"menu": "unet", "unet": "localized"})
     assert both.families == [["localized", "unet", "menu"]]

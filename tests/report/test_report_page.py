@@ -485,7 +485,7 @@ def _no_folder(run: Path) -> str:
 
 def _no_run_json(run: Path) -> str:
     (run / "run.json").unlink()
-    return "run.json is missing"
+    return "it holds no run.json"
 
 
 def _cut_log(run: Path) -> str:

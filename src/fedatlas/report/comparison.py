@@ -140,6 +140,8 @@ def _told(found: Mapping[str, Any]) -> list[str]:
             f"{arms}: every site's own local model, on the classes that the site annotates: on its own cases and on those of "
             "sites that did not train."
         )
+    if len(found["families"]) > 1:
+        told.append("Bold: the best of the arms that are compared with one another.")
     return [*told, *_tests(found)]
 
 
@@ -205,11 +207,11 @@ def _values(found: Mapping[str, Any]) -> Table:
     """Rows: arms, and below an arm of local models each of them; columns: those of the table, and their mean."""
     columns = [*(column["key"] for column in found["columns"]), *_averages(found)]
     rows = _rows(found, columns)
-    best = {key: _best(found, {row: values[key] for row, values in rows.items()}) for key in columns}
+    best = _best(found, columns, rows)
     wanted, lines = len(found["seeds"]), []
     for row, values in rows.items():
         done = _seeds_of(found, row)
-        cells = [_cell(found, row, key, values[key], best[key]) for key in columns]
+        cells = [_cell(found, row, key, values[key], best[row, key]) for key in columns]
         lines.append([row, str(done) if done == wanted else f"{done} of {wanted}", *cells])
     titles, groups = _heads(found, columns)
     return Table(["arm", "seeds", *titles], lines, ["", "", *groups] if any(groups) else (), _of_sites(found))
@@ -291,18 +293,23 @@ def of_column(arm: Mapping[str, Any], key: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _best(found: Mapping[str, Any], column: Mapping[str, list[float]]) -> float | None:
-    """The best mean of a column, as it is printed, among rows of which every seed is finished; None for fewer than
-    two."""
-    whole = [
-        values for row, values in column.items() if values and _seeds_of(found, row) == len(found["seeds"])
-    ]
-    if len(whole) < 2:
-        return None
-    scale, digits = unit(found)
-    return (min if found["metric"] in LOWER else max)(
-        round(scale * float(np.mean(values)), digits) for values in whole
-    )
+def _best(
+    found: Mapping[str, Any], columns: Sequence[str], rows: Mapping[str, Mapping[str, list[float]]]
+) -> dict[tuple[str, str], float | None]:
+    """Row and column -> the best mean there, as it is printed, among the rows of that family of arms of which every seed
+    is finished; None for fewer than two."""
+    (scale, digits), of_rows = unit(found), {}
+    for family in found["families"]:
+        there = [row for row in rows if row.partition("/")[0] in family]
+        for key in columns:
+            whole = [
+                round(scale * float(np.mean(values)), digits)
+                for row in there
+                if (values := rows[row][key]) and _seeds_of(found, row) == len(found["seeds"])
+            ]
+            best = (min if found["metric"] in LOWER else max)(whole) if len(whole) > 1 else None
+            of_rows |= {(row, key): best for row in there}
+    return of_rows
 
 
 def unit(found: Mapping[str, Any]) -> tuple[float, int]:

@@ -11,39 +11,53 @@ from fedatlas.report.comparison import LOWER, heading, unit
 def verdict(found: Mapping[str, Any]) -> list[str]:
     """Sentences, plain text, from what `compare.collect` found; none where fewer than two arms have a value.
 
-    The arms in order of the table's mean, the best first; the differences to their references with their intervals by case;
-    the means of every further table; and what a single seed leaves open.
+    The best arm, of every family of arms that are compared with one another; the means, each family in order, the best
+    first; the differences to their references with their intervals by case; the means of every further table; and what a
+    single seed leaves open.
     """
-    ranked = _ranked(found)
-    if len(ranked) < 2:
+    families = _ranked(found)
+    several = [family for family in families if len(family) > 1]
+    if not several:
         return []
-    best = " and ".join(arm for arm, value in ranked if value == ranked[0][1])
-    close = _not_told_apart(found, ranked[0][0])
-    best += f", not told apart from {' and '.join(close)}" if close else ""
-    told = [f"Best: {best}. {_means(found, ranked)}"]
+    best = [_best(found, family, named=len(families) > 1) for family in several]
+    told = [" ".join([*best, _means(found, families)])]
     if apart := _apart(found):
         told.append(apart)
     told += [_means(table, of) for table in found["tables"] if (of := _ranked(table))]
-    seeds = min(len(found["arms"][arm]["seeds"]) for arm, _ in ranked)
-    if seeds == 1:
+    if min(len(found["arms"][arm]["seeds"]) for family in families for arm, _ in family) == 1:
         told.append("One seed: how much another seed would change is not known.")
     return told
 
 
-def _ranked(found: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Arm and mean over its seeds as it is printed, the best first; arms without a value are left out."""
+Family = list[tuple[str, float]]
+"""Arms that are compared with one another and their means over seeds as they are printed, the best first."""
+
+
+def _ranked(found: Mapping[str, Any]) -> list[Family]:
+    """Arms without a value are left out."""
     scale, digits = unit(found)
     values = {
         arm: [value for value in of_arm["mean"] if value is not None] for arm, of_arm in found["arms"].items()
     }
-    means = [(arm, round(scale * float(np.mean(of)), digits)) for arm, of in values.items() if of]
-    return sorted(means, key=lambda of: of[1] if found["metric"] in LOWER else -of[1])
+    means = {arm: round(scale * float(np.mean(of)), digits) for arm, of in values.items() if of}
+    sign = 1 if found["metric"] in LOWER else -1
+    families = ([(arm, means[arm]) for arm in family if arm in means] for family in found["families"])
+    return [sorted(family, key=lambda of: sign * of[1]) for family in families if family]
 
 
-def _means(found: Mapping[str, Any], ranked: list[tuple[str, float]]) -> str:
+def _best(found: Mapping[str, Any], family: Family, *, named: bool) -> str:
+    """named: with the arms that it is the best of."""
+    best = " and ".join(arm for arm, value in family if value == family[0][1])
+    close = _not_told_apart(found, family[0][0])
+    best += f", not told apart from {' and '.join(close)}" if close else ""
+    return f"Best of {', '.join(arm for arm, _ in family)}: {best}." if named else f"Best: {best}."
+
+
+def _means(found: Mapping[str, Any], families: list[Family]) -> str:
     digits = unit(found)[1]
     head = found["title"] or f"Mean over the columns of {heading(found)}"
-    return f"{head}: {', '.join(f'{arm} {value:.{digits}f}' for arm, value in ranked)}."
+    means = "; ".join(", ".join(f"{arm} {value:.{digits}f}" for arm, value in family) for family in families)
+    return f"{head}: {means}."
 
 
 def _not_told_apart(found: Mapping[str, Any], best: str) -> list[str]:
