@@ -112,9 +112,9 @@ SETTINGS = (
         {"matched": "standalone-matched-mean-four", "fedavg": "fedavg-four"},
     ),
     Setting(
-        "[a protocol that nobody trained on](#a-protocol-that-nobody-trained-on), `teach: 0`",
+        "[a protocol that nobody trained on](#a-protocol-that-nobody-trained-on)",
         "head-neck-unseen",
-        "fedatlas",
+        "fedatlas-teach",
         {"matched": "standalone-matched-mean", "alone": "standalone"},
     ),
     Setting(
