@@ -253,6 +253,8 @@ def test_localized_rows_are_every_sites_own_model(tmp_path) -> None:
         ({"printed": {"menu/c1": {"mean": 1.0}}}, "the arm 'menu/c1' does not exist"),
         ({"measure": {"local": ["menu"]}, "arms": {"menu": {"evaluation.models": ["best"]}}},
          "measure.local holds the arm, and the arm menu evaluates only best"),
+        ({"tables": [{"title": "Outside", "model": "last"}], "arms": {"menu": {"evaluation.models": ["best"]}}},
+         "tables: 'Outside': model is last, and the arm menu evaluates only best"),
     ],
 )  # fmt: skip
 def test_what_a_table_cannot_show_is_told(tmp_path, changes, told) -> None:

@@ -767,6 +767,7 @@ def of_findings(comparison: Comparison) -> bool:
 def _check_measure(comparison: Comparison, file: Path) -> None:
     """FederationError where the runs will not hold what the tables average."""
     measure = comparison.measure
+    at = "measure." if comparison.title is None else f"tables: {comparison.title!r}: "
     for arm, of_arm in comparison.federations.items():
         federation = next(iter(of_arm.values()))
         known = METRICS_OF[federation.task][0]
@@ -783,7 +784,7 @@ def _check_measure(comparison: Comparison, file: Path) -> None:
         evaluation = federation.evaluation
         if comparison.metric not in evaluation.metrics:
             raise FederationError(
-                f"{file}: measure.metric is {comparison.metric}, and the arm {arm} evaluates only "
+                f"{file}: {at}metric is {comparison.metric}, and the arm {arm} evaluates only "
                 f"{', '.join(evaluation.metrics)}; add it to evaluation.metrics"
             )
         key, model = (
@@ -793,12 +794,12 @@ def _check_measure(comparison: Comparison, file: Path) -> None:
         )
         if model.partition("/")[0] not in evaluation.models:
             raise FederationError(
-                f"{file}: measure.{key}, and the arm {arm} evaluates only "
+                f"{file}: {at}{key}, and the arm {arm} evaluates only "
                 f"{', '.join(evaluation.models)}; add it to evaluation.models"
             )
         if measure.postprocess and evaluation.postprocess is None:
             raise FederationError(
-                f"{file}: measure.postprocess is true, and the arm {arm} has no evaluation.postprocess; set it there, as "
+                f"{file}: {at}postprocess is true, and the arm {arm} has no evaluation.postprocess; set it there, as "
                 "`evaluation: {postprocess: {}}` for its defaults"
             )
         names = [site.name for site in federation.sites]
