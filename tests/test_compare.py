@@ -490,7 +490,7 @@ def test_the_best_of_the_finished_is_bold() -> None:
     assert (
         "**0.600 ± 0.000**" in text
         and "**0.900" not in text
-        and "of the arms that are compared with one another" in text
+        and "the best among arms that are compared with one another, of which" in text
     )
 
 

@@ -57,14 +57,13 @@ def call(arguments: argparse.Namespace) -> int:
                 "`fedatlas demo ct`, or copy the file and change it"
             )
         status = main(["compare", str(file), *runs])
-        run = str(arguments.runs / "demo" / "fedatlas-s0")
+        run, where = str(arguments.runs / "demo" / "fedatlas-s0"), ""
     else:
         chosen = [part for text in arguments.override for part in ("-o", text)]
         status = main(["run", str(file), "--resume", *runs, *chosen])
-        run = "RUN"
+        run, where = "RUN", ", where RUN is the folder above"
     if not status:
         image = min(p for p in (folder / SCAN[which]).rglob("*") if p.name.endswith((".nii.gz", ".png")))
-        where = ", where RUN is the folder above" if run == "RUN" else ""
         print(
             f"try:      fedatlas predict {run} {image} -o out/{where}\n"
             "your own: copy the file, and give your folders in the place of its sites"

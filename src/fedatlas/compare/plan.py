@@ -767,19 +767,20 @@ def of_findings(comparison: Comparison) -> bool:
 def _check_measure(comparison: Comparison, file: Path) -> None:
     """FederationError where the runs will not hold what the tables average."""
     measure = comparison.measure
-    at = "measure." if comparison.title is None else f"tables: {comparison.title!r}: "
+    table = "measure" if comparison.title is None else f"tables: {comparison.title!r}"
+    at = "measure." if comparison.title is None else f"{table}: "
     for arm, of_arm in comparison.federations.items():
         federation = next(iter(of_arm.values()))
         known = METRICS_OF[federation.task][0]
         if federation.labels.findings and of_findings(comparison):
             if measure.postprocess:
                 raise FederationError(
-                    f"{file}: measure.postprocess: {comparison.metric} of findings is of no outline; leave it out"
+                    f"{file}: {at}postprocess: {comparison.metric} of findings is of no outline; leave it out"
                 )
             continue
         if comparison.metric not in known:
             raise not_known(
-                f"{file}: measure: metric: for {federation.task} the metric", comparison.metric, known
+                f"{file}: {table}: metric: for {federation.task} the metric", comparison.metric, known
             )
         evaluation = federation.evaluation
         if comparison.metric not in evaluation.metrics:
@@ -805,11 +806,11 @@ def _check_measure(comparison: Comparison, file: Path) -> None:
         names = [site.name for site in federation.sites]
         if measure.model.startswith("local/") and measure.model.removeprefix("local/") not in names:
             raise not_known(
-                f"{file}: measure: model: local/, the site", measure.model.removeprefix("local/"), names
+                f"{file}: {table}: model: local/, the site", measure.model.removeprefix("local/"), names
             )
         for site in measure.sites or ():
             if site not in names:
-                raise not_known(f"{file}: measure: sites: the site", site, names)
+                raise not_known(f"{file}: {table}: sites: the site", site, names)
 
 
 def _check_layout(comparison: Comparison, file: Path) -> None:

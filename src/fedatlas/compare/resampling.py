@@ -57,8 +57,7 @@ def interval_by_case(
             weight[columns[cell.column]] += cell.weight * (n > 0)
     means = np.divide(total, weight, out=np.zeros_like(total), where=weight > 0)
     whole = np.bincount([columns[cell.column] for cell in used], weights)[:, None]
-    found = np.average(
-        means, axis=0, weights=whole * (weight > 0)
-    )  # every resample has a case, and every case a cell
+    # no weights are all 0: every resample has a case, and every case a cell
+    found = np.average(means, axis=0, weights=whole * (weight > 0))
     low, high = np.percentile(found, [2.5, 97.5])
     return {"value": value, "low": float(low), "high": float(high), "cases": count, "reason": ""}

@@ -93,8 +93,9 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     per seed, the mean over sites of the mean over cases), per_cell ("site/class" -> a value or None per seed, the mean
     over cases), mean (per seed, over the columns) and, with columns of site and class, exclude (the same without those
     with a star), undefined (cells without a value that another arm has), hours (of the rounds), commits, problems.
-    families: the arms in groups, each of those that are compared with one another. rows: with columns of site and class, "arm/site" of every arm of `measure.local` -> the same of this site's local
-    model, with a mean only where it has all columns; own: `measure.local`. layout: how all is printed. cases, with layout.cells: row ->
+    families: the arms in groups, each of those that are compared with one another. rows: with columns of site and class,
+    "arm/site" of every arm of `measure.local` -> the same of this site's local model, with a mean only where it has all
+    columns; own: `measure.local`. layout: how all is printed. cases, with layout.cells: row ->
     "site/class" -> n and SD over cases. tests, with layout.against: see `cell_tests`. Those two have the rows of an arm
     in its place.
 

@@ -140,8 +140,6 @@ def _told(found: Mapping[str, Any]) -> list[str]:
             f"{arms}: every site's own local model, on the classes that the site annotates: on its own cases and on those of "
             "sites that did not train."
         )
-    if len(found["families"]) > 1:
-        told.append("Bold: the best of the arms that are compared with one another.")
     return [*told, *_tests(found)]
 
 
@@ -600,11 +598,12 @@ def _footer(found: Mapping[str, Any]) -> str:
     )
     layouts = [table["layout"] for table in (found, *found["tables"])]
     plain = all(layout["cells"] == "seeds" and layout["average"] == "columns" for layout in layouts)
+    compared = "that are compared with one another, " if len(found["families"]) > 1 else ""
     lines = [
         f"`{found['command']}`",
         "",
         f"{'Mean' if plain else 'Where a table says nothing else: mean'} ± SD over seeds of the mean over cases, and over sites where a column is of several; *mean*: over the "
-        "columns. Bold: the best among arms of which every seed is finished.",
+        f"columns. Bold: the best among arms {compared}of which every seed is finished.",
         f"Seeds {', '.join(map(str, found['seeds']))}; {told}"
         + (f"; profile {found['profile']}" if found["profile"] else "")
         + f". {hours:.2f} hours of rounds; made by {made or 'no known commit'}.",
