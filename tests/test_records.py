@@ -6,8 +6,10 @@ import shutil
 import tarfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from findings import findings_federation, write_findings
 from runs import phantom_federation
 
 from fedatlas.cli import main
@@ -238,3 +240,53 @@ def test_a_record_is_kept_as_soon_as_its_run_is_finished(trained: Path, tmp_path
 
     assert run_comparison(here, tell=lambda text: None, after_run=after_run) == {}
     assert seen == [["fedavg-s0.tar.xz"], ["fedavg-s0.tar.xz", "prox-s0.tar.xz"]]
+
+
+def test_records_of_findings_hold_what_intervals_by_patient_need(tmp_path: Path) -> None:
+    """The interval without models and without images, with patients as numbers and no names of images."""
+    data = write_findings(tmp_path / "data", cases=28)
+    base = findings_federation(data, tmp_path / "cache") | {"rounds": 1}
+    for site in base["sites"]:
+        site["reading"] = {"patient": "patient", "ignored": ["split"]}
+    base["evaluation"] |= {"test": 0.5, "draws": 100}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    file = {
+        "name": "findings",
+        "base": "base.yaml",
+        "arms": {"fedavg": {}, "prox": {"method.name": "fedprox"}},
+        "seeds": [0],
+        "measure": {"metric": "auroc", "split": "test", "model": "last"},
+    }
+    (tmp_path / "findings.yaml").write_text(yaml.safe_dump(file))
+    there = load_comparison([tmp_path / "findings.yaml"], runs=tmp_path / "runs")
+    assert run_comparison(there, tell=lambda text: None) == {}
+    assert keep_records(there, tmp_path / "records") == ["fedavg-s0", "prox-s0"]
+    found = collect(there)
+    assert found["bootstrap"]["prox"]["value"] is not None
+
+    record = tmp_path / "records" / "findings" / "prox-s0.tar.xz"
+    with tarfile.open(record) as archive:
+        held = [entry.name for entry in archive if entry.name.startswith("sites/")]
+        assert held == [f"sites/{site}/predictions-test-best.npz" for site in ("s0", "s1", "s2")]
+        reader = archive.extractfile(held[0])
+        assert reader is not None
+        with np.load(io.BytesIO(reader.read())) as kept:
+            assert set(kept["patients"].tolist()) == {f"s0/{i:06}" for i in range(len(set(kept["patients"])))}
+            assert sorted(kept) == ["finished", "images", "known", "patients", "scores", "truth"]
+
+    shutil.rmtree(data)
+    shutil.rmtree(tmp_path / "cache")
+    here = load_comparison([tmp_path / "findings.yaml"], runs=tmp_path / "elsewhere")
+    restore_runs(here, tmp_path / "records")
+    assert collect(here)["bootstrap"] == found["bootstrap"]
+    # damaged predictions are as none, and without images and models that is said
+    (here.path("prox", 0) / held[0]).write_bytes(b"PK")
+    said = collect(here)["bootstrap"]["prox"]
+    assert said["value"] is None and said["reason"]
+    print(said["reason"])
+    # a run whose images are gone has a record, without predictions
+    shutil.rmtree(there.path("prox", 0) / "sites")
+    told: list[str] = []
+    assert keep_record(there, tmp_path / "other", "prox", 0, told.append)
+    assert any("without predictions, of which intervals by patient are made" in line for line in told)
+    print(told)

@@ -1,15 +1,18 @@
 """Intervals by patient of the differences between arms, where labels are of whole images."""
 
+import hashlib
 import io
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from fedatlas.compare.plan import Comparison
-from fedatlas.compare.running import Cells, Tell, kept_model
+from fedatlas.compare.running import Cells, Tell, kept_model, rows_of
 from fedatlas.core.errors import DataError, FedAtlasError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import seed_of
@@ -28,9 +31,13 @@ LEAST_PATIENTS = 5
 
 @dataclass(frozen=True, eq=False)
 class Predicted:
-    """What a run's model says of a site's images. scores, truth [N, C]; known [N, C]: is there a truth."""
+    """What a run's model says of a site's images. scores, truth [N, C]; known [N, C]: is there a truth.
 
-    cases: list[str]
+    images: a digest of their names, which are equal where two runs predicted the same. patients [N]: SITE/NUMBER, in the order of their
+    names.
+    """
+
+    images: str
     patients: list[str]
     scores: np.ndarray
     truth: np.ndarray
@@ -58,25 +65,55 @@ class Predictor:
         model = kept_model(path, measure.model)
         finished = read_json(path / "run.json")["finished"]
         file = path / "sites" / site / f"predictions-{measure.split}-{model.replace('/', '_')}.npz"
-        if file.exists():
-            with np.load(file, allow_pickle=False) as kept:
-                if str(kept["finished"]) == finished:
-                    names = [[str(name) for name in kept[key]] for key in ("cases", "patients")]
-                    return Predicted(names[0], names[1], kept["scores"], kept["truth"], kept["known"])
-        found = _predict(Trained(path, model), self._sources()[site], site, measure.split)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        made = io.BytesIO()
-        np.savez_compressed(
-            made,
-            finished=np.array(finished),
-            cases=np.array(found.cases, dtype=np.str_),
-            patients=np.array(found.patients, dtype=np.str_),
-            scores=found.scores,
-            truth=found.truth,
-            known=found.known,
-        )
-        write_atomic(file, made.getvalue())
+        found = _kept(file, finished)
+        if found is None:
+            found = _predict(Trained(path, model), self._sources()[site], site, measure.split)
+            _keep(file, finished, found)
         return found
+
+
+def predict(comparison: Comparison, arm: str, seed: int) -> None:
+    """Makes the predictions of a finished run that its intervals need; nothing where `bootstrap` has none.
+
+    Raises DataError or FederationError where the images or the run's models are not here.
+    """
+    if _has_intervals(comparison):
+        predictor = Predictor(comparison, arm)
+        for site in dict.fromkeys(row["site"] for row in rows_of(comparison, arm, seed)):
+            predictor.of(seed, site)
+
+
+def _kept(file: Path, finished: str) -> Predicted | None:
+    """Predictions of the run that finished then; None where they are not there, of another run, or damaged."""
+    try:
+        with np.load(file, allow_pickle=False) as kept:
+            if str(kept["finished"]) != finished:
+                return None
+            patients = [str(name) for name in kept["patients"]]
+            return Predicted(
+                str(kept["images"]),
+                patients,
+                kept["scores"].astype(float),
+                kept["truth"].astype(float),
+                kept["known"],
+            )
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def _keep(file: Path, finished: str, found: Predicted) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = io.BytesIO()
+    np.savez(
+        made,
+        finished=np.array(finished),
+        images=np.array(found.images),
+        patients=np.array(found.patients, dtype=np.str_),
+        scores=found.scores.astype(np.float32),  # as the model has them
+        truth=found.truth.astype(np.float32),
+        known=found.known,
+    )
+    write_atomic(file, made.getvalue())
 
 
 def _predict(trained: Trained, source: Any, site: str, split: str) -> Predicted:
@@ -98,13 +135,19 @@ def _predict(trained: Trained, source: Any, site: str, split: str) -> Predicted:
         else np.zeros((0, len(trained.space)))
         for key in ("truth", "scored")
     }
+    names = "\n".join(sample.case for sample in samples)
+    number = {name: i for i, name in enumerate(sorted({str(sample.patient) for sample in samples}))}
     return Predicted(
-        [sample.case for sample in samples],
-        [f"{site}/{sample.patient}" for sample in samples],
+        hashlib.sha256(names.encode()).hexdigest(),
+        [f"{site}/{number[str(sample.patient)]:06}" for sample in samples],
         scores,
         stacked["truth"],
         stacked["scored"].astype(bool),
     )
+
+
+def _has_intervals(comparison: Comparison) -> bool:
+    return comparison.first.task == "classification" and not comparison.turns
 
 
 def bootstrap(
@@ -117,8 +160,7 @@ def bootstrap(
     where each has LEAST_PATIENTS with and without the class; else, over classes and seeds, of the images of all sites
     put together, of the classes that then have as many.
     """
-    federation = comparison.first
-    if federation.task != "classification" or comparison.turns:
+    if not _has_intervals(comparison):
         return {}
     predictors, found = {arm: Predictor(comparison, arm) for arm in comparison.arms}, {}
     for arm, reference in comparison.compared.items():
@@ -148,7 +190,7 @@ def _interval(
         theirs_too = {site for site, _ in cells[other.arm][seed]}
         for site in dict.fromkeys(site for site, _ in cells[reference.arm][seed] if site in theirs_too):
             a, b = other.of(seed, site), reference.of(seed, site)
-            if a.cases != b.cases or list(ours) != list(theirs):
+            if a.images != b.images or list(ours) != list(theirs):
                 raise DataError(
                     f"{other.arm} and {reference.arm} have other images or classes at site {site}"
                 )

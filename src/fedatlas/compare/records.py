@@ -2,7 +2,8 @@
 without training.
 
 A run folder holds models and is large. Its record, FOLDER/<runs>/<arm>-s<seed>.tar.xz, holds the rows of its evaluations, the
-logs of its rounds and its settings; no model, no image, no path of the machine.
+logs of its rounds and its settings, and of findings of whole images what the model says of every scored image and its labels, by which
+intervals are made, with patients as numbers; no model, no image, no path of the machine.
 """
 
 import hashlib
@@ -13,10 +14,12 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import yaml
 
+from fedatlas.compare.intervals import predict
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import AfterRun, Tell, is_of, state_of
 from fedatlas.core.errors import FedAtlasError, RunFolderError
@@ -28,6 +31,7 @@ from fedatlas.transport.store import write_atomic
 SUFFIX = ".tar.xz"
 FILES = ("run.json", "federation.yaml", "rows.csv", "best.json", "thresholds.json", "histograms.json")
 OF_ROUND = ("log.json", "rows.json")
+OF_SITE = "predictions-*.npz"
 LARGEST = 2**28
 """Bytes of a record when it is unpacked; more is refused."""
 
@@ -113,7 +117,8 @@ def keep_record(
     """Writes the record of a run that is finished and has none; whether it did.
 
     A record that is there stays, and where the run has other values than its record that is told. One of another configuration is
-    replaced. A run folder of another configuration has no record. Raises RunFolderError for a file in a record's place that is none.
+    replaced. A run folder of another configuration has no record. Where a run's images or models are not here, its record has no
+    predictions, which is told. Raises RunFolderError for a file in a record's place that is none.
     """
     path, file = comparison.path(arm, seed), record_of(comparison, folder, arm, seed)
     try:
@@ -131,6 +136,10 @@ def keep_record(
             if there["rows.csv"] != (path / "rows.csv").read_bytes():
                 tell(f"{path}: other values than its record {file}, which stays")
             return False
+    try:
+        predict(comparison, arm, seed)
+    except FedAtlasError as error:
+        tell(f"{file}: without predictions, of which intervals by patient are made: {error}")
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, _packed(_files(path)))
     return True
@@ -160,6 +169,8 @@ def _files(path: Path) -> dict[str, bytes]:
     for name in OF_ROUND:
         for file in (path / "rounds").glob(f"[0-9]*/{name}"):
             found[file.relative_to(path).as_posix()] = file.read_bytes()
+    for file in (path / "sites").glob(f"*/{OF_SITE}"):
+        found[file.relative_to(path).as_posix()] = file.read_bytes()
     return found
 
 
@@ -199,7 +210,10 @@ def _belongs(name: str) -> bool:
     if name in FILES:
         return True
     parts = name.split("/")
-    return len(parts) == 3 and parts[0] == "rounds" and parts[1].isdigit() and parts[2] in OF_ROUND
+    if len(parts) != 3:
+        return False
+    of_round = parts[0] == "rounds" and parts[1].isdigit() and parts[2] in OF_ROUND
+    return of_round or (parts[0] == "sites" and bool(parts[1].strip(".")) and fnmatchcase(parts[2], OF_SITE))
 
 
 def _about(file: Path, files: Mapping[str, bytes]) -> dict[str, object]:
