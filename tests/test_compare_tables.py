@@ -275,6 +275,28 @@ def test_the_table_is_written_to_a_page(tmp_path) -> None:
     assert "<u>80.00</u> (" in html(found)
 
 
+def test_on_a_page_further_tables_are_folded(tmp_path) -> None:
+    """They open with a click; all that `markdown` has is there, the first table, its differences and the footer outside of the fold."""
+    tables = [{"title": "One's <1>", "sites": ["btcv"]}]
+    comparison = menu(tmp_path, layout={"columns": "site-class"}, tables=tables)
+    for arm, mean in (("menu", 0.9), ("unet", 0.8)):
+        rng = np.random.default_rng(2)
+        cells = dict.fromkeys(("c1/liver", *OUT))
+        pretend(comparison, arm, {"best": {cell: around(mean, 6, rng) for cell in cells}})
+    found, page = collect(comparison), tmp_path / "page.md"
+    write_table(comparison, found, page)
+    before, _, rest = page.read_text().partition('<details markdown="1">\n')
+    folded, _, after = rest.partition("\n</details>\n")
+    assert after.strip() == f"<!-- /{comparison.name} -->"
+    assert folded.startswith("<summary>Further tables: One's &lt;1&gt;; costs</summary>\n\n**One's <1>: ")
+    plain = [part for part in markdown(found).split("\n\n") if part.strip()]
+    assert sorted(line for part in plain for line in part.splitlines()) == sorted(
+        line for line in f"{before}{folded}".splitlines()[2:] if line and "<summary>" not in line
+    )
+    assert "Differences to" in before and "`fedatlas compare" in before
+    assert "Cost of a run" in folded and "<details" not in markdown(found)
+
+
 def test_the_how_to_shows_tables_that_load(tmp_path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "how-to" / "compare.md").read_text()
     shown = yaml.safe_load(

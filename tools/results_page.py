@@ -1,12 +1,12 @@
-"""Makes the tables of docs/results.md whose runs have records, and from these and the others the one at its top that puts them
-together: what `fedatlas` is worth, setting by setting.
+"""Makes the tables of docs/results.md whose runs have records, and from these and the others the ones at its top that put them
+together: what `fedatlas` is worth for segmentation and FedAvg for findings, setting by setting.
 
     .venv/bin/python tools/results_page.py
 """
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import copysign
 from pathlib import Path
@@ -19,9 +19,6 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
 RECORDED = sorted(path for path in ROOT.glob("experiments/*/records/*") if path.is_dir())
 """Folders of records, each of the runs of one name and profile."""
-PLACE = "answer"
-"""Where the table stands, as the tables of comparisons stand at the name of theirs."""
-
 OPPONENTS = {
     "matched": "sites alone, merged; the loss of `fedatlas`",
     "alone": "sites alone, merged; the usual loss",
@@ -35,18 +32,12 @@ OPPONENTS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A row: what is asked, the place of its table on the page, the arm of `fedatlas`, and those that it is compared with: an
-    arm of that table, or place/arm of another one with the same `fedatlas`."""
+    """A row: what is asked, the place of its table on the page, the arm that is compared, and those that it is compared with."""
 
     asked: str
     place: str
     ours: str
     others: Mapping[str, str]
-
-    def where(self, opponent: str) -> tuple[str, str]:
-        """The table and the arm of one that it is compared with."""
-        place, _, arm = self.others[opponent].rpartition("/")
-        return place or self.place, arm
 
 
 SETTINGS = (
@@ -63,16 +54,16 @@ SETTINGS = (
         },
     ),
     Setting(
-        "[the same, 800 local steps](#head-and-neck-ct-strict-partial-labels), `teach: 0`",
+        "[the same, 800 local steps](#head-and-neck-ct-strict-partial-labels)",
         "head-neck",
-        "fedatlas",
+        "fedatlas-teach",
         {
-            "matched": "head-neck-methods/standalone-matched-mean",
+            "matched": "standalone-matched-mean",
             "alone": "standalone",
             "fedavg": "fedavg",
             "condistfl": "condistfl",
             "condistfl-matched": "condistfl-matched",
-            "centralized": "head-neck-methods/centralized",
+            "centralized": "centralized",
         },
     ),
     Setting(
@@ -137,6 +128,33 @@ SETTINGS = (
     ),
 )
 
+OF_FINDINGS = {
+    "fedatlas": "`fedatlas`",
+    "fedpsl": "FedPSL",
+    "alone": "sites alone, the mean of those who annotate a finding",
+    "centralized": "all data in one place, same labels",
+}
+FINDINGS = (
+    Setting(
+        "[generated radiographs, 1000 images at each site](#is-federation-worth-it-for-findings)",
+        "phantom-xray-pays",
+        "fedavg",
+        {"fedatlas": "fedatlas", "fedpsl": "fedpsl", "alone": "standalone", "centralized": "iml"},
+    ),
+    Setting(
+        "[the same, 100 images](#is-federation-worth-it-for-findings)",
+        "phantom-xray-pays",
+        "fedavg-n100",
+        {
+            "fedatlas": "fedatlas-n100",
+            "fedpsl": "fedpsl-n100",
+            "alone": "standalone-n100",
+            "centralized": "iml-n100",
+        },
+    ),
+)
+"""As OPPONENTS and SETTINGS, for findings of whole images."""
+
 
 def recorded(records: Path, runs: Path) -> Iterator[tuple[Comparison, list[str], Mapping[str, Any]]]:
     """Of a folder of records the comparisons that have its runs, each with the names of the runs that are there and what they came
@@ -180,9 +198,10 @@ def difference(page: str, place: str, arm: str, reference: str) -> tuple[float, 
     table = table_of(page, place)
     name = arm if f"| difference to {reference} |" in table else f"{arm} - {reference}"
     number = r"([+-]\d+\.\d+)"
-    found = re.search(
-        rf"^\| {re.escape(name)} \| \d+ \| {number} \| {number} to {number} \|", table, re.MULTILINE
-    )
+    start = rf"^\| {re.escape(name)} \| \d+ \| "
+    of_cases = re.search(rf"{start}{number} \| {number} to {number} \|", table, re.MULTILINE)
+    of_findings = rf"{start}[^|]*\|[^|]*\|[^|]*\| {number} \({number} to {number}\) \|"
+    found = of_cases or re.search(of_findings, table, re.MULTILINE)
     if found is None:
         raise ValueError(f"docs/results.md: the table {place} has no difference of {arm} to {reference}")
     value, low, high = map(float, found.groups())
@@ -199,27 +218,55 @@ def mean_of(page: str, place: str, arm: str) -> float:
     return float(found[1])
 
 
-def answer(page: str) -> str:
-    """The table: a row per setting, with the mean Dice of `fedatlas` and by how much it is above each other way to train.
+@dataclass(frozen=True)
+class Answer:
+    """A table at the top of the page: where it stands, as the tables of comparisons stand at the name of theirs; its measure; the method
+    that is compared; what with -> the head of its column; and its rows."""
 
-    Raises ValueError where the page lacks one of these numbers.
-    """
-    lines = [
-        f"| Dice | `fedatlas` | {' | '.join(OPPONENTS.values())} |",
-        f"|---|---|{'---|' * len(OPPONENTS)}",
-    ]
-    for setting in SETTINGS:
-        cells = [
-            _above(*difference(page, *setting.where(name), setting.ours)) if name in setting.others else "–"
-            for name in OPPONENTS
+    place: str
+    measure: str
+    ours: str
+    opponents: Mapping[str, str]
+    settings: Sequence[Setting]
+
+    def made(self, page: str) -> str:
+        """A row per setting, with the mean of the method and by how much it is above each other way to train.
+
+        Raises ValueError where the page lacks one of these numbers.
+        """
+        lines = [
+            f"| {self.measure} | {self.ours} | {' | '.join(self.opponents.values())} |",
+            f"|---|---|{'---|' * len(self.opponents)}",
         ]
-        mean = f"{mean_of(page, setting.place, setting.ours):.3f}"[1:]
-        lines.append(f"| {setting.asked} | {mean} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        for setting in self.settings:
+            cells = [
+                _above(*difference(page, setting.place, setting.others[name], setting.ours))
+                if name in setting.others
+                else "–"
+                for name in self.opponents
+            ]
+            mean = f"{mean_of(page, setting.place, setting.ours):.3f}"[1:]
+            lines.append(f"| {setting.asked} | {mean} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+    def filled(self, page: str) -> str:
+        """The page with this table as its other tables say."""
+        old = table_of(page, self.place)
+        if not old:
+            raise ValueError(f"docs/results.md has no place {self.place}")
+        return page.replace(
+            f"<!-- {self.place} -->{old}", f"<!-- {self.place} -->\n\n{self.made(page)}\n\n", 1
+        )
+
+
+ANSWERS = (
+    Answer("answer", "Dice", "`fedatlas`", OPPONENTS, SETTINGS),
+    Answer("answer-findings", "AUROC", "FedAvg", OF_FINDINGS, FINDINGS),
+)
 
 
 def _above(value: float, low: float, high: float) -> str:
-    """By how much `fedatlas` is above an arm whose difference to it this is; bold where the interval is on one side of 0."""
+    """By how much the method is above an arm whose difference to it this is; bold where the interval is on one side of 0."""
     value, low, high = -value, -high, -low  # a bound of +0.000 is -0.000 then, which side of 0 it is on
     shown = _short(value)
     sure = copysign(1, low) == copysign(1, high)
@@ -231,11 +278,10 @@ def _short(value: float) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with its answer as its other tables say."""
-    old = table_of(page, PLACE)
-    if not old:
-        raise ValueError(f"docs/results.md has no place {PLACE}")
-    return page.replace(f"<!-- {PLACE} -->{old}", f"<!-- {PLACE} -->\n\n{answer(page)}\n\n", 1)
+    """The page with its answers as its other tables say."""
+    for answer in ANSWERS:
+        page = answer.filled(page)
+    return page
 
 
 if __name__ == "__main__":

@@ -29,10 +29,35 @@ class Table(NamedTuple):
     sites: bool = False
 
 
-def markdown(found: Mapping[str, Any]) -> str:
-    """All tables of what `compare.collect` found, and what they rest on."""
-    parts = [part if isinstance(part, str) else _table(part) for of in _parts(found).values() for part in of]
-    return "\n\n".join(parts) + "\n"
+def markdown(found: Mapping[str, Any], *, folded: bool = False) -> str:
+    """All tables of what `compare.collect` found, and what they rest on. folded: as a page shows them, where a click opens what stands
+    below the first table and its differences."""
+    parts = {
+        name: [part if isinstance(part, str) else _table(part) for part in of]
+        for name, of in _parts(found).items()
+    }
+    below = {name: parts.pop(name) for name in _BELOW if name in parts} if folded else {}
+    shown = [part for of in parts.values() for part in of]
+    if below:
+        titles = (
+            [other["title"] or heading(other) for other in found["tables"]]
+            if "further-means" in below
+            else []
+        )
+        titles += [title for name, title in _BELOW.items() if title and name in below]
+        told = str(escape("; ".join(titles))).replace("&#39;", "'")
+        opener = f'<details markdown="1">\n<summary>Further tables: {told}</summary>'
+        shown += [opener, *(part for of in below.values() for part in of), "</details>"]
+    return "\n\n".join(shown) + "\n"
+
+
+_BELOW = {
+    "further-means": "",
+    "forgetting": "forgetting",
+    "swings": "validation over the rounds",
+    "costs": "costs",
+}
+"""Parts that are folded -> what they are called; further means have their own titles."""
 
 
 class Section(NamedTuple):
