@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
 RECORDED = sorted(path for path in ROOT.glob("experiments/*/records/*") if path.is_dir())
 """Folders of records, each of the runs of one name and profile."""
+
 OPPONENTS = {
     "matched": "sites alone, merged; the loss of `fedatlas`",
     "alone": "sites alone, merged; the usual loss",
