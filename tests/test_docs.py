@@ -64,6 +64,18 @@ def test_links_lead_somewhere(page: Path) -> None:
             )
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lists_begin_after_an_empty_line(page: Path) -> None:
+    """Else the site shows them as words of the paragraph above, where GitHub shows a list."""
+    item = re.compile(r"([*-]|\d+\.) ")
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    blocks = [block.splitlines() for block in re.split(r"\n\s*\n", text.strip())]
+    swallowed = [
+        line for first, *rest in blocks if not item.match(first) for line in rest if item.match(line)
+    ]
+    assert not swallowed, f"an empty line is missing above {swallowed[0][:60]!r}"
+
+
 def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
     from fedatlas import methods
 

@@ -7,6 +7,7 @@ this training from the 40 % of which the target is least certain, from the shado
 tested on the other half of the target's cases (members) and the quarter set aside.
 
 Reconstruction, where the note is silent or cannot be meant:
+
 * Unit: cases. The accuracies that it prints are whole numbers of 41, 47 and 73, so "class-wise accuracy" is the share of
   each class that is told right.
 * Test: the note lists "predictions from the shadow model" for the test too. A shadow never saw the hidden half, so nothing
