@@ -359,11 +359,11 @@ BUDGETS = ("chest-xray-seg", "chest-xray-seg-long")
 """The same comparison on radiographs with 200 and with 800 local steps: places of tables."""
 
 LINES = {
-    "fedatlas-teach": ("fedatlas", "#1b6ca8"),
+    "fedatlas": ("fedatlas", "#1b6ca8"),
     "centralized": ("all data in one place", "#1b2128"),
     "kim": ("Kim et al.", "#8a6d1f"),
     "condistfl": ("ConDistFL", "#b3541e"),
-    "fedatlas": ("fedatlas without teaching", "#6ba3cf"),
+    "fedatlas-no-teaching": ("fedatlas without teaching", "#6ba3cf"),
     "fedavg": ("FedAvg", "#4f8f4f"),
     "standalone-mean": ("sites alone, merged by the mean", "#a33b6d"),
     "standalone": ("sites alone, merged, the surest", "#d08bb0"),
@@ -450,7 +450,7 @@ def rounds() -> Drawing:
         for arm, of in found.items()
         if arm in LINES and arm != "standalone"
     }
-    numbers = [number for number, _ in means["fedatlas-teach"]]
+    numbers = [number for number, _ in means["fedatlas"]]
     first, last = numbers[0], numbers[-1]
 
     def x(number: int) -> float:
@@ -466,10 +466,10 @@ def rounds() -> Drawing:
 
 
 CASES = {
-    "fedatlas-teach": (
+    "fedatlas": (
         ("head-neck-few", "fedatlas-2"),
-        ("head-neck-few", "fedatlas-teach-4"),
-        ("head-neck", "fedatlas-teach"),
+        ("head-neck-few", "fedatlas-4"),
+        ("head-neck", "fedatlas"),
     ),
     "standalone-better": (
         ("head-neck-few", "standalone-matched-2"),

@@ -45,7 +45,7 @@ SETTINGS = (
     Setting(
         "[head and neck CT, 1,600 local steps](#head-and-neck-ct-with-twice-the-steps)",
         "head-neck-long",
-        "fedatlas-teach",
+        "fedatlas",
         {
             "matched": "standalone-matched-mean",
             "alone": "standalone",
@@ -57,7 +57,7 @@ SETTINGS = (
     Setting(
         "[the same, 800 local steps](#head-and-neck-ct-strict-partial-labels)",
         "head-neck",
-        "fedatlas-teach",
+        "fedatlas",
         {
             "matched": "standalone-matched-mean",
             "alone": "standalone",
@@ -70,7 +70,7 @@ SETTINGS = (
     Setting(
         "[four labelled cases at each site](#few-labelled-cases)",
         "head-neck-few",
-        "fedatlas-teach-4",
+        "fedatlas-4",
         {
             "matched": "standalone-matched-mean-4",
             "alone": "standalone-4",
@@ -106,19 +106,19 @@ SETTINGS = (
     Setting(
         "[a protocol that nobody trained on](#a-protocol-that-nobody-trained-on)",
         "head-neck-unseen",
-        "fedatlas-teach",
+        "fedatlas",
         {"matched": "standalone-matched-mean", "alone": "standalone"},
     ),
     Setting(
         "[abdominal MR, three cases at each site](#abdominal-mr-four-folds)",
         "abdomen-mr",
-        "fedatlas-teach",
+        "fedatlas",
         {"matched": "standalone-matched"},
     ),
     Setting(
         "[radiographs, overlapping classes](#chest-radiographs-2d-overlapping-classes)",
         "chest-xray-seg-long",
-        "fedatlas-teach",
+        "fedatlas",
         {
             "matched": "standalone-mean",
             "fedavg": "fedavg",
