@@ -37,8 +37,6 @@ from fedatlas.methods.shared.sharpness import (
     random_direction,
     ratios,
     scaled_names,
-    swa,
-    swa_count,
     top,
     unpack_bits,
 )
@@ -637,36 +635,6 @@ def test_errors_say_what_was_asked() -> None:
         (lambda: masked(scores(0), {"w": mask["w"]}), NameMismatch, "mask of a perturbation"),
         (lambda: pack_bits(floats), NameMismatch, "packing"),
         (lambda: perturbation(scores(0), {}, Sharpness(), ()), NameMismatch, "perturbation"),
-        (lambda: swa({}, {}, -1), FederationError, "0 and more"),
-        (lambda: swa_count(3, start=0, cycle=0), FederationError, "1 and more"),
     ):
         with pytest.raises(error, match=text):
             call()
-
-
-# --------------------------------------------------------------------------------------------------------------- SWA
-
-
-def test_swa_is_the_published_one() -> None:
-    v = vectors("fedsam_swa")
-    average: Model = {}
-    for i, model in enumerate(v["server_models"]):
-        n = swa_count(i, start=0, cycle=2)
-        if n is not None:
-            average = swa(average or {"w": model}, {"w": model}, n)
-        close(average, {"w": v["swa_models"][i]})
-
-
-def test_swa_is_the_mean_of_the_models_after_the_first() -> None:
-    models = [{"w": torch.full((2,), float(i * i)), "count": torch.tensor(i)} for i in range(13)]
-    assert [swa_count(i, start=3, cycle=3) for i in range(3, 13)] == [
-        0, None, None, 0, None, None, 1, None, None, 2,
-    ]  # fmt: skip
-    assert swa_count(2, start=3, cycle=3) is None
-    average = models[3]
-    for i, model in enumerate(models):
-        n = swa_count(i, start=3, cycle=3)
-        average = average if n is None else swa(average, model, n)
-    assert average["w"].tolist() == pytest.approx([(36 + 81 + 144) / 3] * 2)
-    assert int(average["count"]) == 12
-    assert torch.equal(swa(models[2], models[1], 0)["w"], models[1]["w"])

@@ -28,11 +28,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 @dataclass(frozen=True)
 class State:
     """What the server knows after `round` complete rounds out of `rounds`. A method may subclass it with
-    fields of its own; they are tensors and plain values, so that a state can always be kept and resumed."""
+    fields of its own; they are tensors and plain values, so that a state can always be kept and resumed.
+
+    late: name -> the mean over late rounds of a model, before the last one, where a method takes it (`methods.shared.swa`)."""
 
     model: Tensors
     round: int = 0
     rounds: int = 1
+    late: dict[str, Tensors] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

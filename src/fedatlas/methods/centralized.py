@@ -12,10 +12,11 @@ from fedatlas.core.options import options
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import train
 from fedatlas.methods.shared.averaging import Pooled
+from fedatlas.methods.shared.swa import WithSWA
 
 
 @options
-class Centralized(Pooled):
+class Centralized(WithSWA, Pooled):
     """Ordinary training on the union of all cases, each with its own label set; no federation."""
 
     @at_site

@@ -47,6 +47,7 @@ from fedatlas.losses.heads import full_precision
 from fedatlas.losses.marginal import channels, labelled
 from fedatlas.methods.shared.averaging import Weighting
 from fedatlas.methods.shared.server_step import MeanWithMomentum
+from fedatlas.methods.shared.swa import WithSWA
 
 SMOOTH = 1e-5
 """Added to the denominator of the Dice loss of Eq. (7)."""
@@ -67,7 +68,7 @@ class Cached:
 
 
 @options
-class ConDistFL(MeanWithMomentum):
+class ConDistFL(WithSWA, MeanWithMomentum):
     """FedAvg plus conditional distillation of every class that a site does not annotate (Wang 2025)."""
 
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
@@ -232,7 +233,7 @@ class ConDistFL(MeanWithMomentum):
                 "method condistfl: cond is eps, which is added to the sum of a softmax, but the label space is not "
                 "exclusive; overlapping classes allow: exact"
             )
-        losses.make(self.loss, space)
+        super().check(space)
 
 
 def logits_of(p: Tensor, exclusive: bool) -> Tensor:

@@ -45,13 +45,14 @@ from fedatlas.losses import LossChoice
 from fedatlas.methods.shared.averaging import answer
 from fedatlas.methods.shared.features import Call, watched
 from fedatlas.methods.shared.server_step import MeanWithMomentum
+from fedatlas.methods.shared.swa import WithSWA
 
 LEAST = 1e-12
 """Least L_lip by which the supervised loss is divided."""
 
 
 @options
-class FedAlign(MeanWithMomentum):
+class FedAlign(WithSWA, MeanWithMomentum):
     """FedAvg whose last block is held near a slimmed one in its Lipschitz constant (Mendieta 2022)."""
 
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)

@@ -17,7 +17,7 @@ t = 1/c, 2/c, …, 1. Reconstruction: this factor is on top of `local.schedule`,
 the start; UFPS does not name its lowest rate, 0.01 is the ratio of the rates of the paper's own SWA.
 
 Differences from the paper: all sites take part in every round. As in its code the first update of the mean replaces the
-model with which it began (`sharpness.swa_count`).
+model with which it began (`shared.swa.swa_count`).
 """
 
 import dataclasses
@@ -33,7 +33,8 @@ from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import Local, Loop, train
 from fedatlas.methods.shared.averaging import MeanOfModels, answer, mean
-from fedatlas.methods.shared.sharpness import Sharp, Sharpness, swa, swa_count
+from fedatlas.methods.shared.sharpness import Sharp, Sharpness
+from fedatlas.methods.shared.swa import swa, swa_count
 
 
 @options

@@ -46,6 +46,7 @@ from fedatlas.losses.heads import full_precision
 from fedatlas.losses.marginal import labelled
 from fedatlas.methods.shared.averaging import Weighting
 from fedatlas.methods.shared.server_step import MeanWithMomentum
+from fedatlas.methods.shared.swa import WithSWA
 
 NO_CLASS_LOST = {
     "marginal": {"power": 2, "smooth_numerator": 1e-3, "smooth_denominator": 1e-3, "log_below": 0.2}
@@ -58,7 +59,7 @@ RETIRED = ("gate", "floor", "full")
 
 
 @options
-class FedAtlas(MeanWithMomentum):
+class FedAtlas(WithSWA, MeanWithMomentum):
     """FedAvg with exclusion and momentum at the server, in which the received model teaches what a site does not annotate."""
 
     exclusion: bool = option(

@@ -14,8 +14,9 @@ Differences from the paper: all sites take part in every round.
 
 from fedatlas.core.options import options
 from fedatlas.methods.shared.averaging import Averaging
+from fedatlas.methods.shared.swa import WithSWA
 
 
 @options
-class FedAvg(Averaging):
+class FedAvg(WithSWA, Averaging):
     """The mean of locally trained models, with a loss that respects missing labels (McMahan 2017)."""

@@ -39,13 +39,14 @@ from fedatlas.methods.shared.averaging import answer
 from fedatlas.methods.shared.features import pooled, watched
 from fedatlas.methods.shared.redrawn import redrawn
 from fedatlas.methods.shared.server_step import MeanWithMomentum
+from fedatlas.methods.shared.swa import WithSWA
 
 MEMORY = "moon.previous"
 """The key of a site's memory with its model of the round before."""
 
 
 @options
-class MOON(MeanWithMomentum):
+class MOON(WithSWA, MeanWithMomentum):
     """FedAvg whose features are held near the global model's and away from the site's last ones (Li 2021)."""
 
     mu: float = option(1.0, "mu: weight of the contrastive term; 0 is FedAvg.", ge=0)

@@ -27,9 +27,9 @@ from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import Local
 from fedatlas.methods.shared import dp_sgd
-from fedatlas.methods.shared.averaging import Supervised
 from fedatlas.methods.shared.dp_sgd import DPSGD
 from fedatlas.methods.shared.owners import by_owner
+from fedatlas.methods.shared.swa import WithSWA
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StandaloneState(State):
 
 
 @options
-class Standalone(Supervised):
+class Standalone(WithSWA):
     """Each site alone; evaluated alone and as the merged ensemble."""
 
     state: ClassVar[type[State]] = StandaloneState
@@ -70,7 +70,15 @@ class Standalone(Supervised):
         models, classes = dict(state.models), dict(state.classes)
         for site, reply in replies:
             models[site], classes[site] = reply["model"], reply["classes"]
-        return dataclasses.replace(state, models=models, classes=classes, round=state.round + 1)
+        return self.with_mean(
+            dataclasses.replace(state, models=models, classes=classes, round=state.round + 1)
+        )
+
+    def models(self, state: StandaloneState) -> dict[str, Tensors]:
+        return state.models
+
+    def replaced(self, state: StandaloneState, models: dict[str, Tensors]) -> StandaloneState:
+        return dataclasses.replace(state, models=models)
 
     def assembled(self, state: StandaloneState, models: Mapping[str, Tensors]) -> StandaloneState:
         """The state with the models that the sites chose, site -> tensors; a site that could not has its last one."""

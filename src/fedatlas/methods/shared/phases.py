@@ -35,6 +35,6 @@ def check_begins(what: str, rounds: int, **options: float) -> None:
     for name, when in options.items():
         if begins(when, rounds) > rounds:
             raise FederationError(
-                f"{what}: {name} is {when}, and the federation has {rounds} rounds, so that it would never begin; take an "
+                f"{what}: {name} is {when:g}, and the federation has {rounds} rounds, so that it would never begin; take an "
                 "earlier round, a share of all rounds as 0.6, or set what begins there to null"
             )

@@ -1,4 +1,4 @@
-"""Sharpness-aware steps, the sparse masks of UFPS, and stochastic weight averaging.
+"""Sharpness-aware steps, and the sparse masks of UFPS.
 
 SAM: Foret, Kleiner, Mobahi, Neyshabur. Sharpness-aware minimization for efficiently improving generalization.
 ICLR 2021. ASAM: Kwon, Kim, Park, Choi. ASAM: adaptive sharpness-aware minimization for scale-invariant learning of
@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedatlas.core import tensors
 from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError, NameMismatch, WireError
 from fedatlas.core.options import option, options
@@ -495,33 +494,3 @@ def _unpacked(packed: Any, name: str, shape: torch.Size) -> Tensor:
     if bits[numel:].any():
         raise WireError(f"unpacking masks: {name} has bits set beyond its {numel} positions")
     return torch.from_numpy(bits[:numel]).bool().reshape(shape)
-
-
-# --------------------------------------------------------------------------------------------------------------- SWA
-
-
-def swa(average: Mapping[str, Tensor], model: Mapping[str, Tensor], n: int) -> Tensors:
-    """(1 - a) average + a model with a = 1 / (n + 1), where the average is over n models; n = 0 gives the model.
-
-    Summed as by `core.tensors.average`: in float64, cast once; of integer tensors the larger. Raises FederationError for a
-    negative n, NameMismatch for models of different form.
-
-    Izmailov, Podoprikhin, Garipov, Vetrov, Wilson. Averaging weights leads to wider optima and better generalization.
-    UAI 2018.
-    """
-    if n < 0:
-        raise FederationError(f"swa: the average is over {n} models; allowed: 0 and more")
-    return tensors.average([average, model], [n, 1])
-
-
-def swa_count(round: int, *, start: int, cycle: int) -> int | None:
-    """The n with which the model of a round enters `swa`; None: it does not. It enters at `start` and every `cycle`
-    rounds after it. As in FedSAM's code n is 0 a second time at start + cycle: that model replaces the first.
-
-    Raises FederationError for a cycle below 1.
-    """
-    if cycle < 1:
-        raise FederationError(f"swa: a cycle of {cycle} rounds; allowed: 1 and more")
-    if round < start or (round - start) % cycle:
-        return None
-    return max((round - start) // cycle - 1, 0)
