@@ -35,7 +35,7 @@ class State:
     model: Tensors
     round: int = 0
     rounds: int = 1
-    late: dict[str, Tensors] = field(default_factory=dict)
+    late: dict[str, Tensors] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
