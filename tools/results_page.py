@@ -68,6 +68,12 @@ SETTINGS = (
         },
     ),
     Setting(
+        "[the same, both averaged over late rounds](#the-mean-of-late-rounds)",
+        "head-neck-swa",
+        "fedatlas-swa",
+        {"matched": "standalone-swa"},
+    ),
+    Setting(
         "[four labelled cases at each site](#few-labelled-cases)",
         "head-neck-few",
         "fedatlas-4",
@@ -96,6 +102,12 @@ SETTINGS = (
             "condistfl-matched": "condistfl-matched-two",
             "centralized": "centralized-matched-two",
         },
+    ),
+    Setting(
+        "[the same, both averaged over late rounds](#organs-that-several-sites-annotate)",
+        "head-neck-annotators",
+        "fedatlas-swa-two",
+        {"matched": "standalone-swa-mean-two"},
     ),
     Setting(
         "[four cases, all four sites annotate each organ](#organs-that-several-sites-annotate)",
