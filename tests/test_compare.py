@@ -467,7 +467,7 @@ def results(metric: str = "auroc", **arms: list[float]) -> dict[str, Any]:
         "arms": {
             arm: {
                 "seeds": list(range(len(values))), "per_class": {"a": values}, "per_cell": {}, "mean": values, "hours": 0.5,
-                "commits": ["0123456789abcdef+"], "problems": [], "undefined": 0,
+                "commits": ["0123456789abcdef+"], "arithmetic": [None], "problems": [], "undefined": 0,
             }
             for arm, values in arms.items()
         },
@@ -492,6 +492,15 @@ def test_the_best_of_the_finished_is_bold() -> None:
         and "**0.900" not in text
         and "the best among arms that are compared with one another, of which" in text
     )
+
+
+def test_processors_that_round_differently_are_told() -> None:
+    found = results(one=[0.5, 0.6], two=[0.5, 0.6], three=[0.5, 0.6])
+    assert "Processors" not in markdown(found)
+    found["arms"]["one"]["arithmetic"] = ["AVX512, amx_bf16"]
+    found["arms"]["two"]["arithmetic"] = ["AVX512, amx_bf16", "AVX2"]
+    told = "as another seed would: AVX512, amx_bf16: one, two; AVX2: two; not kept: three."
+    assert told in markdown(found)
 
 
 def test_arms_that_were_not_run_are_named_once() -> None:

@@ -92,7 +92,8 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     columns: those of the table, see `_columns`. arms: name -> seeds (finished), per_class (class -> a value or None
     per seed, the mean over sites of the mean over cases), per_cell ("site/class" -> a value or None per seed, the mean
     over cases), mean (per seed, over the columns) and, with columns of site and class, exclude (the same without those
-    with a star), undefined (cells without a value that another arm has), hours (of the rounds), commits, problems.
+    with a star), undefined (cells without a value that another arm has), hours (of the rounds), commits, arithmetic (of the processors,
+    None where a run does not say), problems.
     families: the arms in groups, each of those that are compared with one another. rows: with columns of site and class,
     "arm/site" of every arm of `measure.local` -> the same of this site's local model, with a mean only where it has all
     columns; own: `measure.local`. layout: how all is printed. cases, with layout.cells: row ->
@@ -137,9 +138,11 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     starred = _starred(comparison, counted)
     for arm, of_arm in cells.items():
         paths = [comparison.path(one, seed) for seed in of_arm for one in comparison.trained(arm)]
+        runs = [read_json(path / "run.json") for path in paths]
         arms[arm] = _row(comparison, of_arm, starred) | {
             "hours": sum(_hours(path) for path in paths),
-            "commits": list(dict.fromkeys(read_json(path / "run.json")["git"] for path in paths)),
+            "commits": list(dict.fromkeys(run["git"] for run in runs)),
+            "arithmetic": list(dict.fromkeys((run.get("machine") or {}).get("arithmetic") for run in runs)),
             "problems": done.problems[arm],
         }
     there = {

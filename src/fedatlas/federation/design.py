@@ -363,6 +363,14 @@ def egress_log(federation: Federation, path: Path, run: str) -> EgressLog:
     return EgressLog(path, run=f"{run} {hash_of(federation)[:8]}", method=federation.method["name"])
 
 
+def arithmetic() -> str:
+    """What of the processor decides how torch rounds: its vector instructions, and those for bf16 where torch tells them. Bits repeat
+    where this is the same."""
+    has = getattr(torch.cpu, "get_capabilities", dict)()
+    level = torch.backends.cpu.get_cpu_capability()
+    return ", ".join([level, *(name for name in ("avx512_bf16", "amx_bf16") if has.get(name))])
+
+
 def versions() -> dict[str, str]:
     """The versions of what decides the numbers."""
     packages = ("fedatlas", "torch", "monai", "numpy", "scipy", "nibabel", "pydantic")

@@ -25,7 +25,7 @@ from fedatlas.data.checks import check_federation, shared_scans
 from fedatlas.data.reading import refuse
 from fedatlas.evaluation.evaluate import AFTER_TRAINING, Candidate, place_of, question, selection_score
 from fedatlas.evaluation.statistics import POST, read_rows, rows_text
-from fedatlas.federation.design import Design, Experiment, cache_folder, egress_log, versions
+from fedatlas.federation.design import Design, Experiment, arithmetic, cache_folder, egress_log, versions
 from fedatlas.federation.file import (
     Federation,
     differences,
@@ -834,6 +834,7 @@ def _describe(folder: RunFolder, parties: Parties, net: nn.Module) -> None:
         "machine": {
             "platform": platform.platform(),
             "processor": platform.processor() or platform.machine(),
+            "arithmetic": arithmetic(),
             "cores": os.cpu_count(),
             "torch_threads": federation.threads_per_site,
         },

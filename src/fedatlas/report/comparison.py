@@ -633,6 +633,13 @@ def _footer(found: Mapping[str, Any]) -> str:
         + (f"; profile {found['profile']}" if found["profile"] else "")
         + f". {hours:.2f} hours of rounds; made by {made or 'no known commit'}.",
     ]
+    kinds: dict[str | None, list[str]] = {}
+    for arm, of_arm in found["arms"].items():
+        for kind in of_arm["arithmetic"]:
+            kinds.setdefault(kind, []).append(arm)
+    if len(kinds) > 1:
+        told = "; ".join(f"{kind or 'not kept'}: {', '.join(arms)}" for kind, arms in kinds.items())
+        lines.append(f"Processors of several kinds, which round differently, as another seed would: {told}.")
     totals: dict[int, list[str]] = {}
     for arm, budget in found["budget"].items():
         if budget["total"] is not None:
