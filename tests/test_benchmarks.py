@@ -3,9 +3,8 @@
 import importlib
 from pathlib import Path
 
-import pytest
-
 import benchmarks
+import pytest
 
 NAMES = sorted(
     file.stem for file in Path(benchmarks.__file__).parent.glob("*.py") if not file.stem.startswith("__")

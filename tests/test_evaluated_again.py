@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.runs import phantom_federation
 
 from fedatlas.compare.plan import Comparison, load_comparison
 from fedatlas.compare.running import run_comparison, state_of
@@ -16,7 +17,6 @@ from fedatlas.federation.session import run_federation
 from fedatlas.federation.usable import record_of
 from fedatlas.transport.rounds import RunFolder, read_json
 from fedatlas.transport.store import write_atomic
-from tests.runs import phantom_federation
 
 MORE: dict[str, Any] = {"metrics": ["dice", "nsd"], "postprocess": {"share": 0.9}}
 
