@@ -86,6 +86,12 @@ SETTINGS = (
         },
     ),
     Setting(
+        "[the same, both averaged over late rounds](#few-labelled-cases)",
+        "head-neck-few",
+        "fedatlas-swa-4",
+        {"matched": "standalone-swa-mean-4"},
+    ),
+    Setting(
         "[two labelled cases at each site](#few-labelled-cases)",
         "head-neck-few",
         "fedatlas-2",
