@@ -370,7 +370,7 @@ def test_a_server_killed_and_started_again_is_found_by_its_nodes(tmp_path: Path)
 def test_a_node_killed_in_the_middle_is_asked_again(tmp_path: Path) -> None:
     began, go = threading.Event(), threading.Event()
 
-    def held(question: Question) -> str | None:
+    def held(question: Question, late: threading.Event) -> str | None:
         if question.site == "site-a" and not began.is_set():
             began.set()
             go.wait(120.0)
