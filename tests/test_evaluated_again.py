@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.runs import phantom_federation
+from runs import phantom_federation
 
 from fedatlas.compare.plan import Comparison, load_comparison
 from fedatlas.compare.running import run_comparison, state_of

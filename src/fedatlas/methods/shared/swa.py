@@ -30,7 +30,10 @@ S = TypeVar("S", bound=State)
 
 @options
 class WithSWA(Supervised):
-    """A method whose model may be the mean of those of late rounds. It stands before the class whose `round` it completes."""
+    """A method whose model may be the mean of those of late rounds; its paper need not have that, and it is off by default.
+
+    A class names it before the base whose `round` it completes: `class FedAvg(WithSWA, Averaging)`.
+    """
 
     swa_start: float | None = option(
         None,
@@ -64,7 +67,9 @@ class WithSWA(Supervised):
         return self.with_mean(super().round(state, clients))  # type: ignore[safe-super]
 
     def with_mean(self, state: S) -> S:
-        """The state after a round, whose models enter the mean; after the last round with the mean in their place."""
+        """The state after a round, whose models enter the mean; after the last round with the mean in their place.
+
+        Of a model that is there later than the mean began, a site's own that was lost until then, the first one counts for those rounds."""
         start = self.swa_start
         if start is None or state.round < first(start, state.rounds):
             return state
