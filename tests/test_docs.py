@@ -284,12 +284,26 @@ def test_the_answer_is_what_the_tables_say(place: str) -> None:
             )
 
 
+def test_what_to_take_is_what_the_tables_say() -> None:
+    """Each row says by how much the mean of what it takes is above that of the other."""
+    made = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "results_page.py")))
+    page = made.PAGE.read_text()
+    rows = made.table_of(page, "to-take").strip().splitlines()[2:]
+    for row, advice in zip(rows, made.TO_TAKE, strict=True):
+        value, low, high = (float(number) for number in re.findall(r"[+-]\.\d+", row))
+        assert low <= value <= high
+        means = [made.mean_of(page, advice.place, arm) for arm in (advice.ours, advice.other)]
+        assert value == pytest.approx(means[0] - means[1], abs=0.0016)
+
+
 def test_a_number_that_the_tables_lack_is_named() -> None:
     made = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "results_page.py")))
     page = made.PAGE.read_text()
     with pytest.raises(ValueError, match="the table head-neck has no difference of nobody to fedatlas"):
         made.difference(page, "head-neck", "nobody", "fedatlas")
+    with pytest.raises(ValueError, match="the table head-neck has no difference of fedatlas to nobody"):
+        made.above(page, "head-neck", "nobody", "fedatlas")
     with pytest.raises(ValueError, match="the table nowhere has no mean of fedatlas"):
         made.mean_of(page, "nowhere", "fedatlas")
-    with pytest.raises(ValueError, match="has no place answer"):
+    with pytest.raises(ValueError, match="has no place to-take"):
         made.filled("no marks")

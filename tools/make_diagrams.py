@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from results_page import OPPONENTS, PAGE, SETTINGS, difference, mean_of
+from results_page import OPPONENTS, PAGE, SETTINGS, above, mean_of
 
 from fedatlas.compare.curves import curves
 from fedatlas.compare.plan import load_comparison
@@ -339,14 +339,13 @@ def gains() -> Drawing:
             if name not in setting.others:
                 continue
             y += row
-            value, low, high = difference(page, setting.place, setting.others[name], setting.ours)
+            value, low, high = above(page, setting.place, setting.ours, setting.others[name])
             d.text(left - 16, y + 4.5, plain(called), at="end")
-            # the page has the others' differences to fedatlas
-            d.bar(zero - 100 * unit * high, y - 1.5, 100 * unit * (high - low), 3, INK)
-            d.bar(zero - 100 * unit * value - 4, y - 7, 8, 14, SERVER)
-            behind = low > 0  # then the number stands on the free side
-            place, side = (zero - 100 * unit * (high if behind else low), -10 if behind else 10)
-            d.text(place + side, y + 4.5, f"{-100 * value:+.1f}", at="end" if behind else "start")
+            d.bar(zero + 100 * unit * low, y - 1.5, 100 * unit * (high - low), 3, INK)
+            d.bar(zero + 100 * unit * value - 4, y - 7, 8, 14, SERVER)
+            behind = high < 0  # then the number stands on the free side
+            place, side = (zero + 100 * unit * (low if behind else high), -10 if behind else 10)
+            d.text(place + side, y + 4.5, f"{100 * value:+.1f}", at="end" if behind else "start")
     return d
 
 

@@ -1,5 +1,5 @@
 """Makes the tables of docs/results.md whose runs have records, and from these and the others the ones at its top that put them
-together: what `fedatlas` is worth for segmentation and FedAvg for findings, setting by setting.
+together: what to take, and what `fedatlas` is worth for segmentation and FedAvg for findings, setting by setting.
 
     .venv/bin/python tools/results_page.py
 """
@@ -175,6 +175,80 @@ FINDINGS = (
 """As OPPONENTS and SETTINGS, for findings of whole images."""
 
 
+@dataclass(frozen=True)
+class Advice:
+    """A row of the table that says what to take: what one has, what to take then, the place of the table on the page that says so, the
+    arm that is taken and the one that it is compared with, in words as well, and what a prediction takes."""
+
+    given: str
+    take: str
+    place: str
+    ours: str
+    other: str
+    called: str
+    needs: str
+
+
+ONE_MODEL = "one model"
+TO_TAKE = (
+    Advice(
+        "organs that [two or more sites annotate](#organs-that-several-sites-annotate)",
+        "`fedatlas`, [averaged](#the-mean-of-late-rounds)",
+        "head-neck-annotators",
+        "fedatlas-swa-two",
+        "standalone-swa-mean-two",
+        "merged models, averaged",
+        ONE_MODEL,
+    ),
+    Advice(
+        "nearly every organ [annotated at one site](#few-labelled-cases), four labelled cases there",
+        "`fedatlas`, averaged",
+        "head-neck-few",
+        "fedatlas-swa-4",
+        "standalone-swa-mean-4",
+        "merged models, averaged",
+        ONE_MODEL,
+    ),
+    Advice(
+        "the same, with [18 to 27 cases](#the-mean-of-late-rounds)",
+        "merged models, averaged; `fedatlas`, averaged, if there is to be one model",
+        "head-neck-swa",
+        "standalone-swa",
+        "fedatlas-swa",
+        "`fedatlas`, averaged",
+        "the models of all sites",
+    ),
+    Advice(
+        "images of [a hospital that does not train](#a-protocol-that-nobody-trained-on)",
+        "`fedatlas`",
+        "head-neck-unseen",
+        "fedatlas",
+        "standalone-matched-mean",
+        "merged models",
+        ONE_MODEL,
+    ),
+    Advice(
+        "[classes that overlap](#chest-radiographs-2d-overlapping-classes)",
+        "`fedatlas`",
+        "chest-xray-seg-long",
+        "fedatlas",
+        "standalone-mean",
+        "merged models",
+        ONE_MODEL,
+    ),
+    Advice(
+        "[findings of whole images](#is-federation-worth-it-for-findings)",
+        "`fedavg`",
+        "phantom-xray-pays",
+        "fedavg",
+        "standalone",
+        "merged models",
+        ONE_MODEL,
+    ),
+)
+"""What to take, by what one has."""
+
+
 def recorded(records: Path, runs: Path) -> Iterator[tuple[Comparison, list[str], Mapping[str, Any]]]:
     """Of a folder of records the comparisons that have its runs, each with the names of the runs that are there and what they came
     to, with the command as it is given from the project's root; runs: a folder for them, which is none of a user's."""
@@ -227,6 +301,18 @@ def difference(page: str, place: str, arm: str, reference: str) -> tuple[float, 
     return value, low, high
 
 
+def above(page: str, place: str, arm: str, other: str) -> tuple[float, float, float]:
+    """By how much an arm of a table of the page is above another, with the interval, whichever of the two its differences are to.
+
+    Raises ValueError where the page has none.
+    """
+    try:
+        return difference(page, place, arm, other)
+    except ValueError:
+        value, low, high = difference(page, place, other, arm)
+        return -value, -high, -low  # a bound of +0.000 is -0.000 then, which side of 0 it is on
+
+
 def mean_of(page: str, place: str, arm: str) -> float:
     """An arm's mean over all columns in the first table of a place. Raises ValueError where the page has none."""
     found = re.search(
@@ -259,7 +345,7 @@ class Answer:
         ]
         for setting in self.settings:
             cells = [
-                _above(*difference(page, setting.place, setting.others[name], setting.ours))
+                _shown(above(page, setting.place, setting.ours, setting.others[name]))
                 if name in setting.others
                 else "–"
                 for name in self.opponents
@@ -268,15 +354,6 @@ class Answer:
             lines.append(f"| {setting.asked} | {mean} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
-    def filled(self, page: str) -> str:
-        """The page with this table as its other tables say."""
-        old = table_of(page, self.place)
-        if not old:
-            raise ValueError(f"docs/results.md has no place {self.place}")
-        return page.replace(
-            f"<!-- {self.place} -->{old}", f"<!-- {self.place} -->\n\n{self.made(page)}\n\n", 1
-        )
-
 
 ANSWERS = (
     Answer("answer", "Dice", "`fedatlas`", OPPONENTS, SETTINGS),
@@ -284,9 +361,18 @@ ANSWERS = (
 )
 
 
-def _above(value: float, low: float, high: float) -> str:
-    """By how much the method is above an arm whose difference to it this is; bold where the interval is on one side of 0."""
-    value, low, high = -value, -high, -low  # a bound of +0.000 is -0.000 then, which side of 0 it is on
+def to_take(page: str) -> str:
+    """The table that says what to take. Raises ValueError where the page lacks one of its numbers."""
+    lines = ["| for | take | above | by | at prediction |", "|---|---|---|---|---|"]
+    for row in TO_TAKE:
+        by = _shown(above(page, row.place, row.ours, row.other))
+        lines.append(f"| {row.given} | {row.take} | {row.called} | {by} | {row.needs} |")
+    return "\n".join(lines)
+
+
+def _shown(by: tuple[float, float, float]) -> str:
+    """A difference with its interval, bold where this is on one side of 0."""
+    value, low, high = by
     shown = _short(value)
     sure = copysign(1, low) == copysign(1, high)
     return f"{f'**{shown}**' if sure else shown} ({_short(low)} to {_short(high)})"
@@ -297,9 +383,12 @@ def _short(value: float) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with its answers as its other tables say."""
-    for answer in ANSWERS:
-        page = answer.filled(page)
+    """The page with the tables at its top as its other tables say."""
+    for place, made in {"to-take": to_take, **{answer.place: answer.made for answer in ANSWERS}}.items():
+        old = table_of(page, place)
+        if not old:
+            raise ValueError(f"docs/results.md has no place {place}")
+        page = page.replace(f"<!-- {place} -->{old}", f"<!-- {place} -->\n\n{made(page)}\n\n", 1)
     return page
 
 
