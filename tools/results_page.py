@@ -1,12 +1,13 @@
 """Makes the tables of docs/results.md whose runs have records, and from these and the others the ones at its top that put them
-together: what to take, and what `fedatlas` is worth for segmentation and FedAvg for findings, setting by setting.
+together: what to take, which README.md has as well, and what `fedatlas` is worth for segmentation and FedAvg for findings, setting by
+setting.
 
     .venv/bin/python tools/results_page.py
 """
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import copysign
 from pathlib import Path
@@ -17,6 +18,7 @@ from fedatlas.federation.yaml import read_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
+README = ROOT / "README.md"
 RECORDED = sorted(path for path in ROOT.glob("experiments/*/records/*") if path.is_dir())
 """Folders of records, each of the runs of one name and profile."""
 
@@ -383,15 +385,25 @@ def _short(value: float) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with the tables at its top as its other tables say."""
+    """The page with the tables at its top as its other tables say. Raises ValueError where a place for one of them is lacking."""
     for place, made in {"to-take": to_take, **{answer.place: answer.made for answer in ANSWERS}}.items():
-        old = table_of(page, place)
-        if not old:
-            raise ValueError(f"docs/results.md has no place {place}")
-        page = page.replace(f"<!-- {place} -->{old}", f"<!-- {place} -->\n\n{made(page)}\n\n", 1)
+        page = _with_table(page, place, made)
     return page
+
+
+def filled_readme(readme: str, page: str) -> str:
+    """README.md with the table of what to take as the page of results has it."""
+    return _with_table(readme, "to-take", lambda _: to_take(page).replace("](#", "](docs/results.md#"))
+
+
+def _with_table(text: str, place: str, made: Callable[[str], str]) -> str:
+    old = table_of(text, place)
+    if not old:
+        raise ValueError(f"no place {place}: it stands between <!-- {place} --> and <!-- /{place} -->")
+    return text.replace(f"<!-- {place} -->{old}", f"<!-- {place} -->\n\n{made(text)}\n\n", 1)
 
 
 if __name__ == "__main__":
     make_tables(PAGE)
     PAGE.write_text(filled(PAGE.read_text()))
+    README.write_text(filled_readme(README.read_text(), PAGE.read_text()))
