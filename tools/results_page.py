@@ -70,10 +70,10 @@ SETTINGS = (
         },
     ),
     Setting(
-        "[the same, both averaged over late rounds](#the-mean-of-late-rounds)",
+        "[the same, all averaged over late rounds](#the-mean-of-late-rounds)",
         "head-neck-swa",
         "fedatlas-swa",
-        {"matched": "standalone-swa"},
+        {"matched": "standalone-swa", "fedavg": "fedavg-swa", "centralized": "centralized-swa"},
     ),
     Setting(
         "[four labelled cases at each site](#few-labelled-cases)",
