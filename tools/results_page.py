@@ -194,7 +194,7 @@ class Advice:
 ONE_MODEL = "one model"
 TO_TAKE = (
     Advice(
-        "organs that [two or more sites annotate](#organs-that-several-sites-annotate)",
+        "each organ [annotated at two sites](#organs-that-several-sites-annotate), four labelled cases at each site",
         "`fedatlas`, [averaged](#the-mean-of-late-rounds)",
         "head-neck-annotators",
         "fedatlas-swa-two",
@@ -203,7 +203,7 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "nearly every organ [annotated at one site](#few-labelled-cases), four labelled cases there",
+        "nearly every organ [annotated at one site](#few-labelled-cases), four labelled cases at each",
         "`fedatlas`, averaged",
         "head-neck-few",
         "fedatlas-swa-4",
