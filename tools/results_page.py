@@ -76,6 +76,12 @@ SETTINGS = (
         {"matched": "standalone-swa", "fedavg": "fedavg-swa", "centralized": "centralized-swa"},
     ),
     Setting(
+        "[the same, all averaged, a net of twice the filters](#a-larger-net)",
+        "head-neck-wide",
+        "fedatlas-swa-wide",
+        {"matched": "standalone-swa-wide"},
+    ),
+    Setting(
         "[four labelled cases at each site](#few-labelled-cases)",
         "head-neck-few",
         "fedatlas-4",
