@@ -308,4 +308,4 @@ def test_a_number_that_the_tables_lack_is_named() -> None:
     with pytest.raises(ValueError, match="the table nowhere has no mean of fedatlas"):
         made.mean_of(page, "nowhere", "fedatlas")
     with pytest.raises(ValueError, match="no place to-take"):
-        made.filled("no marks")
+        made.filled_readme("no marks", page)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from math import ceil, floor
 from pathlib import Path
 
 from results_page import OPPONENTS, PAGE, SETTINGS, above, mean_of
@@ -311,35 +312,41 @@ def privacy() -> Drawing:
 
 
 def gains() -> Drawing:
-    """By how much one model of all sites is above other ways to train, setting by setting: the page's first table."""
+    """By how much one model of all sites is above other ways to train, setting by setting, as the page's table has it."""
     page = PAGE.read_text()
-    left, unit, top, row, head = 400, 50.0, 46, 24, 34
-    rows = sum(len(setting.others) for setting in SETTINGS)
-    bottom = top + row * rows + head * len(SETTINGS)
+    found = [
+        {name: above(page, setting.place, setting.ours, other) for name, other in setting.others.items()}
+        for setting in SETTINGS
+    ]
+    shown = [by for differences in found for by in differences.values()]
+    least, most = floor(100 * min(low for _, low, _ in shown)), ceil(100 * max(high for _, _, high in shown))
+    left, top, row, head = 400, 46, 24, 34
+    unit = 500 / (most - least)
+    bottom = top + row * len(shown) + head * len(SETTINGS)
     d = Drawing(916, bottom + 62, "One model of all sites, trained by fedatlas, against other ways to train")
-    zero = left + 2 * unit
-    for points in range(-2, 8):
+    zero = left - least * unit
+    for points in range(least, most + 1):
         x = zero + unit * points
         d.lines.append(
             f'<line x1="{x:g}" y1="{top - 12}" x2="{x:g}" y2="{bottom}" stroke="{GRID if points else INK}"/>'
         )
         d.text(x, bottom + 20, f"{points:+d}" if points else "0", colour=MUTED)
     d.text(
-        zero + 2 * unit,
+        left + 250,
         bottom + 42,
         "difference of the mean Dice, in points (95 % interval over cases)",
         colour=MUTED,
     )
     d.text(zero + 6, top - 20, "fedatlas is better", at="start", colour=MUTED)
     y = top - row / 2
-    for setting in SETTINGS:
+    for setting, differences in zip(SETTINGS, found, strict=True):
         y += head
         d.text(left - 16, y + 4.5, plain(setting.asked), at="end", bold=True)
         for name, called in OPPONENTS.items():
-            if name not in setting.others:
+            if name not in differences:
                 continue
             y += row
-            value, low, high = above(page, setting.place, setting.ours, setting.others[name])
+            value, low, high = differences[name]
             d.text(left - 16, y + 4.5, plain(called), at="end")
             d.bar(zero + 100 * unit * low, y - 1.5, 100 * unit * (high - low), 3, INK)
             d.bar(zero + 100 * unit * value - 4, y - 7, 8, 14, SERVER)

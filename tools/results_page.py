@@ -7,7 +7,7 @@ setting.
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import copysign
 from pathlib import Path
@@ -392,21 +392,22 @@ def _short(value: float) -> str:
 
 def filled(page: str) -> str:
     """The page with the tables at its top as its other tables say. Raises ValueError where a place for one of them is lacking."""
-    for place, made in {"to-take": to_take, **{answer.place: answer.made for answer in ANSWERS}}.items():
-        page = _with_table(page, place, made)
+    tables = {"to-take": to_take(page)} | {answer.place: answer.made(page) for answer in ANSWERS}
+    for place, table in tables.items():
+        page = _with_table(page, place, table)
     return page
 
 
 def filled_readme(readme: str, page: str) -> str:
     """README.md with the table of what to take as the page of results has it."""
-    return _with_table(readme, "to-take", lambda _: to_take(page).replace("](#", "](docs/results.md#"))
+    return _with_table(readme, "to-take", to_take(page).replace("](#", "](docs/results.md#"))
 
 
-def _with_table(text: str, place: str, made: Callable[[str], str]) -> str:
+def _with_table(text: str, place: str, table: str) -> str:
     old = table_of(text, place)
     if not old:
         raise ValueError(f"no place {place}: it stands between <!-- {place} --> and <!-- /{place} -->")
-    return text.replace(f"<!-- {place} -->{old}", f"<!-- {place} -->\n\n{made(text)}\n\n", 1)
+    return text.replace(f"<!-- {place} -->{old}", f"<!-- {place} -->\n\n{table}\n\n", 1)
 
 
 if __name__ == "__main__":
