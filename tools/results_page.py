@@ -179,6 +179,18 @@ FINDINGS = (
             "centralized": "iml-n100",
         },
     ),
+    Setting(
+        "[one finding at each site, 1000 images](#one-finding-at-each-site)",
+        "phantom-xray-one-class",
+        "fedavg",
+        {"fedatlas": "fedatlas", "fedpsl": "fedpsl", "alone": "standalone", "centralized": "iml"},
+    ),
+    Setting(
+        "[the same, four times the steps](#one-finding-at-each-site)",
+        "phantom-xray-one-class",
+        "fedavg-long",
+        {"fedatlas": "fedatlas-long", "alone": "standalone-long", "centralized": "iml-long"},
+    ),
 )
 """As OPPONENTS and SETTINGS, for findings of whole images."""
 
@@ -245,13 +257,22 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "[findings of whole images](#is-federation-worth-it-for-findings)",
+        "[findings of whole images](#is-federation-worth-it-for-findings), three of six at each of four sites",
         "`fedavg`",
         "phantom-xray-pays",
         "fedavg",
         "standalone",
         "merged models",
         ONE_MODEL,
+    ),
+    Advice(
+        "the same, [one finding at each site](#one-finding-at-each-site)",
+        "merged models",
+        "phantom-xray-one-class",
+        "standalone",
+        "fedavg",
+        "`fedavg`",
+        "the models of all sites",
     ),
 )
 """What to take, by what one has."""
