@@ -257,7 +257,7 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "[findings of whole images](#is-federation-worth-it-for-findings), three of six at each of four sites",
+        "[findings of whole images](#is-federation-worth-it-for-findings) (generated radiographs), three of six at each of four sites",
         "`fedavg`",
         "phantom-xray-pays",
         "fedavg",
@@ -266,8 +266,8 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "the same, [one finding at each site](#one-finding-at-each-site)",
-        "merged models",
+        "the same, [one of four findings at each site](#one-finding-at-each-site)",
+        "every site alone",
         "phantom-xray-one-class",
         "standalone",
         "fedavg",
