@@ -158,6 +158,7 @@ SETTINGS = (
 OF_FINDINGS = {
     "fedatlas": "`fedatlas`",
     "fedpsl": "FedPSL",
+    "fedbn": "FedBN",
     "alone": "sites alone, the mean of those who annotate a finding",
     "centralized": "all data in one place, same labels",
 }
@@ -166,7 +167,13 @@ FINDINGS = (
         "[generated radiographs, 1000 images at each site](#is-federation-worth-it-for-findings)",
         "phantom-xray-pays",
         "fedavg",
-        {"fedatlas": "fedatlas", "fedpsl": "fedpsl", "alone": "standalone", "centralized": "iml"},
+        {
+            "fedatlas": "fedatlas",
+            "fedpsl": "fedpsl",
+            "fedbn": "fedbn",
+            "alone": "standalone",
+            "centralized": "iml",
+        },
     ),
     Setting(
         "[the same, 100 images](#is-federation-worth-it-for-findings)",
@@ -175,6 +182,7 @@ FINDINGS = (
         {
             "fedatlas": "fedatlas-n100",
             "fedpsl": "fedpsl-n100",
+            "fedbn": "fedbn-n100",
             "alone": "standalone-n100",
             "centralized": "iml-n100",
         },
@@ -183,7 +191,13 @@ FINDINGS = (
         "[one finding at each site, 1000 images](#one-finding-at-each-site)",
         "phantom-xray-one-class",
         "fedavg",
-        {"fedatlas": "fedatlas", "fedpsl": "fedpsl", "alone": "standalone", "centralized": "iml"},
+        {
+            "fedatlas": "fedatlas",
+            "fedpsl": "fedpsl",
+            "fedbn": "fedbn",
+            "alone": "standalone",
+            "centralized": "iml",
+        },
     ),
     Setting(
         "[the same, four times the steps](#one-finding-at-each-site)",
