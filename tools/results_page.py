@@ -253,7 +253,7 @@ TO_TAKE = (
         "the models of all sites",
     ),
     Advice(
-        "images of [a hospital that does not train](#a-protocol-that-nobody-trained-on)",
+        "organs on images of [a hospital that does not train](#a-protocol-that-nobody-trained-on)",
         "`fedatlas`",
         "head-neck-unseen",
         "fedatlas",
