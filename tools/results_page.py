@@ -203,7 +203,12 @@ FINDINGS = (
         "[the same, four times the steps](#one-finding-at-each-site)",
         "phantom-xray-one-class",
         "fedavg-long",
-        {"fedatlas": "fedatlas-long", "alone": "standalone-long", "centralized": "iml-long"},
+        {
+            "fedatlas": "fedatlas-long",
+            "fedbn": "fedbn-long",
+            "alone": "standalone-long",
+            "centralized": "iml-long",
+        },
     ),
 )
 """As OPPONENTS and SETTINGS, for findings of whole images."""
