@@ -162,53 +162,39 @@ OF_FINDINGS = {
     "alone": "sites alone, the mean of those who annotate a finding",
     "centralized": "all data in one place, same labels",
 }
+ARMS_OF_FINDINGS = {
+    "fedatlas": "fedatlas",
+    "fedpsl": "fedpsl",
+    "fedbn": "fedbn",
+    "alone": "standalone",
+    "centralized": "iml",
+}
+"""The arm of each, as its comparisons name it; what is trained otherwise has an ending."""
+
 FINDINGS = (
     Setting(
         "[generated radiographs, 1000 images at each site](#is-federation-worth-it-for-findings)",
         "phantom-xray-pays",
         "fedavg",
-        {
-            "fedatlas": "fedatlas",
-            "fedpsl": "fedpsl",
-            "fedbn": "fedbn",
-            "alone": "standalone",
-            "centralized": "iml",
-        },
+        ARMS_OF_FINDINGS,
     ),
     Setting(
         "[the same, 100 images](#is-federation-worth-it-for-findings)",
         "phantom-xray-pays",
         "fedavg-n100",
-        {
-            "fedatlas": "fedatlas-n100",
-            "fedpsl": "fedpsl-n100",
-            "fedbn": "fedbn-n100",
-            "alone": "standalone-n100",
-            "centralized": "iml-n100",
-        },
+        {name: f"{arm}-n100" for name, arm in ARMS_OF_FINDINGS.items()},
     ),
     Setting(
         "[one finding at each site, 1000 images](#one-finding-at-each-site)",
         "phantom-xray-one-class",
         "fedavg",
-        {
-            "fedatlas": "fedatlas",
-            "fedpsl": "fedpsl",
-            "fedbn": "fedbn",
-            "alone": "standalone",
-            "centralized": "iml",
-        },
+        ARMS_OF_FINDINGS,
     ),
     Setting(
         "[the same, four times the steps](#one-finding-at-each-site)",
         "phantom-xray-one-class",
         "fedavg-long",
-        {
-            "fedatlas": "fedatlas-long",
-            "fedbn": "fedbn-long",
-            "alone": "standalone-long",
-            "centralized": "iml-long",
-        },
+        {name: f"{arm}-long" for name, arm in ARMS_OF_FINDINGS.items() if name != "fedpsl"},
     ),
 )
 """As OPPONENTS and SETTINGS, for findings of whole images."""
