@@ -467,7 +467,7 @@ def results(metric: str = "auroc", **arms: list[float]) -> dict[str, Any]:
         "arms": {
             arm: {
                 "seeds": list(range(len(values))), "per_class": {"a": values}, "per_cell": {}, "mean": values, "hours": 0.5,
-                "commits": ["0123456789abcdef+"], "arithmetic": [None], "problems": [], "undefined": 0,
+                "commits": ["0123456789abcdef+"], "arithmetic": [None], "problems": [], "undefined": 0, "lacking": 0, "values": 2,
             }
             for arm, values in arms.items()
         },
@@ -492,6 +492,40 @@ def test_the_best_of_the_finished_is_bold() -> None:
         and "**0.900" not in text
         and "the best among arms that are compared with one another, of which" in text
     )
+
+
+def test_an_arm_that_misses_a_hard_class_is_not_the_best_by_it() -> None:
+    """Its mean is over what it finds; the paired differences do without what either lacks."""
+    found = results("hd95", one=[5.0, 6.0], two=[7.0, 8.0], three=[6.0, 6.5])
+    found["arms"]["one"] |= {"per_class": {"a": [5.0, None]}, "undefined": 1, "lacking": 3, "values": 12}
+    text = markdown(found)
+    assert "| one | 2 | 5.0 | 5.5 ± 0.7 |" in text and "| three | 2 | **6.2 ± 0.4** | **6.2 ± 0.4** |" in text
+    told = "Values of site, case and class that an arm lacks and another has (an empty prediction has no distance): one 3 of 12."
+    assert (
+        told in text
+        and "all values are lacking in a seed: one 1 times; such a mean over columns is never bold." in text
+    )
+    assert "an arm lacks" in markdown(results(one=[0.5, 0.5]) | {"tables": [found]})
+    assert "an arm lacks" not in markdown(results("hd95", one=[5.0, 6.0], two=[7.0, 8.0]))
+    # where no arm has a value nobody lacks one
+    found = results(one=[0.5, 0.6], two=[0.7, 0.8])
+    for arm, values in (("one", [0.5, None]), ("two", [0.7, None])):
+        found["arms"][arm]["per_class"] = {"a": values}
+    assert "| two | 2 | **0.700** | **0.750 ± 0.071** |" in markdown(found)
+
+
+def test_a_difference_without_its_reference_is_told() -> None:
+    none = {"n": 0, "mean": None, "wilcoxon": None, "t": None}
+    found = results(one=[], two=[0.5, 0.6]) | {"compared": {"two": "one"}, "differences": {"two": none}}
+    text = markdown(found)
+    assert (
+        "two: no difference to one, which was not run." in text and "Not run (1 of 1 arms): two" not in text
+    )
+    found = results(one=[0.5, 0.6], two=[0.5, 0.6]) | {
+        "compared": {"two": "one"},
+        "differences": {"two": none},
+    }
+    assert "| two | 0 | – | – | – |" in markdown(found)
 
 
 def test_processors_that_round_differently_are_told() -> None:

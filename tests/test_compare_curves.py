@@ -52,6 +52,19 @@ def validate(comparison: Comparison, arm: str, values: Sequence[float | None], s
         (folder / "log.json").write_text(log)
 
 
+def test_of_distances_a_rise_is_the_step_for_the_worse(tmp_path) -> None:
+    arms = {arm: {"evaluation.round_metrics": ["dice", "asd"]} for arm in ("localized", "menu")}
+    comparison = menu(tmp_path, measure={"metric": "asd"}, layout=dict(PLAIN), arms=arms)
+    for arm, values in (("localized", [20.0, 10.0, 5.0]), ("menu", [5.0, 10.0, 20.0])):
+        finish(comparison, arm, 0.5)
+        validate(comparison, arm, values, 0)
+        for file in (comparison.path(arm, 0) / "rounds").rglob("rows.json"):
+            file.write_text(file.read_text().replace('"dice"', '"asd"'))
+    told = collect(comparison)["curves"]
+    assert told["localized"]["metric"] == "asd" and told["localized"]["fall"] == [0]
+    assert told["menu"]["fall"] == told["menu"]["change"] == pytest.approx([7.5])
+
+
 def test_a_swing_is_told_from_a_rise(tmp_path) -> None:
     comparison = menu(tmp_path, seeds=(0, 1), layout=dict(PLAIN))
     rise, swing = [0.1, None, 0.3, 0.4, 0.6], [0.2, 0.6, 0.2, 0.6, 0.2]

@@ -293,7 +293,7 @@ def test_on_a_page_further_tables_are_folded(tmp_path) -> None:
     assert sorted(line for part in plain for line in part.splitlines()) == sorted(
         line for line in f"{before}{folded}".splitlines()[2:] if line and "<summary>" not in line
     )
-    assert "Differences to" in before and "`fedatlas compare" in before
+    assert "menu: no difference to localized, which was not run." in before and "`fedatlas compare" in before
     assert "Cost of a run" in folded and "<details" not in markdown(found)
 
 
@@ -325,6 +325,31 @@ def test_the_verdict_names_the_best_arm_and_how_sure_that_is(tmp_path) -> None:
     assert told[2] == "One seed: how much another seed would change is not known." and len(told) == 3
     page = html(collect(comparison), verdict=told)
     assert page.index('class="verdict"') < page.index("<table") and "Best: unet." in page
+
+
+def test_the_verdict_ranks_what_is_whole(tmp_path) -> None:
+    """An arm with a seed to go is no best one, nor one that misses a class that others find: as in the table."""
+    comparison = menu(tmp_path, seeds=[0, 1], layout={"columns": "site-class"})
+    for arm, seeds, level in (("localized", (0, 1), 0.6), ("menu", (0, 1), 0.7), ("unet", (0,), 0.8)):
+        for seed in seeds:
+            pretend(comparison, arm, {"best": {"c1/liver": [level] * 2, "c2/kidney": [level] * 2}}, seed)
+    told = verdict(collect(comparison))
+    assert told[0].startswith("Best: menu. ") and told[0].endswith(
+        ": unet 0.800, menu 0.700, localized 0.600."
+    )
+    assert (
+        told[1]
+        == "Not ranked, as their means are of less than the others': unet (1 of 2 seeds are finished)."
+    )
+    assert "| menu | 2 | **0.700 ± 0.000** |" in markdown(collect(comparison))
+    comparison = menu(tmp_path / "hard", measure={"metric": "asd"}, layout={"columns": "site-class"})
+    for arm, kidney in (("localized", 9.0), ("menu", 8.0), ("unet", None)):
+        pretend(comparison, arm, {"best": {"c1/liver": [2.0, 2.0], "c2/kidney": [kidney, kidney]}}, 0, "asd")
+    told = verdict(collect(comparison))
+    assert told[0].startswith("Best: menu. ") and "unet (1 of its cells have no value)" in told[1]
+    text = markdown(collect(comparison))
+    assert "(an empty prediction has no distance): unet 2 of 4. " in text
+    assert "| unet | 1 | **2.0** | – | 2.0 |" in text and "| menu | 1 | **2.0** | **8.0** | **5.0** |" in text
 
 
 def test_the_verdict_says_which_arms_are_not_told_apart(tmp_path) -> None:

@@ -301,10 +301,17 @@ def test_what_to_take_is_what_the_tables_say() -> None:
 def test_a_number_that_the_tables_lack_is_named() -> None:
     made = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "results_page.py")))
     page = made.PAGE.read_text()
-    with pytest.raises(ValueError, match="the table head-neck has no difference of nobody to fedatlas"):
-        made.difference(page, "head-neck", "nobody", "fedatlas")
-    with pytest.raises(ValueError, match="the table head-neck has no difference of fedatlas to nobody"):
+    with pytest.raises(ValueError, match="the table head-neck has no difference of condistfl to fedavg"):
+        made.difference(page, "head-neck", "condistfl", "fedavg")
+    with pytest.raises(ValueError, match="the table head-neck has no mean of nobody"):
         made.above(page, "head-neck", "nobody", "fedatlas")
+    # nor of a table below, where a seed is not finished
+    row, unfinished = "| fedavg | 3 |", "| fedavg | 2 of 3 |"
+    part = made.table_of(page, "head-neck")
+    assert part.count(row) > 1
+    once = page.replace(part, part.replace(row, unfinished, 1))
+    with pytest.raises(ValueError, match="the table head-neck has no mean of fedavg"):
+        made.above(once, "head-neck", "fedatlas", "fedavg")
     with pytest.raises(ValueError, match="the table nowhere has no mean of fedatlas"):
         made.mean_of(page, "nowhere", "fedatlas")
     with pytest.raises(ValueError, match="no place to-take"):

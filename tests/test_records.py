@@ -266,6 +266,17 @@ def test_records_of_findings_hold_what_intervals_by_patient_need(tmp_path: Path)
     assert keep_records(there, tmp_path / "records") == ["fedavg-s0", "prox-s0"]
     found = collect(there)
     assert found["bootstrap"]["prox"]["value"] is not None
+    # a record that was made while the images were away has its predictions once they are back
+    data.rename(tmp_path / "away")
+    shutil.rmtree(there.path("prox", 0) / "sites")
+    told: list[str] = []
+    assert keep_record(there, tmp_path / "mended", "prox", 0, told.append) and len(told) == 1
+    assert not keep_record(there, tmp_path / "mended", "prox", 0, told.append)
+    (tmp_path / "away").rename(data)
+    assert keep_record(there, tmp_path / "mended", "prox", 0)
+    assert not keep_record(there, tmp_path / "mended", "prox", 0)
+    mended, made = (tmp_path / name / "findings" / "prox-s0.tar.xz" for name in ("mended", "records"))
+    assert mended.read_bytes() == made.read_bytes()
 
     record = tmp_path / "records" / "findings" / "prox-s0.tar.xz"
     with tarfile.open(record) as archive:
@@ -288,6 +299,6 @@ def test_records_of_findings_hold_what_intervals_by_patient_need(tmp_path: Path)
     assert said["value"] is None and "this run has no models" in said["reason"]
     # a run whose images are gone has a record, without predictions
     shutil.rmtree(there.path("prox", 0) / "sites")
-    told: list[str] = []
+    told.clear()
     assert keep_record(there, tmp_path / "other", "prox", 0, told.append)
     assert any("without predictions, of which intervals by patient are made" in line for line in told)

@@ -317,12 +317,19 @@ def table_of(page: str, place: str) -> str:
     return page.partition(f"<!-- {place} -->")[2].partition(f"<!-- /{place} -->")[0]
 
 
+def first_table(page: str, place: str) -> str:
+    """The table of means of a place, without those below it."""
+    return table_of(page, place).partition("| arm | seeds |")[2].partition("\n\n")[0]
+
+
 def difference(page: str, place: str, arm: str, reference: str) -> tuple[float, float, float]:
     """A difference and its interval from a table of the page, of `arm` to `reference`.
 
-    Raises ValueError where the page has none.
+    Raises ValueError where the page has none, or a seed of either is not finished.
     """
     table = table_of(page, place)
+    for one in (arm, reference):
+        mean_of(page, place, one)
     name = arm if f"| difference to {reference} |" in table else f"{arm} - {reference}"
     number = r"([+-]\d+\.\d+)"
     start = rf"^\| {re.escape(name)} \| \d+ \| "
@@ -348,10 +355,10 @@ def above(page: str, place: str, arm: str, other: str) -> tuple[float, float, fl
 
 
 def mean_of(page: str, place: str, arm: str) -> float:
-    """An arm's mean over all columns in the first table of a place. Raises ValueError where the page has none."""
-    found = re.search(
-        rf"^\| {re.escape(arm)} \| \d+ \|.*\| \**(0\.\d+)[^|]*\|$", table_of(page, place), re.MULTILINE
-    )
+    """An arm's mean over all columns in the first table of a place. Raises ValueError where the page has none, or a seed is not
+    finished."""
+    row = rf"^\| {re.escape(arm)} \| \d+ \|.*\| \**(\d\.\d+)[^|]*\|$"
+    found = re.search(row, first_table(page, place), re.MULTILINE)
     if found is None:
         raise ValueError(f"docs/results.md: the table {place} has no mean of {arm}")
     return float(found[1])
@@ -413,7 +420,7 @@ def _shown(by: tuple[float, float, float]) -> str:
 
 
 def _short(value: float) -> str:
-    return f"{value:+.3f}".replace("0.", ".")
+    return re.sub(r"^([+-])0\.", r"\1.", f"{value:+.3f}")
 
 
 def filled(page: str) -> str:

@@ -11,6 +11,7 @@ from fedatlas.compare.running import Cells, average
 from fedatlas.evaluation.statistics import cell_means, class_means, select
 from fedatlas.federation.file import selects
 from fedatlas.report import markup
+from fedatlas.report.comparison import LOWER
 from fedatlas.report.figures.arms import Curve, arm_curves, class_panels
 from fedatlas.report.tables import described
 from fedatlas.transport.rounds import read_json
@@ -23,8 +24,8 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
     metric: that of the tables, if every arm validates it, else the one that selects the best round. seeds: those that
     are finished; rounds, values: per seed the rounds with a value, and it: of the global model on the training grid, averaged
     as the table is, over all sites and the cells of site and class that the first arm has, of `measure.known`. change:
-    per seed the mean absolute difference between neighbouring values; fall: the same of falls alone, rises being 0. A
-    steady rise has a change, and no fall. classes: class -> per seed (round, the mean over sites).
+    per seed the mean absolute difference between neighbouring values; fall: the same of steps for the worse alone, all others being 0. A
+    steady gain has a change, and no fall. classes: class -> per seed (round, the mean over sites).
     """
     if comparison.turns:
         return {}
@@ -55,13 +56,14 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
                         of_classes.setdefault(name, {}).setdefault(seed, []).append([number, value])
         if of_seeds:
             steps = [np.diff([value for _, value in points]) for points in of_seeds.values()]
+            worse = 1 if metric in LOWER else -1
             found[arm] = {
                 "metric": metric,
                 "seeds": list(of_seeds),
                 "rounds": [[number for number, _ in points] for points in of_seeds.values()],
                 "values": [[value for _, value in points] for points in of_seeds.values()],
                 "change": [float(np.abs(step).mean()) for step in steps],
-                "fall": [float(np.maximum(-step, 0).mean()) for step in steps],
+                "fall": [float(np.maximum(worse * step, 0).mean()) for step in steps],
                 "classes": {name: list(of.values()) for name, of in of_classes.items()},
             }
     return found

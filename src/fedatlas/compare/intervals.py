@@ -78,7 +78,7 @@ def predict(comparison: Comparison, arm: str, seed: int) -> None:
 
     Raises DataError or FederationError where the images or the run's models are not here.
     """
-    if _has_intervals(comparison):
+    if has_intervals(comparison):
         predictor = Predictor(comparison, arm)
         for site in dict.fromkeys(row["site"] for row in rows_of(comparison, arm, seed)):
             predictor.of(seed, site)
@@ -110,7 +110,7 @@ def _keep(file: Path, finished: str, found: Predicted) -> None:
         finished=np.array(finished),
         images=np.array(found.images),
         patients=np.array(found.patients, dtype=np.str_),
-        scores=found.scores.astype(np.float32),  # as the model has them
+        scores=found.scores,  # in full: close to 1 float32 would make ties of them
         truth=found.truth.astype(np.float32),
         known=found.known,
     )
@@ -147,7 +147,7 @@ def _predict(trained: Trained, source: Any, site: str, split: str) -> Predicted:
     )
 
 
-def _has_intervals(comparison: Comparison) -> bool:
+def has_intervals(comparison: Comparison) -> bool:
     return comparison.first.task == "classification" and not comparison.turns
 
 
@@ -161,7 +161,7 @@ def bootstrap(
     where each has LEAST_PATIENTS with and without the class; else, over classes and seeds, of the images of all sites
     put together, of the classes that then have as many.
     """
-    if not _has_intervals(comparison):
+    if not has_intervals(comparison):
         return {}
     predictors, found = {arm: Predictor(comparison, arm) for arm in comparison.arms}, {}
     for arm, reference in comparison.compared.items():

@@ -26,7 +26,7 @@ from fedatlas.report.tables import has_truth
 from fedatlas.transport.rounds import read_json
 from fedatlas.transport.store import write_atomic
 
-VERSION = 3
+VERSION = 4
 """Of the files that keep what was predicted; one of another version is made again."""
 
 
@@ -126,7 +126,8 @@ class Cases:
 
     def _source(self, subject: Subject, trained: Trained, site: str) -> Any:
         federation, entry = subject.federation, there(subject, site)
-        key = repr((site, federation.preprocessing, trained.space, federation.seed))
+        divided = (federation.evaluation.split_seed, federation.evaluation.validation)
+        key = repr((entry, federation.preprocessing, divided, trained.space, federation.seed))
         if key not in self._sources:
             task = task_of(federation)
             index = task.read(federation, entry, Path(str(entry.path)))

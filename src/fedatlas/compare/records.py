@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from fedatlas.compare.intervals import predict
+from fedatlas.compare.intervals import has_intervals, predict
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import AfterRun, Tell, is_of, state_of
 from fedatlas.core.errors import FedAtlasError, RunFolderError
@@ -116,8 +116,8 @@ def keep_record(
 ) -> bool:
     """Writes the record of a run that is finished and has none; whether it did.
 
-    A record that is there stays, and where the run has other values than its record that is told. One of another configuration is
-    replaced. A run folder of another configuration has no record. Where a run's images or models are not here, its record has no
+    A record that is there stays, and where the run has other values than its record that is told; where it has no predictions, which the
+    run has now, it is made again. One of another configuration is replaced. A run folder of another configuration has no record. Where a run's images or models are not here, its record has no
     predictions, which is told. Raises RunFolderError for a file in a record's place that is none.
     """
     path, file = comparison.path(arm, seed), record_of(comparison, folder, arm, seed)
@@ -132,14 +132,21 @@ def keep_record(
         with tempfile.TemporaryDirectory() as made:
             _write(there, Path(made))
             same = _taken(comparison.federations[arm][seed], Path(made))
-        if same:
-            if there["rows.csv"] != (path / "rows.csv").read_bytes():
-                tell(f"{path}: other values than its record {file}, which stays")
+        other = there["rows.csv"] != (path / "rows.csv").read_bytes()
+        if same and other:
+            tell(f"{path}: other values than its record {file}, which stays")
+        if same and (
+            other or not has_intervals(comparison) or any(name.startswith("sites/") for name in there)
+        ):
             return False
+    else:
+        same = False
     try:
         predict(comparison, arm, seed)
     except FedAtlasError as error:
         tell(f"{file}: without predictions, of which intervals by patient are made: {error}")
+        if same:
+            return False
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, _packed(_files(path)))
     return True

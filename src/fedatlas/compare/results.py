@@ -92,7 +92,8 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     columns: those of the table, see `_columns`. arms: name -> seeds (finished), per_class (class -> a value or None
     per seed, the mean over sites of the mean over cases), per_cell ("site/class" -> a value or None per seed, the mean
     over cases), mean (per seed, over the columns) and, with columns of site and class, exclude (the same without those
-    with a star), undefined (cells without a value that another arm has), hours (of the rounds), commits, arithmetic (of the processors,
+    with a star), undefined (cells of a seed without a value where another arm has one), lacking (the same of single values, by case),
+    values (of how many), hours (of the rounds), commits, arithmetic (of the processors,
     None where a run does not say), problems.
     families: the arms in groups, each of those that are compared with one another. rows: with columns of site and class,
     "arm/site" of every arm of `measure.local` -> the same of this site's local model, with a mean only where it has all
@@ -145,15 +146,10 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
             "arithmetic": list(dict.fromkeys((run.get("machine") or {}).get("arithmetic") for run in runs)),
             "problems": done.problems[arm],
         }
-    there = {
-        (seed, key)
-        for of_arm in cells.values()
-        for seed, of_seed in of_arm.items()
-        for key, value in of_seed.items()
-        if value is not None
-    }
-    for arm, of_arm in cells.items():
-        arms[arm]["undefined"] = sum(of_arm[seed].get(key) is None for seed, key in there if seed in of_arm)
+    for arm, (undefined, _) in _lacking(cells).items():
+        arms[arm]["undefined"] = undefined
+    for arm, (lacking, of) in _lacking(values).items():
+        arms[arm] |= {"lacking": lacking, "values": of}
     of_rows = {row: {seed: means_of(of) for seed, of in of_row.items()} for row, of_row in own.items()}
     there_at = dict.fromkeys(
         key for of in (*cells.values(), *of_rows.values()) for of_seed in of.values() for key in of_seed
@@ -196,6 +192,21 @@ def _starred(comparison: Comparison, counted: Mapping[tuple[str, str, str], bool
     wanted = comparison.measure.known
     cells = {(site, name) for (site, _, name), known in counted.items() if wanted in (None, known)}
     return cells - trained if cells & trained else set()
+
+
+def _lacking(found: Mapping[str, Mapping[int, Mapping[Any, float | None]]]) -> dict[str, tuple[int, int]]:
+    """arm -> how many values of its seeds it lacks that another arm has, and how many there are. found: arm -> seed -> values."""
+    there: dict[int, set[Any]] = {}
+    for of_arm in found.values():
+        for seed, of_seed in of_arm.items():
+            there.setdefault(seed, set()).update(key for key, value in of_seed.items() if value is not None)
+    return {
+        arm: (
+            sum(of_seed.get(key) is None for seed, of_seed in of_arm.items() for key in there[seed]),
+            sum(len(there[seed]) for seed in of_arm),
+        )
+        for arm, of_arm in found.items()
+    }
 
 
 def _row(

@@ -148,7 +148,20 @@ def _means(found: Mapping[str, Any]) -> list[str | Table]:
             "\\*: not annotated at that site, whose cases test it only. *exclude\\**: the mean over the columns without "
             "a star; *include\\**: over all."
         )
-    return [*parts, " ".join(_told(found)), *_printed(found)]
+    return [*parts, " ".join(_told(found)), _lacking(found), *_printed(found)]
+
+
+def _lacking(found: Mapping[str, Any]) -> str:
+    """Which arms have no value where another has one; "" for none."""
+    short = {arm: of_arm for arm, of_arm in found["arms"].items() if of_arm["lacking"]}
+    if not short:
+        return ""
+    why = " (an empty prediction has no distance)" if found["metric"] in MILLIMETRES else ""
+    told = ", ".join(f"{arm} {of['lacking']} of {of['values']}" for arm, of in short.items())
+    text = f"Values of site, case and class that an arm lacks and another has{why}: {told}. Means are over the rest."
+    if cells := [f"{arm} {of['undefined']}" for arm, of in short.items() if of["undefined"]]:
+        text += f" Of a class at a site all values are lacking in a seed: {', '.join(cells)} times; such a mean over columns is never bold."
+    return text
 
 
 def _told(found: Mapping[str, Any]) -> list[str]:
@@ -275,7 +288,7 @@ def _cell(found: Mapping[str, Any], row: str, key: str, values: Sequence[float],
     p = found["tests"]["p"].get(row, {}).get(key) if found["layout"]["against"] else None
     if p is not None and p < 0.05:
         text = f"<ins>{text}</ins>"
-    bold = done == len(found["seeds"]) and best == round(scale * float(np.mean(values)), digits)
+    bold = is_whole(found, row, key) and best == round(scale * float(np.mean(values)), digits)
     return (f"**{text}**" if bold else text) + after
 
 
@@ -307,32 +320,49 @@ def _starred(text: str) -> str:
 
 def of_column(arm: Mapping[str, Any], key: str) -> list[float]:
     """The defined values of a column or average, one per finished seed."""
+    return list(_by_seed(arm, key).values())
+
+
+def _by_seed(arm: Mapping[str, Any], key: str) -> dict[int, float]:
+    """Seed -> the value of a column or average, where it is defined."""
     if key in (MEAN, INCLUDE):
         values = arm["mean"]
     elif key == EXCLUDE:
         values = arm["exclude"]
     else:
         values = arm["per_class"].get(key) or arm["per_cell"].get(key, [])
-    return [value for value in values if value is not None]
+    return {seed: value for seed, value in zip(arm["seeds"], values, strict=False) if value is not None}
 
 
 def _best(
     found: Mapping[str, Any], columns: Sequence[str], rows: Mapping[str, Mapping[str, list[float]]]
 ) -> dict[tuple[str, str], float | None]:
-    """Row and column -> the best mean there, as it is printed, among the rows of that family of arms of which every seed
-    is finished; None for fewer than two."""
+    """Row and column -> the best mean there, as it is printed, among the rows of that family of arms that are whole there; None for
+    fewer than two."""
     (scale, digits), of_rows = unit(found), {}
     for family in found["families"]:
         there = [row for row in rows if row.partition("/")[0] in family]
         for key in columns:
             whole = [
-                round(scale * float(np.mean(values)), digits)
+                round(scale * float(np.mean(rows[row][key])), digits)
                 for row in there
-                if (values := rows[row][key]) and _seeds_of(found, row) == len(found["seeds"])
+                if rows[row][key] and is_whole(found, row, key)
             ]
             best = (min if found["metric"] in LOWER else max)(whole) if len(whole) > 1 else None
             of_rows |= {(row, key): best for row in there}
     return of_rows
+
+
+def is_whole(found: Mapping[str, Any], row: str, key: str) -> bool:
+    """Whether a row can be the best in a column: every seed is finished, and it has a value wherever another row has one, in a mean
+    over columns of every cell."""
+    if _seeds_of(found, row) < len(found["seeds"]):
+        return False
+    if key in (MEAN, EXCLUDE, INCLUDE) and found["arms"].get(row, {}).get("undefined"):
+        return False
+    everyone = found["arms"] | found["rows"]
+    there = {seed for of in everyone.values() for seed in _by_seed(of, key)}
+    return there == set(_by_seed(everyone[row], key)) != set()
 
 
 def unit(found: Mapping[str, Any]) -> tuple[float, int]:
@@ -398,12 +428,19 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
     of = references[0] if len(references) == 1 else "the arm that is named"
     by_case, of_images = found.get("pairs") == "case", bool(found["bootstrap"])
     scale, digits = unit(found)
-    lines = []
+    lines, alone = [], {}
     for arm, apart in found["differences"].items():
         interval = found["bootstrap"].get(arm)
         name = arm if len(references) == 1 else f"{arm} - {found['compared'][arm]}"
         if not apart["n"]:
-            lines.append([name, "0", *[NOT_RUN] * (4 if by_case else 5 if of_images else 3)])
+            reference = found["compared"][arm]
+            run, there = (bool(found["arms"][one]["seeds"]) for one in (arm, reference))
+            if run and not there:
+                alone.setdefault(reference, []).append(arm)
+                continue
+            lines.append(
+                [name, "0", *[NOT_DEFINED if run else NOT_RUN] * (4 if by_case else 5 if of_images else 3)]
+            )
             continue
         tests = [_p(apart[test]) for test in ("wilcoxon", "t")]
         if by_case:
@@ -420,6 +457,8 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
             continue
         line = [name, str(apart["n"]), f"{scale * apart['mean']:+.{digits}f}", *tests]
         lines.append(line + (_interval_cells(interval, scale, digits) if of_images else []))
+    if alone and not lines:
+        return [_without_reference(alone)]
     title = f"difference to {references[0]}" if len(references) == 1 else "difference"
     if by_case:
         head = ["arm", "cases", title, "95 % interval by case", "p Wilcoxon", "p t"]
@@ -429,7 +468,7 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
             "over its classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 cases have neither, a single "
             "case of a site has no interval."
         ]
-        return [" ".join(told), Table(head, lines)]
+        return [" ".join(told), Table(head, lines), _without_reference(alone)]
     head = ["arm", "cells", title, "p Wilcoxon", "p t"]
     head += ["difference, 95 % interval by patient", "over"] if of_images else []
     told = [
@@ -448,7 +487,15 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
         for arm, interval in found["bootstrap"].items()
         if interval["reason"]
     ]
-    return [" ".join(told), Table(head, lines), "\n".join(reasons)]
+    return [" ".join(told), Table(head, lines), "\n".join(reasons), _without_reference(alone)]
+
+
+def _without_reference(alone: Mapping[str, Sequence[str]]) -> str:
+    """alone: reference that was not run -> the arms that were. "" for none."""
+    return "\n".join(
+        f"{', '.join(arms)}: no difference to {reference}, which was not run."
+        for reference, arms in alone.items()
+    )
 
 
 def _range(interval: Mapping[str, Any], scale: float, digits: int) -> str:
@@ -519,7 +566,7 @@ def _curves(found: Mapping[str, Any]) -> list[str | Table]:
         )
     text = (
         f"Validation over the rounds: {metric} of the global model on the validation cases of all sites, mean ± SD over seeds. *change*: the mean "
-        "absolute change between neighbouring evaluated rounds; *fall*: the same with rises as 0, so that it is 0 where "
+        "absolute change between neighbouring evaluated rounds; *fall*: the same of steps for the worse, so that it is 0 where "
         "every round is better than the last."
     )
     if len({line[1] for line in lines} - {NOT_RUN, NOT_DEFINED}) > 1:
@@ -628,7 +675,7 @@ def _footer(found: Mapping[str, Any]) -> str:
         f"`{found['command']}`",
         "",
         f"{'Mean' if plain else 'Where a table says nothing else: mean'} ± SD over seeds of the mean over cases, and over sites where a column is of several; *mean*: over the "
-        f"columns. Bold: the best among arms {compared}of which every seed is finished.",
+        f"columns. Bold: the best among arms {compared}of which every seed is finished and has a value.",
         f"Seeds {', '.join(map(str, found['seeds']))}; {told}"
         + (f"; profile {found['profile']}" if found["profile"] else "")
         + f". {hours:.2f} hours of rounds; made by {made or 'no known commit'}.",
@@ -648,10 +695,6 @@ def _footer(found: Mapping[str, Any]) -> str:
         told = "; ".join(f"{', '.join(arms)} {total:,}" for total, arms in totals.items())
         lines.append(f"The budgets differ. Optimizer steps of all sites together: {told}.")
     for arm, of_arm in found["arms"].items():
-        if of_arm["undefined"]:
-            lines.append(
-                f"{arm}: {of_arm['undefined']} cells have no value where another arm has one; its means are over the rest."
-            )
         lines += [f"{arm}: not counted: {problem.splitlines()[0]}" for problem in of_arm["problems"]]
     return "\n".join(lines)
 

@@ -1,26 +1,28 @@
 """What a comparison says, in a few sentences: which arm is best, by how much, and how sure that is."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from fedatlas.report.comparison import LOWER, heading, unit
+from fedatlas.report.comparison import LOWER, MEAN, heading, is_whole, unit
 
 
 def verdict(found: Mapping[str, Any]) -> list[str]:
     """Sentences, plain text, from what `compare.collect` found; none where fewer than two arms have a value.
 
-    The best arm, of every family of arms that are compared with one another; the means, each family in order, the best
-    first; the differences to their references with their intervals by case; the means of every further table; and what a
+    The best arm, of every family of arms that are compared with one another, among those that can be; the means, each family in order,
+    the best first; the differences to their references with their intervals by case; the means of every further table; and what a
     single seed leaves open.
     """
     families = _ranked(found)
-    several = [family for family in families if len(family) > 1]
-    if not several:
+    if not any(len(family) > 1 for family in families):
         return []
-    best = [_best(found, family, named=len(families) > 1) for family in several]
+    whole = [[of for of in family if is_whole(found, of[0], MEAN)] for family in families]
+    best = [_best(found, family, named=len(families) > 1) for family in whole if len(family) > 1]
     told = [" ".join([*best, _means(found, families)])]
+    if left := _not_whole(found, families):
+        told.append(left)
     if apart := _apart(found):
         told.append(apart)
     told += [_means(table, of) for table in found["tables"] if (of := _ranked(table))]
@@ -51,6 +53,17 @@ def _best(found: Mapping[str, Any], family: Family, *, named: bool) -> str:
     close = _not_told_apart(found, family[0][0])
     best += f", not told apart from {' and '.join(close)}" if close else ""
     return f"Best of {', '.join(arm for arm, _ in family)}: {best}." if named else f"Best: {best}."
+
+
+def _not_whole(found: Mapping[str, Any], families: Sequence[Family]) -> str:
+    """Arms with a mean that cannot be the best."""
+    wanted, parts = len(found["seeds"]), []
+    for arm in (arm for family in families for arm, _ in family if not is_whole(found, arm, MEAN)):
+        of = found["arms"][arm]
+        done = f"{len(of['seeds'])} of {wanted} seeds are finished" if len(of["seeds"]) < wanted else ""
+        lacks = f"{of['undefined']} of its cells have no value" if of["undefined"] else ""
+        parts.append(f"{arm} ({', '.join(filter(None, (done, lacks)))})")
+    return f"Not ranked, as their means are of less than the others': {'; '.join(parts)}." if parts else ""
 
 
 def _means(found: Mapping[str, Any], families: list[Family]) -> str:
