@@ -405,6 +405,33 @@ def test_ratios_are_of_the_descents_batch_before_clipping() -> None:
         Sharp(by, how, measure=True)
 
 
+def test_the_mixture_is_clipped_and_neither_of_its_parts_before() -> None:
+    """share: 0.8 of the gradient at w + eps and 0.2 of that at w, both far beyond the clip."""
+    (batch, *_), how, net = batches(), Sharpness(rho=0.5, share=0.8), norm_net()
+    start = values_of(net)
+    one_step(Stepper(net, dataclasses.replace(SGD, clip=1e-3), CPU), entropy, (batch, batch), how)
+    moved = {name: p.detach() - start[name] for name, p in net.named_parameters()}
+    again = norm_net()
+    values = dict(again.named_parameters())
+
+    def gradient() -> Model:
+        return dict(
+            zip(values, torch.autograd.grad(entropy(again, batch), list(values.values())), strict=True)
+        )
+
+    plain = gradient()
+    eps = perturbation({n: p.detach() for n, p in values.items()}, plain, how, scaled_names(again, "name"))
+    with torch.no_grad():
+        for name, p in values.items():
+            p.add_(eps[name])
+    steep = gradient()
+    mixed = {name: 0.8 * steep[name] + 0.2 * plain[name] for name in values}
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in mixed.values()))
+    assert norm > 0.1
+    for name, step in moved.items():
+        torch.testing.assert_close(step, -SGD.lr * 1e-3 / norm * mixed[name], atol=2e-7, rtol=1e-3)
+
+
 def test_what_is_not_trained_is_not_perturbed() -> None:
     net, (batch, *_) = norm_net(), batches()
     seen: list[Model] = []

@@ -14,7 +14,7 @@ from fedatlas import nets
 from fedatlas.core.contract import Member
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import from_tree, load, to_tree
-from fedatlas.learning.inference import Inference, predict_together
+from fedatlas.learning.inference import Inference, Nets, predict_each, predict_together
 from fedatlas.methods.fed_dodnet import FedDoDNet
 from fedatlas.methods.fedbn import FedBN
 from fedatlas.methods.fedcrld import FedCRLD
@@ -107,6 +107,39 @@ def test_what_a_site_does_not_annotate_is_found_by_the_model_that_learnt_it() ->
         assert found(speakers(mean, models, classes, site, "owners")) == {1, 2}
     assert found(speakers(mean, models, classes, "a", "site")) == {0, 1}
     assert by_owner(mean, {}, {}) == [Member(mean)]
+
+
+def test_a_class_that_a_net_was_trained_for_stays_in_its_softmax() -> None:
+    """Site a speaks for the cord itself, and d, which annotates it, too, is asked for the oesophagus alone: at a voxel of the cord the net
+    of d is low in background and oesophagus, as nothing but the cord was ever taught there."""
+    space = LabelSpace(("background", "cord", "oesophagus"))
+    says = {"a": [-1.0, 0.5, 0.0], "d": [-8.0, 4.0, -6.0]}
+    models = {site: {"says": torch.tensor(of)} for site, of in says.items()}
+    members = by_owner({}, models, {"a": [1], "d": [1, 2]}, "a")
+    assert [(m.classes, m.taught) for m in members] == [((1,), (1,)), ((2,), (1, 2))]
+    assert [Member.from_payload(m.to_payload()) == m for m in members] == [True, True]
+    how, image = Inference(others="ignored"), torch.ones(1, 4, 4, 4)  # type: ignore[call-arg]
+    nets = Nets(lambda model, name: Same(model["says"]))
+    together = predict_together(
+        members, lambda i: Same(members[i].model["says"]), image, (4, 4, 4), 0, how, space
+    )
+    (each,) = predict_each([members], nets, image, (4, 4, 4), 0, how, space)
+    for found in (together, each):
+        assert set(found.voxels.argmax(0).unique().tolist()) == {1}
+        assert torch.allclose(found.voxels[1], torch.tensor([-1.0, 0.5]).softmax(0)[1])
+
+
+class Same(nn.Module):
+    """Gives `says` [C] at every voxel."""
+
+    says: torch.Tensor
+
+    def __init__(self, says: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("says", says)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.says.reshape(1, 3, 1, 1, 1).expand(len(x), 3, *x.shape[2:])
 
 
 class Fixed(nn.Module):

@@ -64,6 +64,15 @@ def test_every_opponent_learns_from_pseudo_labels(name: str) -> None:
     assert got.teachers == {} and got.served == ["a", "b"]
 
 
+def test_teachers_have_the_loss_of_the_method_within() -> None:
+    """That of `fedatlas` is open in the file."""
+    within = PseudoLabels(inner=MethodChoice("fedatlas"), local=LOCAL)
+    assert within.teachers_loss(SPACE) == within.method.supervised(SPACE) != within.loss  # type: ignore[attr-defined]
+    assert star("fedavg").teachers_loss(SPACE).name == "dice_bce"
+    alone = PseudoLabels(inner=MethodChoice("standalone"), local=LOCAL)
+    assert any("one round counts for all" in note for note in alone.examine(unet(), ["a", "b"]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OFF))
 def test_without_its_own_term_every_opponent_is_fedavg_on_pseudo_labels(name: str) -> None:

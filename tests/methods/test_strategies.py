@@ -174,6 +174,18 @@ def test_a_group_without_an_expert_takes_the_mean_of_all() -> None:
     assert any(not torch.equal(at_b[n], state.model[n]) for n in spleen)
 
 
+def test_a_group_keeps_what_its_expert_told_while_it_is_lost() -> None:
+    """fednorm: of the group arterial, b alone has the spleen and does not answer in the second round."""
+    method, server = fedmenu("fednorm"), federation(affine, a={1, 2, 3}, b={3}, c={1, 2})
+    once = dataclasses.replace(play(method, server, rounds=1, net=affine()), rounds=2)
+    server.silent = "b"
+    twice = method.round(once, cast(Any, server))
+    before, after = (method.eval_members(state, "c")[0].model for state in (once, twice))
+    spleen = [n for n in parts(affine())["encoder:1"] if "norms" in n]
+    assert spleen and all(torch.equal(before[n], after[n]) for n in spleen)
+    assert differing(before, after) & set(parts(affine())["decoder"])
+
+
 def test_fedsm_has_the_global_model_of_fedavg_and_models_of_its_own() -> None:
     """E7: with lam 1 nobody else's comes in, with lam 1/K all are the mean. The site's two models have optimizers of
     their own, which see other batches."""
@@ -224,6 +236,8 @@ def test_strategies_that_do_not_fit() -> None:
         check("fedprox", nu=1)
     with pytest.raises(FederationError, match=r"fedprox: the option 'loss' does not exist"):
         check("fedprox", loss={"name": "auto"})
+    with pytest.raises(FederationError, match=r"fedavg: the option 'swa_start' does not exist"):
+        check("fedavg", swa_start=0.5)
     with pytest.raises(FederationError, match="fedprox: mu: got -1"):
         check("fedprox", mu=-1)
     with pytest.raises(FederationError, match="allowed: steps"):

@@ -77,6 +77,13 @@ def test_what_is_evaluated_before_the_last_round_is_the_plain_model() -> None:
     assert state.late and same(method.eval_members(state, "a")[0].model, state.model)
 
 
+def test_with_it_one_round_counts_for_all_local_models() -> None:
+    """A site would choose among plain models, and the means, which are there after the last round, would not be scored at all."""
+    assert (
+        Standalone(local=LOCAL).chosen_by_site and not Standalone(local=LOCAL, swa_start=0.5).chosen_by_site
+    )
+
+
 def test_when_it_begins() -> None:
     assert [first(start, 40) for start in (0, 0.5, 0.75, 1, 30)] == [1, 20, 30, 1, 30]
 

@@ -55,7 +55,8 @@ class Member:
     """One model offered for evaluation. `classes`: the foreground classes it may speak for (None: all);
     the probability of any other is given to the background. Several members are merged (A8): per voxel the
     foreground class of highest probability among the members that predict foreground there, or of every class the mean
-    over the members that speak for it (`Inference.merge`).
+    over the members that speak for it (`Inference.merge`). `trained`: the foreground classes that its loss taught it, where
+    these are more than it is asked for (None: `classes`).
 
     net: the one whose values `model` holds, "main" or one that the method declares. chooses: makes the member a
     selector, which says nothing itself: its outputs stand for the members after it, one for each. In a case (where
@@ -66,18 +67,32 @@ class Member:
     classes: tuple[int, ...] | None = None
     net: str = "main"
     chooses: float | None = None
+    trained: tuple[int, ...] | None = None
+
+    @property
+    def taught(self) -> tuple[int, ...] | None:
+        """The foreground classes that its loss taught it; None: all."""
+        return self.classes if self.trained is None else self.trained
 
     def to_payload(self) -> dict[str, Any]:
         """As it travels to a site."""
-        classes = None if self.classes is None else list(self.classes)
-        return {"model": self.model, "classes": classes, "net": self.net, "chooses": self.chooses}
+        classes, trained = (None if of is None else list(of) for of in (self.classes, self.trained))
+        return {
+            "model": self.model,
+            "classes": classes,
+            "net": self.net,
+            "chooses": self.chooses,
+            "trained": trained,
+        }
 
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> "Member":
-        """What `to_payload` gave; "net" and "chooses" may be left out."""
+        """What `to_payload` gave; all but "model" and "classes" may be left out."""
         given = dict(payload)
-        classes = given.pop("classes")
-        return cls(classes=None if classes is None else tuple(classes), **given)
+        classes, trained = (
+            None if of is None else tuple(of) for of in (given.pop("classes"), given.pop("trained", None))
+        )
+        return cls(classes=classes, trained=trained, **given)
 
 
 class Site(Protocol):

@@ -83,6 +83,8 @@ class Speaker(Protocol):
     @property
     def classes(self) -> Sequence[int] | None: ...
     @property
+    def taught(self) -> Sequence[int] | None: ...
+    @property
     def chooses(self) -> float | None: ...
 
 
@@ -118,8 +120,8 @@ def predict(
 
     patch: three numbers for windows in 3D, two for slices along the last axis with `context` neighbours on
     either side. Softmax if exclusive, else sigmoid, in float32; probabilities are blended, not logits. A finding of a
-    volume is as probable as in the window, or slice, that says most. classes: the foreground classes that the net may speak
-    for, None for all; of exclusive ones it says no other (`Inference.others`). A volume smaller than a patch is padded with 0 on
+    volume is as probable as in the window, or slice, that says most. classes: the foreground classes that the net was
+    trained for, None for all; of exclusive ones it says no other (`Inference.others`). A volume smaller than a patch is padded with 0 on
     both sides. The mode of the net and of each of its modules is put back.
 
     Raises FederationError for `windows: whole` where patches are not slices, or the net does not say by what its inputs
@@ -151,7 +153,7 @@ def predict(
 
 
 def heard(classes: Sequence[int] | None, options: Inference, exclusive: bool) -> tuple[int, ...] | None:
-    """The foreground classes that the softmax of a net takes that may speak for `classes`; None: all that it has."""
+    """The foreground classes that the softmax of a net takes that was trained for `classes`; None: all that it has."""
     ignored = exclusive and classes is not None and options.others == "ignored"
     return tuple(sorted(classes)) if classes is not None and ignored else None
 
@@ -342,7 +344,7 @@ def predict_each(
     groups need are held."""
 
     def key(member: Model) -> Any:
-        return id(member.model), member.net, heard(member.classes, options, space.exclusive)
+        return id(member.model), member.net, heard(member.taught, options, space.exclusive)
 
     told: dict[Any, Tensor] = {}
     chosen: list[int | None] = []
@@ -363,7 +365,7 @@ def predict_each(
         found = kept.pop(key(member), None)
         if found is None:
             net = nets(member.model, member.net)
-            how: dict[str, Any] = {"exclusive": space.exclusive, "classes": member.classes}
+            how: dict[str, Any] = {"exclusive": space.exclusive, "classes": member.taught}
             found = predict(net, image, patch, context, options, **how)
         needed[key(member)] -= 1
         if needed[key(member)]:
@@ -392,7 +394,7 @@ def predict_together(
     how: dict[str, Any] = {"exclusive": space.exclusive}
     found = (
         (
-            predict(net_of(i), image, patch, context, options, classes=members[i].classes, **how),
+            predict(net_of(i), image, patch, context, options, classes=members[i].taught, **how),
             members[i].classes,
         )
         for i in speakers(members, chosen)

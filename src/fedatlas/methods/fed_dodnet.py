@@ -93,7 +93,7 @@ class FedDoDNet(Weighted):
     speaks: Speaks = option("owners", WHO_SPEAKS)
     loss: LossChoice = option(
         LossChoice(name="masked_dice_bce", options={"smooth_denominator": 1.0, "pooled": False}),
-        "The loss of the heads; one for classes that are not exclusive.",
+        "The loss of the heads; one for classes that are not exclusive. Options that are given take the place of all of these.",
     )
 
     @property

@@ -96,7 +96,7 @@ class Match(Supervised):
     l1_thres: float = option(5e-6, "Entries of psi up to this size are sent as 0.", ge=0)
     delta_thres: float = option(5e-5, "Entries that changed by no more than this are not sent.", ge=0)
     strong: Augmentation = option(
-        augment.STRONG, "The strong view; keys left out have the defaults of `augmentation`."
+        augment.STRONG, "The strong view; keys left out have the values of this default."
     )
     local: Local = option(Local(), "Training at a site between two exchanges; both sigma and psi go by it.")
 

@@ -45,7 +45,7 @@ class FixMatch(Pooled):
     )
     lambda_u: float = option(1.0, "lambda_u: weight of the pseudo labels.", ge=0)
     strong: Augmentation = option(
-        augment.STRONG, "The strong view; keys left out have the defaults of `augmentation`."
+        augment.STRONG, "The strong view; keys left out have the values of this default."
     )
     loss: LossChoice = option(LossChoice(), "l_s, the supervised loss.")
 

@@ -104,7 +104,7 @@ class Kim(Weighted):
     weights: Weighting = option("equal", "All sites count equally, or by their training cases.")
     loss: LossChoice = option(
         LossChoice(name="masked_dice_bce", options={"smooth_denominator": 1.0, "pooled": False}),
-        "The supervised loss of the heads; one for classes that are not exclusive.",
+        "The supervised loss of the heads; one for classes that are not exclusive. Options that are given take the place of all of these.",
     )
 
     @property

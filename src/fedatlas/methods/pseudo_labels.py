@@ -33,6 +33,7 @@ from fedatlas.core.options import from_dict, option, options
 from fedatlas.core.tensors import Tensors, Tree, from_tree, to_tree
 from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
+from fedatlas.methods.shared.averaging import Supervised
 from fedatlas.methods.shared.teachers import (
     SENDS,
     Maker,
@@ -145,6 +146,13 @@ class PseudoLabels(Method):
         kind = losses.find(chosen.name)
         return chosen if kind is None or kind.exclusive else LossChoice()
 
+    def teachers_loss(self, space: LabelSpace) -> LossChoice:
+        """`loss`, as the method within has it where the file leaves it open."""
+        inner = self.method
+        own = inner.supervised(space) if isinstance(inner, Supervised) else self.loss
+        kind = losses.find(own.name)
+        return own if kind is None or kind.exclusive else LossChoice()
+
     @property
     def nets(self) -> Mapping[str, NetSpec]:
         return self.method.nets
@@ -173,13 +181,15 @@ class PseudoLabels(Method):
     @at_site
     def teacher_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
         """A teacher of the site alone, from the common start."""
-        return train_teacher(site, model, rounds, self.teachers, local=self.local, loss=self.loss)
+        return train_teacher(
+            site, model, rounds, self.teachers, local=self.local, loss=self.teachers_loss(site.labels.space)
+        )
 
     def _on_completed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def asked(site: Site, teachers: Mapping[str, Mapping[str, Any]] | None = None, **payload: Any) -> Any:
             remember(site, teachers)
-            maker = Maker(site, self.teachers, self.local, self.loss)
+            maker = Maker(site, self.teachers, self.local, self.teachers_loss(site.labels.space))
             answer = function(CompletedSite(site, maker.labels, maker), **payload)
             maker.log()
             return answer
@@ -200,7 +210,7 @@ class PseudoLabels(Method):
         """Raises FederationError where the method within, or pseudo labels, do not fit the label space."""
         require_exclusive("pseudo_labels", space)
         self.method.check(space)
-        self.teachers.check(space, self.loss)
+        self.teachers.check(space, self.teachers_loss(space))
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises as the method within does."""
@@ -208,6 +218,10 @@ class PseudoLabels(Method):
         if self.inner.name == "condistfl":
             notes.append(
                 "condistfl distils what is not annotated, and here every class has a label: it is fedavg"
+            )
+        if self.method.chosen_by_site:
+            notes.append(
+                f"{self.inner.name} lets each site choose its own round where it is taken alone; within pseudo_labels one round counts for all"
             )
         return [*notes, *self.teachers.notes(len(sites), net, self.local)]
 

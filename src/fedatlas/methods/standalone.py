@@ -50,7 +50,8 @@ class Standalone(WithSWA):
     choose: Literal["site", "common"] = option(
         "site",
         "Which round counts. site: of every site's model the one in which it was best on the site's own validation cases, for "
-        "which each site is sent its model once more in validated rounds; common: one for all, the best over all sites.",
+        "which each site is sent its model once more in validated rounds; common: one for all, the best over all sites, and always so with "
+        "swa_start, whose means are there after the last round alone.",
     )
     dp_sgd: DPSGD | None = option(
         None, "Training with clipped gradients of single samples and noise; null: without."
@@ -59,7 +60,7 @@ class Standalone(WithSWA):
 
     @property
     def chosen_by_site(self) -> bool:
-        return self.choose == "site"
+        return self.choose == "site" and self.swa_start is None
 
     def start(self, net: nn.Module, clients: Clients) -> StandaloneState:
         return StandaloneState(model=tensors_of(net))

@@ -357,7 +357,8 @@ class GroupNormalisation(Strategy):
             members = [site for site in replies.sites if self.method.group_of(site) == group]
             trained = mean.trained(members)
             names = [name for name in kept["names"] if name in trained]
-            groups[group] = mean(replies.each("model"), members=members, names=names) if names else {}
+            heard = mean(replies.each("model"), members=members, names=names) if names else {}
+            groups[group] = groups.get(group, {}) | heard
         return mean(replies.each("model")), {**kept, "groups": groups}
 
     def members(self, kept: Mapping[str, Any], model: Tensors, site: str) -> list[Member]:
@@ -421,7 +422,7 @@ STRATEGIES: dict[str, tuple[type[Any], Callable[[Any], Strategy]]] = {
 }
 """Name -> the method, and the strategy that is made of it."""
 
-OF_FEDMENU = ("loss", "local", "weights", "aggregate_unlabelled_rows")
+OF_FEDMENU = ("loss", "local", "weights", "aggregate_unlabelled_rows", "swa_start")
 """What a method has that a strategy has not."""
 
 

@@ -46,7 +46,7 @@ def by_owner(
     for name in sorted(models):
         told = [c for c in classes[name] if name == site or c not in own]
         if told or site is None:
-            members.append(Member(mean | models[name], tuple(told)))
+            members.append(Member(mean | models[name], tuple(told), trained=tuple(classes[name])))
     return members or [Member(mean)]
 
 

@@ -234,12 +234,8 @@ class Sharp:
         mask: M; None: 1 everywhere. Returns the loss at w + M eps, "loss", its terms, and the ratios, detached. Raises as
         `masked`."""
         plain: Tensors = {}
-        unclipped: Tensors = {}
         if self.how.share < 1 or self.measure:
             _, plain = self._at_weights(loss, batch)
-            if self.measure:
-                unclipped = {name: g.clone() for name, g in plain.items()}
-            self.by.clip()
         with self.perturbed(eps if mask is None else masked(eps, mask)):
             with self.by.autocast():
                 value = loss(self.by.net, batch)
@@ -247,7 +243,7 @@ class Sharp:
         told = {"loss": total(value)} | (value if isinstance(value, dict) else {})
         told = {name: number.detach() for name, number in told.items()}
         if self.measure:
-            told |= ratios(unclipped, self._filled(g))
+            told |= ratios(plain, self._filled(g))
         if plain and self.how.share < 1:
             for name, own in g.items():
                 own.mul_(self.how.share).add_(plain[name], alpha=1 - self.how.share)

@@ -46,7 +46,7 @@ class PreTraining(Local):
     weight_decay: float = option(1e-4, "Decoupled for adamw, added to the gradient for the others.", ge=0)
     batch: int = option(32, "Images per step; the heads normalise over them.", ge=2)
     views: Augmentation = option(
-        augment.STRONG, "How both views are varied; keys left out have the defaults of `augmentation`."
+        augment.STRONG, "How both views are varied; keys left out have the values of this default."
     )
     dim: int = option(2048, "Features that the projector gives.", gt=0)
     hidden: int | None = option(None, "Width of the projector's two inner layers; null: dim.", gt=0)
