@@ -1,5 +1,6 @@
 """Series in DICOM and what is drawn on them: read, told apart, written, and compared with independent readers."""
 
+import re
 import shutil
 import subprocess
 import warnings
@@ -136,6 +137,12 @@ def uneven(places: np.ndarray) -> np.ndarray:
     return places
 
 
+def drifting(places: np.ndarray) -> np.ndarray:
+    """No gap is a tenth off, and the differences add up."""
+    places[:, 2] = -50 + np.cumsum([0, 2.72, 2.72, 2.72, 3, 3.28, 3.28, 3.28])
+    return places
+
+
 def bent(places: np.ndarray) -> np.ndarray:
     places[4] += (5, 0, 0)
     return places
@@ -150,6 +157,11 @@ def twice(places: np.ndarray) -> np.ndarray:
     ("change", "text"),
     [
         (gap, "between slices 5 and 6 of 8 lie 6 mm, and 3 mm between most others: slices are missing"),
+        (
+            drifting,
+            "its slices lie 2.72 to 3.28 mm apart: spaced evenly, slice 4 of 8 would lie 0.84 mm away from where it is, "
+            "and 0.75 mm are allowed",
+        ),
         (bent, "its slices are shifted against each other by up to 5 mm"),
         (twice, "holds 1 slices at places where there is another one that differs: phases, echoes"),
     ],
@@ -165,7 +177,7 @@ def test_what_is_told_of_a_stack(tmp_path) -> None:
     voxels = voxels_of()
     write_series(tmp_path / "uneven", voxels, STRAIGHT, places=shifted(uneven))
     assert dicom.load(one(tmp_path / "uneven")).notes == (
-        "its slices lie 3 to 3.1 mm apart, and were taken as even",
+        "its slices lie 3 to 3.1 mm apart, and were taken as even: 0.057 mm off at the most",
     )
     voxels[..., 4] = voxels[..., 3]
     write_series(tmp_path / "twice", voxels, STRAIGHT, places=shifted(twice))
@@ -182,6 +194,35 @@ def test_what_is_told_of_a_stack(tmp_path) -> None:
         np.degrees(np.arctan2(0.8, 3)), abs=1e-3
     )
     assert np.allclose(volume.affine, tilted, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", [0.625, 0.75])
+def test_a_series_whose_positions_are_rounded_is_even(step, tmp_path) -> None:
+    """To a tenth of a millimetre, as scanners write them: gaps are a seventh off, and no slice is a tenth beside its place. Its SEG lies
+    on it; without one slice it is refused."""
+    shape = (24, 20, 40)
+    places = np.zeros((40, 3))
+    places[:, 2] = np.round(np.arange(40) * step, 1)
+    write_series(tmp_path / "whole", voxels_of(shape), STRAIGHT, places=places)
+    volume = dicom.load(one(tmp_path / "whole"))
+    (note,) = volume.notes
+    assert re.fullmatch(
+        r"its slices lie 0\.\d to 0\.\d mm apart, and were taken as even: 0\.0\d+ mm off at the most", note
+    )
+    assert np.abs(volume.affine[2, 2] * np.arange(40) - places[:, 2]).max() < 0.1
+    labels = np.zeros(shape, np.uint8)
+    labels[4:14, 4:14] = 1
+    codes, _ = drawings.meanings(SPACE, {})
+    drawings.write_seg(tmp_path / "whole" / "seg.dcm", labels, volume, SPACE, codes, "run")
+    (drawing,) = one(tmp_path / "whole").drawings
+    masks, _ = drawings.read_masks(list(drawing.masks()), shape, volume.affine, "case-x")
+    assert np.array_equal(masks["liver"], labels == 1)
+    rest = np.delete(np.arange(40), 20)
+    write_series(tmp_path / "lacking", voxels_of(shape)[..., rest], STRAIGHT, places=places[rest])
+    with pytest.raises(
+        FileError, match=r"between slices 20 and 21 of 39 lie 1\.\d mm, .*: slices are missing"
+    ):
+        dicom.load(one(tmp_path / "lacking"))
 
 
 def resaved(file: Path, change: Any) -> None:

@@ -31,9 +31,9 @@ from fedatlas.data.transforms import FileError
 IMAGES = ("CT", "MR", "PT")
 """Modalities whose series are read as volumes."""
 DRAWINGS = ("SEG", "RTSTRUCT")
-UNEVEN, GAP = 0.01, 0.1
-"""Distances of neighbouring slices that differ by less than this part of the usual one are even; by more than the second, a
-slice is missing."""
+EVEN, UNEVEN, GAP = 0.01, 0.25, 1.6
+"""In distances of slices: so far beside an even stack a slice may lie without a note, and at all; a gap that is so many times
+larger or smaller than the usual one is none of rounding."""
 LARGEST = 1 << 32
 """Bytes of one object in an archive, at most."""
 DEFERRED = 1 << 12
@@ -582,7 +582,11 @@ def _without_twins(where: Path, planes: list[_Plane], normal: np.ndarray, notes:
 
 
 def _step(where: Path, planes: Sequence[_Plane], normal: np.ndarray, notes: list[str]) -> np.ndarray:
-    """[3] from a slice to the next, mm in LPS. Raises FileError for a gap and for slices beside their line."""
+    """[3] from a slice to the next, mm in LPS. Raises FileError for a gap, for slices that are spaced unevenly and for slices beside
+    their line.
+
+    Positions that a scanner rounds, as .625 mm to a tenth, make gaps uneven and move no slice far; small differences of many gaps add up.
+    """
     if len(planes) == 1:
         thickness = planes[0].thickness
         if not thickness > 0:
@@ -591,18 +595,26 @@ def _step(where: Path, planes: Sequence[_Plane], normal: np.ndarray, notes: list
     places = np.stack([plane.place for plane in planes])
     away = np.diff(places @ normal)
     usual = float(np.median(away))
-    worst = int(np.abs(away - usual).argmax())
-    off = abs(float(away[worst]) - usual) / usual
-    if off > GAP:
+    worst = int(np.maximum(away / usual, usual / away).argmax())
+    if not 1 / GAP < away[worst] / usual < GAP:
         what = (
             f"between slices {worst + 1} and {worst + 2} of {len(planes)} lie {away[worst]:.4g} mm, and {usual:.4g} mm "
             "between most others: slices are missing, or spaced unevenly"
         )
         raise FileError(where, what, f"{_EXPORT}, or resample it evenly")
-    if off > UNEVEN:
-        notes.append(f"its slices lie {away.min():.4g} to {away.max():.4g} mm apart, and were taken as even")
     step = (places[-1] - places[0]) / (len(planes) - 1)
+    even = float(step @ normal)
     beside = places - (places[0] + np.arange(len(planes))[:, None] * step)
+    off = np.abs(beside @ normal)
+    apart = f"its slices lie {away.min():.4g} to {away.max():.4g} mm apart"
+    if off.max() > UNEVEN * even:
+        what = (
+            f"{apart}: spaced evenly, slice {off.argmax() + 1} of {len(planes)} would lie {off.max():.3g} mm away from where it is, "
+            f"and {UNEVEN * even:.3g} mm are allowed"
+        )
+        raise FileError(where, what, f"{_EXPORT}, or resample it evenly")
+    if off.max() > EVEN * even:
+        notes.append(f"{apart}, and were taken as even: {off.max():.2g} mm off at the most")
     beside -= (beside @ normal)[:, None] * normal
     shift = float(np.sqrt((beside**2).sum(1)).max())
     if shift > 0.5 * min(planes[0].spacing):

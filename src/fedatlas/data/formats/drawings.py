@@ -21,12 +21,12 @@ import fedatlas
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import SHORT_SIDES, LabelSpace
 from fedatlas.data.datasets.shared.listing import Drawn
-from fedatlas.data.formats.dicom import LPS, Part, Reader, Volume, pseudonym, pydicom, quiet, reason
+from fedatlas.data.formats.dicom import LPS, UNEVEN, Part, Reader, Volume, pseudonym, pydicom, quiet, reason
 from fedatlas.data.formats.flat import Note
 from fedatlas.data.transforms import FileError, saved
 
-OFF_GRID = 0.1
-"""So many voxels a frame of a SEG may lie beside the series' grid."""
+OFF_GRID = (0.1, 0.1, UNEVEN)
+"""So many voxels a frame of a SEG may lie beside the series' grid: across slices as far as the slices of the series themselves."""
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -113,7 +113,7 @@ def _slice_of(
     ends = [(to_index @ [*point, 1])[:3] for point in (first, last)]
     z = round(float(ends[0][2]))
     wanted = [(0, 0, z), (shape[0] - 1, shape[1] - 1, z)]
-    if not 0 <= z < shape[2] or float(np.abs(np.subtract(ends, wanted)).max()) > OFF_GRID:
+    if not 0 <= z < shape[2] or (np.abs(np.subtract(ends, wanted)) > OFF_GRID).any():
         what = f"is drawn on {size[1]}×{size[0]} voxels that are not those of its series, {'×'.join(map(str, shape))}"
         raise FileError(title, what, "export it on the grid of the series")
     return z
