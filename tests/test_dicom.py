@@ -1,6 +1,7 @@
 """Series in DICOM by the command line: predicted, trained on, evaluated; and no patient in what is printed or kept."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,25 @@ def test_a_folder_of_series_is_evaluated_and_checked(trained, hospital, tmp_path
     (tmp_path / "f.yaml").write_text(json.dumps(values))
     status, out, err = asked(capsys, "check", tmp_path / "f.yaml")
     assert status == 0 and "site h: 2 train, 1 validation" in out, out + err
+
+
+def test_organs_contoured_on_every_second_slice_are_told(hospital, tmp_path, capsys, values) -> None:
+    """And no others are: the planner's own contours have no gap."""
+    shutil.copytree(hospital, tmp_path / "sparse")
+    (file,) = (tmp_path / "sparse").rglob("rtstruct.dcm")
+    data = pydicom.dcmread(file)
+    for roi in data.ROIContourSequence:
+        places = sorted({float(contour.ContourData[2]) for contour in roi.ContourSequence})
+        roi.ContourSequence = [c for c in roi.ContourSequence if float(c.ContourData[2]) in places[::2]]
+    data.save_as(file)
+    for folder, told in ((hospital, 0), (tmp_path / "sparse", 2)):
+        site = values["sites"][0] | {"path": str(folder)}
+        (tmp_path / "f.yaml").write_text(json.dumps(values | {"sites": [site]}))
+        status, out, err = asked(capsys, "check", tmp_path / "f.yaml")
+        assert status == 0 and (out + err).count("between the first and the last contour of") == told, (
+            out + err
+        )
+    assert "contour of 'brainstem' are empty (up to 5" in out + err
 
 
 def test_series_without_labels_are_not_evaluated(trained, hospital, tmp_path, capsys) -> None:

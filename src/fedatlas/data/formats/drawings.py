@@ -126,6 +126,7 @@ def _rois(
     from skimage.draw import polygon2mask
 
     masks = {number: np.zeros(shape, dtype=bool, order="F") for number in wanted}
+    contoured: dict[int, set[int]] = {number: set() for number in wanted}
     outside = other = 0
     for roi in data.get("ROIContourSequence") or ():
         mask = masks.get(int(roi.ReferencedROINumber))
@@ -144,11 +145,19 @@ def _rois(
             if not 0 <= z < shape[2]:
                 outside += 1
                 continue
+            contoured[int(roi.ReferencedROINumber)].add(z)
             low = np.maximum(np.floor(places[:, :2].min(0)).astype(int), 0)
             high = np.minimum(np.ceil(places[:, :2].max(0)).astype(int) + 1, shape[:2])
             if (low < high).all():
                 box = (slice(low[0], high[0]), slice(low[1], high[1]), z)
                 mask[box] ^= polygon2mask(tuple(high - low), places[:, :2] - low)
+    for number, slices in contoured.items():
+        between = max(slices) - min(slices) - 1 if slices else 0
+        empty = between + 2 - len(slices)
+        if between > 0 and empty:
+            what = f"slices between the first and the last contour of {' and '.join(map(repr, wanted[number]))} are empty"
+            remedy = "they count as without it: draw it on every slice, or see that it has such gaps"
+            notes.append(Note(title, what, remedy, empty / between))
     if outside:
         what = f"{outside} contours lie beyond the ends of its series, and were left out"
         notes.append(Note(title, what, "see that the series is whole"))
