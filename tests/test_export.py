@@ -18,6 +18,7 @@ from safetensors import safe_open
 from fedatlas import nets
 from fedatlas.cli import main
 from fedatlas.core.errors import FederationError
+from fedatlas.data.transforms import read_image
 from fedatlas.export.forms import TOLERANCE, export
 from fedatlas.export.source import extracted
 from fedatlas.export.subject import subject
@@ -63,6 +64,14 @@ def scans(phantom: Path) -> list[Path]:
     return sorted(phantom.rglob("imagesTs/*.nii.gz"))[:2]
 
 
+def in_metres(scan: Path, path: Path) -> Path:
+    image: Any = nib.load(scan)  # type: ignore[attr-defined]
+    made = nib.Nifti1Image(np.asanyarray(image.dataobj), np.diag([1e-3, 1e-3, 1e-3, 1]) @ image.affine)  # type: ignore[attr-defined]
+    made.header.set_xyzt_units("meter")
+    nib.save(made, path)  # type: ignore[attr-defined]
+    return path
+
+
 def run_bundle(bundle: Path, files: list[Path], out: Path) -> None:
     folder = out.parent / "in"
     folder.mkdir()
@@ -80,14 +89,16 @@ def test_a_bundle_needs_monai_alone_and_gives_the_labels_of_predict(
     path = request.getfixturevalue(name)
     found = export(path, "bundle", tmp_path / "bundle")
     assert found["net"] == ("monai.networks.nets.DynUNet" if name == "run" else "scripts.Program")
-    run_bundle(tmp_path / "bundle", scans(phantom), tmp_path / "theirs")
-    predict_scans(path, [[file] for file in scans(phantom)], tmp_path / "ours")
+    given = [*scans(phantom), in_metres(scans(phantom)[0], tmp_path / "metres_0000.nii.gz")]
+    run_bundle(tmp_path / "bundle", given, tmp_path / "theirs")
+    predict_scans(path, [[file] for file in given], tmp_path / "ours")
     files = sorted((tmp_path / "ours").glob("*.nii.gz"))
-    assert len(files) == 2
+    assert len(files) == 3
     for file in files:
         ours, theirs = nib.load(file), nib.load(tmp_path / "theirs" / file.name)
         assert np.array_equal(np.asanyarray(ours.dataobj), np.asanyarray(theirs.dataobj))  # type: ignore[attr-defined]
-        assert np.allclose(ours.affine, theirs.affine, atol=1e-6)  # type: ignore[attr-defined]
+        # files hold affines in float32, ours that of the scan in metres
+        assert np.allclose(read_image(file)[1], theirs.affine, atol=1e-4)  # type: ignore[attr-defined]
 
 
 def test_a_bundle_of_findings_writes_the_table_of_predict(

@@ -193,6 +193,20 @@ def test_a_scan_without_orientation_is_a_note(root: Path) -> None:
     assert not note.fatal and "neither qform nor sform" in str(note) and IMAGE in str(note)
 
 
+def test_a_scan_in_metres_is_read_so_and_told(root: Path) -> None:
+    """Its label is in mm, and lies on it; without its unit it does not."""
+    source: Any = nib.load(root / IMAGE)  # type: ignore[attr-defined]
+    image = nib.Nifti1Image(np.asarray(source.dataobj), np.diag([1e-3, 1e-3, 1e-3, 1]) @ source.affine)  # type: ignore[attr-defined]
+    image.header.set_xyzt_units("meter")
+    nib.save(image, root / IMAGE)  # type: ignore[attr-defined]
+    (note,) = check(root)
+    assert not note.fatal and "its header says that it is in metres, and so it was read" in str(note)
+    image.header.set_xyzt_units("mm")
+    nib.save(image, root / IMAGE)  # type: ignore[attr-defined]
+    (error,) = check(root)
+    assert error.fatal and "its affine differs" in str(error)
+
+
 def test_two_copies_of_a_scan_in_training_are_a_note(root: Path) -> None:
     for folder, ending in (("imagesTr", "_0000"), ("labelsTr", "")):
         shutil.copy(root / folder / f"p001{ending}.nii.gz", root / folder / f"zz{ending}.nii.gz")

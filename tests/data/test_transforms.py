@@ -252,6 +252,23 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert read_image(save(tmp_path / "one.nii", np.zeros((4, 4, 4, 1), np.int16)))[0].shape == (4, 4, 4)
 
 
+@pytest.mark.parametrize(("unit", "mm"), [("meter", 1e3), ("mm", 1), ("micron", 1e-3), ("unknown", 1)])
+def test_units_of_the_header_count(unit: str, mm: float, tmp_path: Path) -> None:
+    """What is read is in mm, whatever the file is in; labels that are written have the geometry of the file."""
+    affine = affine_of("LPI", (6, 5, 4), (0.5, 0.6, 1.5))
+    affine[:3] /= mm
+    image = nib.Nifti1Image(np.zeros((6, 5, 4), np.float32), affine)  # type: ignore[attr-defined]
+    image.header.set_xyzt_units(unit, "sec")
+    nib.save(image, tmp_path / "scan.nii.gz")  # type: ignore[attr-defined]
+    _, found, _ = read_image(tmp_path / "scan.nii.gz")
+    assert np.allclose(found, affine_of("LPI", (6, 5, 4), (0.5, 0.6, 1.5)), atol=1e-5)
+    labels = np.ones((6, 5, 4), np.uint8)
+    write_label_map(tmp_path / "labels.nii.gz", labels, tmp_path / "scan.nii.gz")
+    written: Any = nib.load(tmp_path / "labels.nii.gz")  # type: ignore[attr-defined]
+    assert np.allclose(written.affine, affine) and written.header.get_xyzt_units() == (unit, "sec")
+    assert np.array_equal(read_image(tmp_path / "labels.nii.gz")[1], found)
+
+
 def test_channels_come_from_files_or_from_a_fourth_axis(tmp_path: Path) -> None:
     voxels = np.random.default_rng(0).random((4, 5, 6, 2)).astype(np.float32)
     both = read_channels([save(tmp_path / "both.nii", voxels)])[0]

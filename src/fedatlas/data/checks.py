@@ -17,7 +17,7 @@ from fedatlas.data.formats.flat import Note
 from fedatlas.data.index import Naming, SiteIndex, naming_of
 from fedatlas.data.leaks import Leak, leak_of
 from fedatlas.data.reading import Raw, digest, gathered, read_case
-from fedatlas.data.transforms import SKEW, skew_of
+from fedatlas.data.transforms import SKEW, skew_of, unit_of
 
 
 class Scan(NamedTuple):
@@ -210,13 +210,19 @@ def check_site(
             digests.append((case.name, case.split, file, mark))
             if scans is not None:
                 scans.append(Scan(index.name, case.name, case.split, file, mark))
-            if case.images[0].name.endswith((".nii", ".nii.gz")) and _placeless(case.images[0]):
+            header = _header(case.images[0])
+            if header is not None and int(header["qform_code"]) == 0 and int(header["sform_code"]) == 0:
                 what = "neither qform nor sform is set: left and right are a guess"
                 found.append(
                     Problem(
                         index.name, file, what, "convert it again from its source, with orientation", False
                     )
                 )
+            unit = "mm" if header is None else unit_of(header["xyzt_units"])[0]
+            if unit != "mm":
+                what = f"its header says that it is in {unit}, and so it was read"
+                remedy = "if it is in mm, mend the unit in its header (xyzt_units)"
+                notes.append(Note(case.images[0], what, remedy))
         leak = leak_in(raw, space)
         if leak is not None and leak.told:
             leaks[case.name] = leak
@@ -288,10 +294,9 @@ def leak_problems(site: str, leaks: Mapping[str, Leak], cases: int) -> list[Prob
     return [Problem(site, "", what, remedy, False)]
 
 
-def _placeless(path: Path) -> bool:
-    """Does a NIfTI file say nothing of its orientation?"""
-    header: Any = nib.load(path).header  # type: ignore[attr-defined]
-    return int(header["qform_code"]) == 0 and int(header["sform_code"]) == 0
+def _header(path: Path) -> Any:
+    """The header of a NIfTI file; None of another file."""
+    return nib.load(path).header if path.name.endswith((".nii", ".nii.gz")) else None  # type: ignore[attr-defined]
 
 
 def _label_file(index: SiteIndex, case: Case) -> str:

@@ -124,11 +124,25 @@ class FileError(DataError):
 
 
 _RESTORE = "copy or convert it again"
+UNITS = {1: ("metres", 1e3), 3: ("micrometres", 1e-3)}
+"""Units of length other than mm that a NIfTI header may name (xyzt_units), and how many mm they have."""
+
+
+def unit_of(xyzt_units: Any) -> tuple[str, float]:
+    """The unit of a NIfTI header's affine, and how many mm it has. A header that names none is taken to mean mm."""
+    return UNITS.get(int(xyzt_units) & 7, ("mm", 1.0))
+
+
+def in_mm(affine: np.ndarray, xyzt_units: Any) -> np.ndarray:
+    """The affine [4, 4] of a NIfTI file, which is in its header's unit, in mm."""
+    scaled = np.array(affine, dtype=np.float64)
+    scaled[:3] *= unit_of(xyzt_units)[1]
+    return scaled
 
 
 def read_image(path: Path) -> tuple[np.ndarray, np.ndarray, nib.Nifti1Header]:
     """The voxels of a NIfTI file [X, Y, Z], or [X, Y, Z, channels], in their own type after the header's
-    scaling; its affine [4, 4] in mm; its header.
+    scaling; its affine [4, 4] in mm, whatever the header's unit; its header.
 
     A compressed file is read to its end, and its checksum compared. Raises FileError, a DataError, for a file that is
     missing, truncated, damaged, of another format, not 3D, or without a usable affine.
@@ -160,8 +174,9 @@ def read_image(path: Path) -> tuple[np.ndarray, np.ndarray, nib.Nifti1Header]:
         raise FileError(path, f"of shape {list(voxels.shape)}, not three-dimensional", "give a 3D volume")
     if not np.issubdtype(voxels.dtype, np.number) or np.iscomplexobj(voxels):
         raise FileError(path, f"its voxels are {voxels.dtype}", "give one number per voxel")
-    affine = np.asarray(image.affine, dtype=np.float64)
-    if not np.isfinite(affine).all() or abs(np.linalg.det(affine[:3, :3])) < 1e-9:
+    affine = in_mm(np.asarray(image.affine), image.header["xyzt_units"])
+    lengths = np.sqrt((affine[:3, :3] ** 2).sum(0))
+    if not np.isfinite(affine).all() or not abs(np.linalg.det(affine[:3, :3])) > 1e-9 * lengths.prod():
         raise FileError(path, "its affine is not finite or not invertible", "mend qform and sform")
     return voxels, affine, image.header
 

@@ -20,7 +20,7 @@ from fedatlas.core.errors import DataError
 from fedatlas.core.outputs import evaluating
 from fedatlas.data.images import prepared
 from fedatlas.data.inputs import judge, look_of
-from fedatlas.data.transforms import as_stored, geometry_of, image_to_grid, restore
+from fedatlas.data.transforms import as_stored, geometry_of, image_to_grid, in_mm, restore
 from fedatlas.learning.inference import predict, restrict
 
 Data = dict[str, Any]
@@ -52,9 +52,8 @@ class ToGrid:
             raise DataError(
                 f"{file}: holds voxels that are NaN or infinite; replace them, as by the value of air"
             )
-        geometry = geometry_of(
-            image.shape[1:], np.asarray(loaded.affine, dtype=np.float64), self.preprocessing
-        )
+        affine = in_mm(np.asarray(loaded.affine), loaded.meta.get("xyzt_units", 0))
+        geometry = geometry_of(image.shape[1:], affine, self.preprocessing)
         _tell(self.inputs, look_of(image, spacing=geometry.turned_spacing), file, self.anyway)
         on_grid = as_stored(image_to_grid(image, geometry, self.preprocessing)).astype(np.float32, copy=False)
         return {
@@ -96,7 +95,7 @@ class Windows:
 
 
 class FromGrid:
-    """From probabilities on the net's grid to labels on the scan's own: pred [1, X, Y, Z], or masks [C, X, Y, Z] where
+    """From probabilities on the net's grid to labels on the scan's own, in mm: pred [1, X, Y, Z], or masks [C, X, Y, Z] where
     classes overlap, for SaveImaged."""
 
     def __init__(self, exclusive: bool) -> None:

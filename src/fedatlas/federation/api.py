@@ -165,7 +165,7 @@ class Model:
         """What the model says of an image.
 
         Of voxels: image [X, Y, Z], or [I, X, Y, Z], in the units of the training images, as HU; spacing in mm along X, Y and
-        Z, and where these axes point, or the affine [4, 4] of the file in the place of both. Returns labels [X, Y, Z], or
+        Z, and where these axes point, or the affine [4, 4] in mm in the place of both. Returns labels [X, Y, Z], or
         masks [C, X, Y, Z] where classes overlap. Of whole images: image [H, W], or [I, H, W], from 0 black to 1 white, or
         whole numbers of 8 or 16 bits; returns {class: probability}. anyway: take images of another kind than the
         model was trained on. Raises DataError for an image that the model cannot take.
