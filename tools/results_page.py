@@ -307,7 +307,10 @@ def make_tables(page: Path) -> None:
     """Makes every table of a page again that has records."""
     with tempfile.TemporaryDirectory() as runs:
         for records in RECORDED:
-            for comparison, _, found in recorded(records, Path(runs)):
+            there = list(recorded(records, Path(runs)))
+            if not there:
+                raise ValueError(f"{records.relative_to(ROOT)}: no comparison file has these runs and this profile")
+            for comparison, _, found in there:
                 if is_table(found) and table_of(page.read_text(), comparison.name):
                     write_table(comparison, found, page)
 
