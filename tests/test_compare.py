@@ -4,7 +4,7 @@ import copy
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ from fedatlas.compare import (
     state_of,
     write_page,
 )
-from fedatlas.compare.overlays import overlays
+from fedatlas.compare.overlays import Cases, overlays, subjects
 from fedatlas.compare.running import kept_model
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.evaluation.classification import Predictions, score
 from fedatlas.evaluation.statistics import differences, mean_ranks, rows_text
 from fedatlas.federation.file import hash_of, resolved
+from fedatlas.federation.trained import Trained
 from fedatlas.report.comparison import html, markdown
 from fedatlas.transport.store import write_atomic
 
@@ -631,6 +632,14 @@ def test_segmentation_is_compared_by_cases(small, phantom, tmp_path) -> None:
     shown = overlays(comparison, {"fedavg": [0], "pooled": [0]})[0]["s0"]["pooled"]
     assert {row["case"] for row in rows} == {shown.case} and set(shown.truth) == set(shown.prediction)
     assert shown.image.shape == shown.truth["liver"].shape == (24, 24) and shown.truth["liver"].any()
+    # cases are shared by arms that read them alike, and by no others
+    (one, *_), cases = subjects(comparison, {"fedavg": [0], "pooled": [0]}), Cases()
+    trained = Trained(one.path, one.model)
+    entry = next(site for site in one.federation.sites if site.name == "s0")
+    less = [replace(site, annotated=["liver"]) if site is entry else site for site in one.federation.sites]
+    other = replace(one, federation=replace(one.federation, sites=less))
+    known = [int(cases(subject, trained, "s0", shown.case).known.sum()) for subject in (one, other, one)]
+    assert known[1] < known[0] == known[2]
 
 
 CHEST = {

@@ -309,7 +309,9 @@ def make_tables(page: Path) -> None:
         for records in RECORDED:
             there = list(recorded(records, Path(runs)))
             if not there:
-                raise ValueError(f"{records.relative_to(ROOT)}: no comparison file has these runs and this profile")
+                raise ValueError(
+                    f"{records.relative_to(ROOT)}: no comparison file has these runs and this profile"
+                )
             for comparison, _, found in there:
                 if is_table(found) and table_of(page.read_text(), comparison.name):
                     write_table(comparison, found, page)
