@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import last_state
 from test_local import Source, Tampered
 from torch import nn
 
@@ -156,6 +157,17 @@ def test_a_site_that_lost_what_it_held_gets_it_whole(tmp_path) -> None:
     state = run(Drift(), net(), clients, 3, state=replace(state, rounds=3))
     assert distance(plain, state) == 0 and clients.lost == {}
     assert clients.calls[-1].cost["b"]["bytes_down"] > 2 * clients.calls[-1].cost["a"]["bytes_down"]
+
+
+@pytest.mark.parametrize(
+    ("method", "down"), [("fedavg", "bf16"), ("fedavg", "topk"), ("centralized", "int8"), ("fedsm", "int8")]
+)
+def test_a_resumed_run_sends_on_from_the_model_that_sites_hold(small, tmp_path, method, down) -> None:
+    chosen = small | {"method": {"name": method}, "comm": {"down": down}}
+    once = last_state(chosen, tmp_path / "run")
+    assert last_state(chosen, tmp_path / "run") == once, "goes on after round 1"
+    (tmp_path / "run" / "rounds" / "0001" / "held.fa").unlink()
+    last_state(chosen, tmp_path / "run")  # of an older version
 
 
 def test_an_answer_is_checked_in_the_form_in_which_it_leaves(tmp_path, monkeypatch) -> None:

@@ -52,6 +52,7 @@ from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess, Workers
 from fedatlas.transport.pipeline import ServerPipeline
 from fedatlas.transport.rounds import Round, RunFolder, read_json, read_run, run, sealed, to_json
+from fedatlas.transport.stages import HeldByAll
 from fedatlas.transport.store import DATA, MemoryStore, guard_data, read_whole, waiting_for_room, write_atomic
 
 Watch = Callable[[str, str, dict[str, float], dict[str, float]], None]
@@ -211,6 +212,21 @@ class Running:
         self.evaluators = self.clients
         if self.design.pooled:
             self.evaluators = reach(list(parties.summaries), "evaluate")
+
+    @property
+    def _held(self) -> dict[str, HeldByAll]:
+        """What sites hold of the models that were sent to train, and to evaluate where that is asked apart."""
+        apart = {} if self.evaluators is self.clients else {"evaluate": self.evaluators.pipeline.held}
+        return {"train": self.clients.pipeline.held, **apart}
+
+    def held(self) -> dict[str, Any]:
+        """What `go_on` takes up, to be kept with a round."""
+        return {name: kept for name, held in self._held.items() if (kept := held.kept())}
+
+    def go_on(self, held: Mapping[str, Any]) -> None:
+        """After a resume: sends what an uninterrupted run would send."""
+        for name, kept in held.items():
+            self._held[name].resume(kept)
 
     def _asked(self, site: str, function: str, payload: Mapping[str, Any]) -> Asked:
         """What a site's answer must agree with: the question, and what the site said when it joined."""
@@ -510,6 +526,7 @@ def _rounds(
         running.clients.keep_released = partial(_keep_released, folder)
         if state is not None:
             running.clients.remembered = _memories(folder, parties, state.round)
+            running.go_on(folder.held_after(state.round))
             own.recover()
             best.recover(state.round)
             tell(f"goes on after round {state.round} of {federation.rounds}")
@@ -529,7 +546,7 @@ def _rounds(
             last = record.number == federation.rounds
             if chosen == "best":
                 record.log["local"] = dict(scores)
-            folder.save(record, running.clients.models if last or scores else None)
+            folder.save(record, running.clients.models if last or scores else None, running.held())
             own.see(record.number, scores)
             best.see(record.number, record.rows)
             scores.clear()

@@ -18,12 +18,15 @@ from torch import nn
 
 from fedatlas.core.contract import Clients, Method, State
 from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError, WireError
-from fedatlas.core.tensors import from_tree, to_tree
+from fedatlas.core.tensors import Tree, from_tree, to_tree
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Call
 from fedatlas.transport.host import peak_mb, reset_peak
 from fedatlas.transport.reply import Spool
 from fedatlas.transport.store import read_whole, sync_folder, write_atomic
+
+HELD = "held.fa"
+"""In a round's folder: the models that the sites hold, as far as compression made them of the server's."""
 
 
 class RoundClients(Clients, Protocol):
@@ -204,8 +207,11 @@ class RunFolder:
         """The numbers of all complete rounds."""
         return sorted(int(path.name) for path in self.rounds.glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
 
-    def save(self, record: Round, models: Spool | None = None) -> None:
-        """Keeps a complete round; `models`: the sites' local models, kept with it if given."""
+    def save(
+        self, record: Round, models: Spool | None = None, held: Mapping[str, Tree] | None = None
+    ) -> None:
+        """Keeps a complete round; `models`: the sites' local models, kept with it if given. held: what the sites hold of
+        what they were sent, see `held_after`."""
         self.rounds.mkdir(parents=True, exist_ok=True)
         final = self.rounds / f"{record.number:04d}"
         part = self.rounds / f".{record.number:04d}.part"
@@ -214,6 +220,8 @@ class RunFolder:
             write_atomic(part / "state.fa", wire.encode(to_tree(record.state)))
             write_atomic(part / "log.json", to_json(sealed(record.log)))
             write_atomic(part / "rows.json", to_json(record.rows))
+            if held:
+                write_atomic(part / HELD, wire.encode(dict(held)))
             for site, reply in models or ():
                 kept = {"model": reply["model"], "classes": reply.get("classes")}
                 write_atomic(part / "local" / f"{site}.fa", wire.encode(kept))
@@ -229,7 +237,8 @@ class RunFolder:
         sync_folder(self.rounds)
         for number in self.complete():
             if number < record.number - 1:
-                (self.rounds / f"{number:04d}" / "state.fa").unlink(missing_ok=True)
+                for name in ("state.fa", HELD):
+                    (self.rounds / f"{number:04d}" / name).unlink(missing_ok=True)
                 shutil.rmtree(self.rounds / f"{number:04d}" / "local", ignore_errors=True)
 
     def latest(self, method: Method) -> State | None:
@@ -247,6 +256,7 @@ class RunFolder:
                 break
             try:
                 state = self.state(path, method)
+                self.held_after(number)
             except RunFolderError as error:
                 damaged.append(str(error))
                 continue
@@ -269,6 +279,15 @@ class RunFolder:
                 str(error) if isinstance(error, WireError | TypeError | OSError) else type(error).__name__
             )
             raise RunFolderError(f"{path}: cannot be read ({reason})") from error
+
+    def held_after(self, number: int) -> dict[str, Any]:
+        """What was kept as `held` with a round; empty where nothing was. Raises RunFolderError where it cannot be read."""
+        path = self.rounds / f"{number:04d}" / HELD
+        try:
+            kept: Any = wire.decode(read_whole(path), copy=False) if path.exists() else {}
+        except (WireError, OSError) as error:
+            raise RunFolderError(f"{path}: cannot be read ({error})") from error
+        return kept
 
     def log(self, number: int) -> dict[str, Any]:
         """The log of a complete round. Raises RunFolderError where it is not what was written."""

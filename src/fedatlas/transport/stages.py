@@ -87,6 +87,15 @@ class HeldByAll:
         """The model that the sites hold, for a site that does not."""
         return {"whole": self.model, "as": self.name}
 
+    def kept(self) -> dict[str, Tree]:
+        """What `resume` goes on from, to be kept with a round; empty where the sites hold nothing."""
+        return {} if self.model is None else {"model": dict(self.model), "stands_for": self.stands_for}
+
+    def resume(self, kept: Mapping[str, Any]) -> None:
+        """Goes on from what was kept."""
+        if kept:
+            self._hold(kept["model"], kept["stands_for"])
+
     def _hold(self, model: Tensors, stands_for: str) -> None:
         self.model = {name: tensor.clone() for name, tensor in model.items()}
         self.name, self.stands_for = _name_of(wire.encode(self.model)), stands_for  # type: ignore[arg-type]
