@@ -16,7 +16,9 @@ from fedatlas.core.contract import Method, State, at_site, sends_of
 from fedatlas.core.errors import DiskFull, FedAtlasError, RunFolderError, SiteLost
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.tensors import average, tensors_of
-from fedatlas.federation.session import Best, BestLocals
+from fedatlas.evaluation.statistics import read_rows
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import Best, BestLocals, Hosts, run_federation
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.egress import Declaration, NetForms
@@ -452,6 +454,55 @@ def test_the_best_model_of_a_round_that_is_done_again_is_left_alone(tmp_path) ->
     best.recover(4)
     own.recover()
     assert (best.round, best.score, own.best["a"]["score"]) == (3, 0.6, 0.6)
+
+
+def test_a_round_whose_validation_lacks_a_site_is_not_the_best(tmp_path) -> None:
+    folder, state = RunFolder(tmp_path), State(tensors_of(net()))
+    best = Best(folder, "classes", "dice")
+    row = {"split": "validation", "grid": "federation", "metric": "dice", "known": True, "model": "global"}
+    row |= {"case": "p", "class": "x", "reason": ""}
+
+    def keep(number: int, scores: dict[str, float]) -> None:
+        rows = [row | {"round": number, "site": site, "value": value} for site, value in scores.items()]
+        lacking = [site for site in "ab" if site not in scores]
+        log = {"round": number, "lacking": lacking}
+        folder.save(Round(number, replace(state, round=number), log, rows))
+        best.see(number, rows, lacking)
+        resumed = Best(folder, "classes", "dice")
+        resumed.recover(number)
+        assert (resumed.round, resumed.score) == (best.round, best.score)
+
+    for number, scores, expected in (
+        (1, {"b": 0.9}, 1),
+        (2, {"a": 0.9, "b": 0.5}, 2),
+        (3, {"a": 0.85}, 2),
+        (4, {"a": 0.9, "b": 0.6}, 4),
+    ):
+        keep(number, scores)
+        assert best.round == read_json(tmp_path / "best.json")["round"] == expected
+
+
+def test_a_final_evaluation_that_lost_a_site_is_done_again(small, tmp_path, monkeypatch) -> None:
+    small |= {"rounds": 1, "faults": {"on_lost": "drop"}}
+    small["evaluation"] |= {"models": ["last"]}
+    federation, path = parse_federation(small, base=Path()), tmp_path / "run"
+    answer, lost = Hosts.answer, small["sites"][0]["name"]
+
+    def gone(self: Hosts, question: Question) -> None:
+        if question.site == lost and question.round == 2:
+            raise OSError(5, "gone")
+        answer(self, question)
+
+    monkeypatch.setattr(Hosts, "answer", gone)
+    with pytest.raises(SiteLost, match=f"the final evaluation lacks {lost}; --resume does it again"):
+        run_federation(federation, path, tell=lambda text: None)
+    assert lost not in {row["site"] for row in read_rows(path / "rows.csv")}
+    assert read_json(path / "run.json")["finished"] is None
+    assert f"lacks {lost}" in read_json(path / "stopped.json")["why"]
+    monkeypatch.setattr(Hosts, "answer", answer)
+    run_federation(federation, path, tell=lambda text: None, resume=True)
+    assert lost in {row["site"] for row in read_rows(path / "rows.csv")}
+    assert read_json(path / "run.json")["finished"] is not None
 
 
 def test_a_damaged_newest_round_falls_back_to_the_one_before(tmp_path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from fedatlas import losses, methods
 from fedatlas.core.contract import Member, Method, State
-from fedatlas.core.errors import FederationError, RunFolderError
+from fedatlas.core.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.core.tensors import Tensors, n_bytes, tensors_of, to_tree
 from fedatlas.data.checks import check_federation, shared_scans
 from fedatlas.data.reading import refuse
@@ -334,16 +334,23 @@ class Running:
             for name, histogram in reply.get("histograms", {}).items():
                 place = {"split": what["split"], "model": what["model"], "site": site}
                 evaluated.histograms.append({**place, "class": name, "histogram": histogram})
+        evaluated.lost.update(self.evaluators.lost)
         return evaluated
 
 
 @dataclass(frozen=True)
 class Evaluated:
     """What sites answered about a model. rows: see `evaluate.Row`; histograms: where labels are of whole images, of
-    every site and class, see `classification.Histogram`."""
+    every site and class, see `classification.Histogram`; lost: site -> why it did not answer."""
 
     rows: list[dict[str, Any]]
     histograms: list[dict[str, Any]]
+    lost: dict[str, str] = field(default_factory=dict)
+
+    def add(self, other: "Evaluated") -> None:
+        self.rows.extend(other.rows)
+        self.histograms.extend(other.histograms)
+        self.lost.update(other.lost)
 
 
 def _local(kept: Mapping[str, Any]) -> Member:
@@ -370,6 +377,8 @@ def _same_candidates(one: Sequence[Candidate], other: Sequence[Candidate]) -> bo
     return all(_same_members(a.members, b.members) for a, b in zip(one, other, strict=True))
 
 
+LACKING = "lacking"
+"""In the log of a round: the sites that were lost in its validation."""
 RELEASED = "released.json"
 """In the folder of a run with differential privacy: what ε rests on (`clients.Released`)."""
 TOGETHER = 1 << 28
@@ -518,6 +527,7 @@ def _rounds(
             _note_change(folder, parties.changed)
             tell(f"goes on with data that changed since the run began, at {', '.join(parties.changed)}")
         chosen, own, scores = local_models(federation), BestLocals(folder), dict[str, float]()
+        lacking = list[str]()
         best = Best(folder, evaluation.select_weights, selects(federation))
         if design.method.chosen_by_site:
             best = BestOfSites(folder, selects(federation), design.method, own)
@@ -540,16 +550,21 @@ def _rounds(
                 scores.update(running.own_scores(state.round, evaluation.round_metrics, selects(federation)))
             model = _state_model("global", state, design.method)
             what = {"split": "validation", "grid": "federation", "metrics": evaluation.round_metrics}
-            return running.evaluate(model, **what).rows
+            evaluated = running.evaluate(model, **what)
+            lacking.extend(sorted(evaluated.lost))
+            return evaluated.rows
 
         def keep(record: Round) -> None:
             last = record.number == federation.rounds
             if chosen == "best":
                 record.log["local"] = dict(scores)
+            if lacking:
+                record.log[LACKING] = list(lacking)
             folder.save(record, running.clients.models if last or scores else None, running.held())
             own.see(record.number, scores)
-            best.see(record.number, record.rows)
+            best.see(record.number, record.rows, lacking)
             scores.clear()
+            lacking.clear()
             after_round(record, best)
 
         state = run(
@@ -566,40 +581,51 @@ def _rounds(
 
 
 class Best:
-    """The best complete round by the validation score, kept as models/best.fa with best.json beside it."""
+    """The best complete round by the validation score, kept as models/best.fa with best.json beside it. Of two rounds
+    whose validation lacks sites, that which lacks fewer is the better: a mean over other sites is another number."""
 
     def __init__(self, folder: RunFolder, weights: str, metric: str) -> None:
         self.folder, self.weights, self.metric = folder, weights, metric
-        self.round, self.score = 0, -1.0
+        self.round, self.score, self.lacking = 0, -1.0, 0
         self.last_score: float | None = None
         """The score of the round seen last; None if none of its values was defined."""
 
-    def see(self, number: int, rows: list[dict[str, Any]]) -> None:
-        """Keeps the round if its score is the highest so far; of equal scores the first."""
-        score = self.last_score = selection_score(rows, self.weights, self.metric) if rows else None
-        if score is not None and score > self.score:
-            self.round, self.score = number, score
+    def see(self, number: int, rows: list[dict[str, Any]], lacking: Sequence[str] = ()) -> None:
+        """Keeps the round if its score is the highest so far; of equal scores the first. lacking: the sites that were lost in
+        its validation."""
+        self.last_score = selection_score(rows, self.weights, self.metric) if rows else None
+        if self._take(number, self.last_score, len(lacking)):
             self.folder.keep_model("best", number)
-            write_atomic(self.folder.path / "best.json", to_json({"round": number, "score": score}))
+            write_atomic(self.folder.path / "best.json", to_json(self._kept()))
+
+    def _take(self, number: int, score: float | None, lacking: int) -> bool:
+        """Is this round better than the best so far? Then it is the best."""
+        if score is None or (self.round and (-lacking, score) <= (-self.lacking, self.score)):
+            return False
+        self.round, self.score, self.lacking = number, score, lacking
+        return True
+
+    def _kept(self) -> dict[str, Any]:
+        about = {"round": self.round, "score": self.score}
+        return about | {LACKING: self.lacking} if self.lacking else about
 
     def recover(self, latest: int) -> None:
         """After a resume at the end of round `latest`: what was seen so far, from the rounds on disk. A model that scored as high as the
         best of them or higher is kept: it may be of a round whose state was lost, and which is, or was, done again."""
         for log, rows in self.folder.records():
             score = selection_score(rows, self.weights, self.metric) if rows else None
-            if score is not None and score > self.score:
-                self.round, self.score = log["round"], score
+            self._take(log["round"], score, len(log.get(LACKING, ())))
         path = self.folder.path / "best.json"
-        kept = read_json(path) if path.exists() else {"round": 0, "score": -1.0}
-        if kept["score"] >= self.score:
-            self.round, self.score = kept["round"], kept["score"]
+        kept = {LACKING: 0} | (read_json(path) if path.exists() else {"round": 0, "score": -1.0})
+        if kept["round"] and (-kept[LACKING], kept["score"]) >= (-self.lacking, self.score):
+            self.round, self.score, self.lacking = kept["round"], kept["score"], kept[LACKING]
         elif self.round:
             if self.round != latest:
                 raise RunFolderError(
                     f"{path}: names round {kept['round']}, the rounds say {self.round}; the folder was changed by hand"
                 )
             self.folder.keep_model("best", self.round)
-            write_atomic(path, to_json({"round": self.round, "score": self.score}))
+            write_atomic(path, to_json(self._kept()))
 
 
 class BestOfSites(Best):
@@ -611,7 +637,7 @@ class BestOfSites(Best):
         super().__init__(folder, "classes", metric)
         self.method, self.own = method, own
 
-    def see(self, number: int, rows: list[dict[str, Any]]) -> None:
+    def see(self, number: int, rows: list[dict[str, Any]], lacking: Sequence[str] = ()) -> None:
         """Assembles the sites' best models so far; a site without a score takes part with its model of this round."""
         self.last_score = selection_score(rows, self.weights, self.metric) if rows else None
         if rows:
@@ -691,7 +717,8 @@ class BestLocals:
 
 def _finish(running: Running, federation: Federation, tell: Tell) -> None:
     """Evaluates best, last and local models on the original grids, into rows.csv; where labels are of whole images,
-    also into histograms.json and thresholds.json. Thresholds are fitted on the validation cases of all sites."""
+    also into histograms.json and thresholds.json. Thresholds are fitted on the validation cases of all sites. Raises SiteLost
+    where a site was lost on the way; the files then hold what the others answered."""
     folder, method = running.folder, running.design.method
     running.evaluators.begin(federation.rounds + 1)
     metrics = federation.evaluation.metrics
@@ -721,14 +748,13 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
             for group in in_groups(models, running.evaluators.everyone, TOGETHER):
                 named = ", ".join(model.name for model in group)
                 tell(f"final evaluation on the original grids, {split} cases: {named}")
-                evaluated.rows.extend(running.evaluate_several(group, **what).rows)
+                evaluated.add(running.evaluate_several(group, **what))
             continue
         for model in models:
             tell(f"final evaluation, {split} images: {model.name}")
             more = running.design.task.extra(fitted.get(model.name))
             got = running.evaluate(model, **what, **more)
-            evaluated.rows.extend(got.rows)
-            evaluated.histograms.extend(got.histograms)
+            evaluated.add(got)
             if split == "validation":
                 fitted[model.name] = running.design.task.fit(got.histograms, federation, running.design.space)
     write_atomic(folder.path / "rows.csv", rows_text(evaluated.rows).encode())
@@ -739,6 +765,12 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
         kept = {"split": "validation", "criterion": criterion, "models": fitted}
         write_atomic(
             folder.path / "thresholds.json", to_json(kept | {"classes": next(iter(fitted.values()))})
+        )
+    if evaluated.lost:
+        reasons = "\n".join(f"  {site}: {reason}" for site, reason in sorted(evaluated.lost.items()))
+        raise SiteLost(
+            f"the final evaluation lacks {', '.join(sorted(evaluated.lost))}; --resume does it again\n{reasons}\n"
+            "The models are there, and rows.csv has what the other sites answered"
         )
     info = read_json(folder.path / "run.json")
     write_atomic(folder.path / "run.json", to_json({**info, "finished": _now()}))
