@@ -266,6 +266,14 @@ def test_releases_of_different_noise_add_up() -> None:
     assert mixed == pytest.approx(epsilon(math.sqrt(9 / 19), 1, 1e-5), rel=1e-6)
 
 
+@pytest.mark.parametrize("releases", [1, 7, 1000])
+def test_equal_releases_are_composed_at_once(releases: int) -> None:
+    pytest.importorskip("opacus")
+    found = epsilon(2.0, releases, 1e-5)
+    assert found == pytest.approx(epsilon([2.0] * releases, releases, 1e-5), rel=1e-12)
+    assert epsilon(2.0, 1 << 31, 1e-5) > 1e8, "and take no memory"
+
+
 def test_no_noise_is_no_privacy_and_no_release_costs_nothing() -> None:
     assert epsilon(0.0, 1, 1e-5) == math.inf
     assert epsilon([1.0, 0.0], 2, 1e-5) == math.inf

@@ -266,7 +266,10 @@ def test_a_hostile_step_of_secure_aggregation(tmp_path, step: str, change: Chang
     assert re.search(reason, asked.calls[0].lost["b"]), asked.calls[0].lost
 
 
-@pytest.mark.parametrize("log", [{}, {"releases": 1e308}, {"releases": 1.5}, {"releases": 1.0, "loss": 2.0}])
+@pytest.mark.parametrize(
+    "log",
+    [{}, {"releases": 1e308}, {"releases": 20001.0}, {"releases": 1.5}, {"releases": 1.0, "loss": 2.0}],
+)
 def test_privacy_without_an_honest_count_of_releases(tmp_path, log: dict[str, float]) -> None:
     private = Privacy(clip=1.0, noise=1.0)  # type: ignore[call-arg]
     asked = tamper(protected(tmp_path, privacy=private, faults=DROP), "b", lambda t: t.update(log=log))

@@ -215,7 +215,14 @@ def test_a_question_asked_again_gets_the_same_noise(tmp_path) -> None:
     assert not torch.equal(first["a"], third["a"]) and clients.calls[-1].logs["a"]["releases"] == 2
 
 
-def test_what_was_spent_is_not_forgotten_where_the_busiest_sites_are_lost(tmp_path) -> None:
+def raising(error: type[Exception]) -> Any:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_what_was_spent_is_not_forgotten_where_the_busiest_sites_are_lost(tmp_path, monkeypatch) -> None:
     """Three rounds without b, then one of b alone: ε stays that of the others, also after a resume."""
     drop = Faults(on_lost="drop", min_sites=1)
     clients = federation(tmp_path, privacy=Privacy(clip=0.1, noise=5.0), faults=drop)
@@ -238,7 +245,12 @@ def test_what_was_spent_is_not_forgotten_where_the_busiest_sites_are_lost(tmp_pa
     # a round that was summed and then broke off, or whose state was damaged, has released all the same
     clients.keep_released = partial(_keep_released, folder)
     clients.begin(5)
-    assert clients._accounted(Call("f", {"a": {"releases": 9}}, {}, {})).released == Released(9, 1)
+    nine = Call("f", {"a": {"releases": 9}}, {}, {})
+    with monkeypatch.context() as broken, pytest.raises(MemoryError):
+        broken.setattr(ServerPipeline, "epsilon", raising(MemoryError))
+        clients._accounted(nine)
+    assert _released(folder) == clients.released == Released(most=3, fewest=1), "kept once ε is known"
+    assert clients._accounted(nine).released == Released(9, 1)
     assert _released(folder) == Released(most=9, fewest=1)
 
 

@@ -235,9 +235,10 @@ class SiteClients:
         releases = [int(log["releases"]) for log in record.logs.values() if "releases" in log]
         if not releases:
             return record
-        self.released = self.released.after(releases)
-        self.keep_released(self.released)
-        spent = self.pipeline.epsilon(self.released.most, self.released.fewest)
+        released = self.released.after(releases)
+        spent = self.pipeline.epsilon(released.most, released.fewest)
+        self.released = released
+        self.keep_released(released)
         return replace(record, epsilon=spent, released=self.released)
 
     def _folder(self) -> Path:

@@ -247,7 +247,7 @@ class ServerPipeline:
         problem = (
             egress.problem_of(forms["value"], kinds, self.declaration, asked)
             or egress.problem_of_log(forms["log"])
-            or self._problem_of_releases(function, forms["log"])
+            or self._problem_of_releases(question, forms["log"])
         )
         # tensors are decoded only where names, kinds and shapes are right
         tree: Any = message.tree(copy=False) if problem is None else {"value": {}}
@@ -267,9 +267,9 @@ class ServerPipeline:
         kinds = self.terms.kinds(function, self.declaration.sends.get(function, {}), arguments)
         return kinds, self.declaration.asked(question.site, function, arguments)
 
-    def _problem_of_releases(self, function: str, log: Mapping[str, Any]) -> str | None:
-        if self.terms.private(function):
-            return stages.problem_of_releases(log)
+    def _problem_of_releases(self, question: Question, log: Mapping[str, Any]) -> str | None:
+        if self.terms.private(question.function):
+            return stages.problem_of_releases(log, question.round, question.call)
         return "it counts releases, which are of privacy" if "releases" in log else None
 
     def secure_sum(

@@ -215,12 +215,18 @@ class Releases:
         return self.folder / "sent" / f"{round:06d}-{call:03d}.fa"
 
 
-def problem_of_releases(log: Mapping[str, Any]) -> str | None:
-    """At the server: what is wrong with the numbers that a site logs with a private answer; None: nothing."""
-    count = log.get("releases")
-    if set(log) == {"releases"} and type(count) is float and count.is_integer() and 1 <= count < 1 << 31:
-        return None
-    return "under privacy it logs the number of its releases, and nothing else"
+RETRIES = 10_000
+"""The most releases that a site is believed for each call so far: a question may be asked again until patience is over."""
+
+
+def problem_of_releases(log: Mapping[str, Any], round: int, call: int) -> str | None:
+    """At the server: what is wrong with the numbers that a site logs with a private answer to a call, of a round, both as
+    `Question` counts them; None: nothing."""
+    count, most = log.get("releases"), RETRIES * (round + 1) * (call + 1)
+    allowed = "under privacy it logs the number of its releases, and nothing else"
+    if set(log) != {"releases"} or type(count) is not float or not count.is_integer() or count < 1:
+        return allowed
+    return f"{allowed}; it logs {count:g}, and believed are at most {most:,}" if count > most else None
 
 
 # ---------------------------------------------------------------------------------------------------------- secure sums
