@@ -27,7 +27,7 @@ from fedatlas.federation.deploy import _compare
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.facts import problem_of_hello, problem_of_join
 from fedatlas.federation.file import parse_federation
-from fedatlas.transport import wire
+from fedatlas.transport import reply, wire
 from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.egress import Asked, Declaration
 from fedatlas.transport.frames import Question
@@ -98,6 +98,9 @@ HOSTILE: list[tuple[Change, str]] = [
     (lambda t: t.update(error={"code": "ValueError", "text": "x" * 10**5}), r"^ValueError: x+…$"),
     (lambda t: t.update(error={"code": "NotHeld", "text": "again"}), "NotHeld: again"),
     (lambda t: t["to"].update(site="a" * 10**5), "another question"),
+    (lambda t: t["to"].update(round=torch.tensor(1)), "not the reply of a site"),
+    (lambda t: t["to"].update(call=torch.zeros(5)), "not the reply of a site"),
+    (lambda t: t["to"].update(call=False), "not the reply of a site"),
 ]
 
 
@@ -108,6 +111,20 @@ def test_a_hostile_answer_costs_the_site_its_place_and_nobody_else(tmp_path, cha
     assert list(asked.lost) == ["b"] and re.search(reason, asked.lost["b"]), asked.lost
     assert len(asked.lost["b"]) < 5000
     assert equal(state, alone(tmp_path))
+
+
+def test_what_nobody_thought_of_costs_the_site_its_place(tmp_path, monkeypatch) -> None:
+    opened = reply.opened
+
+    def fails(tree: Any, question: Question, *more: Any) -> Any:
+        if question.site == "b":
+            raise RuntimeError("no such case")
+        return opened(tree, question, *more)
+
+    monkeypatch.setattr(reply, "opened", fails)
+    asked = clients(tmp_path, Walk(), faults=DROP)
+    run(Walk(), net(), asked, 1)
+    assert asked.lost == {"b": "its answer cannot be used (RuntimeError: no such case)"}
 
 
 ALONE: list[Any] = []

@@ -326,8 +326,10 @@ class SiteClients:
         except Passing:
             question.reply.unlink(missing_ok=True)
             raise
-        except (Refused, WireError, NameMismatch, FloatingPointError) as error:
-            record.lost[site] = printable(str(error), LONGEST_REASON)
+        except Exception as error:  # what a site sends ends no run, whatever it is
+            told = isinstance(error, Refused | WireError | NameMismatch | FloatingPointError)
+            reason = str(error) if told else f"its answer cannot be used ({type(error).__name__}: {error})"
+            record.lost[site] = printable(reason, LONGEST_REASON)
             question.reply.unlink(missing_ok=True)
             return
         self.answering[site] = tree["from"]

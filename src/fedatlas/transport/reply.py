@@ -68,11 +68,12 @@ def opened(tree: Any, question: Question, instance: str | None = None) -> dict[s
     instance: the installation that may answer; None: any. Raises Refused for an error reply, a reply to another
     question and everything that is no reply of ours.
     """
-    if not isinstance(tree, dict) or not isinstance(tree.get("to"), dict):
+    to = tree.get("to") if isinstance(tree, dict) else None
+    if not isinstance(to, dict) or not all(type(value) in (str, int) for value in to.values()):
         raise Refused("its answer is not the reply of a site")
     asked = CallId(question.site, question.function, question.round, question.call).to_plain()
-    if tree["to"] != asked:
-        answered = ", ".join(f"{name} {printable(str(tree['to'].get(name)), 80)}" for name in asked)
+    if to != asked:
+        answered = ", ".join(f"{name} {printable(str(to.get(name)), 80)}" for name in asked)
         wanted = ", ".join(f"{name} {value}" for name, value in asked.items())
         raise Refused(f"it answered another question ({answered}); asked was {wanted}")
     if not isinstance(tree.get("from"), str) or not _INSTANCE.fullmatch(tree["from"]):
