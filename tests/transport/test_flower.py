@@ -24,6 +24,7 @@ from deployments import until
 
 pytest.importorskip("flwr")
 
+import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
@@ -746,6 +747,13 @@ def test_a_file_travels_as_objects_of_flower_and_once(tmp_path: Path, size: int)
     assert inflated.content["shared"]["bytes"].data == path.read_bytes()  # type: ignore[attr-defined]
 
 
+def raising(error: Exception) -> Callable[[str], bytes]:
+    def pull(name: str) -> bytes:
+        raise error
+
+    return pull
+
+
 def test_a_message_that_is_not_of_the_protocol_is_refused(tmp_path: Path) -> None:
     store = Store()
     (tmp_path / "data").write_bytes(b"12345678")
@@ -777,6 +785,13 @@ def test_a_message_that_is_not_of_the_protocol_is_refused(tmp_path: Path) -> Non
         flower_app.fetched(tree, dict.fromkeys(store.objects, b"nonsense").__getitem__, places)
     with pytest.raises(ValueError, match="malformed"):
         flower_app.fetched(tree, {}.__getitem__, places)
+    (about,) = (name for name, content in store.objects.items() if content.startswith(b"Message "))
+    no_protobuf = store.objects | {about: store.objects[about].partition(b"\0")[0] + b"\0\xff\xff\xff\xff"}
+    with pytest.raises(ValueError, match=r"a malformed message \(DecodeError\)"):
+        flower_app.fetched(tree, no_protobuf.__getitem__, places)
+    for error in (flower_app.ObjectPullError("x", "gone"), OSError("full"), httpx.ConnectError("gone")):
+        with pytest.raises(type(error)):
+            flower_app.fetched(tree, raising(error), places)
 
 
 def test_a_site_answers_nonsense_with_a_code(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 from flwr.app import Array, ArrayRecord, Message
 from flwr.app.message import remove_content_from_message
 from flwr.app.message.arraychunk import ArrayChunk
@@ -265,7 +266,9 @@ def fetched(
     try:
         visit(tree)
         message = inflate_object_from_contents(tree.object_id, contents)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ObjectPullError, ValueError, OSError, httpx.HTTPError):  # TooLarge is a ValueError
+        raise
+    except Exception as error:  # Flower reads by protobuf and more, each with errors of its own
         raise ValueError(f"a malformed message ({type(error).__name__})") from None
     if not isinstance(message, Message):
         raise ValueError("not a message")
