@@ -158,18 +158,24 @@ def test_a_host_refuses_and_writes_down(tmp_path, what: str) -> None:
     lines = read_log(tmp_path / "egress.jsonl")
     assert [line["function"] for line in lines] == ["leak", "leak"] and not any(l["broken"] for l in lines)
     assert lines[0]["contents"]["value/model/weight"] == "float32[4, 1, 3, 3]"
-    assert lines[0]["bytes"] > 200 and lines[1]["contents"] == {"error/code": "EgressError"}
+    assert lines[0]["bytes"] > 200
+    assert "error/text (site a: the answer to leak" in text_of(logs_of(tmp_path))
+    assert lines[1]["contents"] == {f"error/{key}": said for key, said in tree["error"].items()}, (
+        "and its text"
+    )
 
 
 def test_the_text_of_an_error_stays_where_it_must(tmp_path) -> None:
     reply = wire.decode(host(tmp_path, texts=False).handle("leak", 1, 0, wire.encode({"other": 1})))
     assert reply["error"] == {"code": "TypeError"}
+    assert read_log(tmp_path / "egress.jsonl")[0]["contents"] == {"error/code": "TypeError"}
     assert "unexpected keyword argument" in (tmp_path / "errors.log").read_text()
 
 
-def test_nothing_leaves_unwritten(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("texts", [False, True])
+def test_nothing_leaves_unwritten(tmp_path, monkeypatch, texts: bool) -> None:
     """A full disk at the site: the log cannot be written, so the answer is a code and nothing else."""
-    site = host(tmp_path, texts=False)
+    site = host(tmp_path, texts=texts)
 
     def full(self, what, data):
         raise OSError(28, "No space left on device")
@@ -292,7 +298,10 @@ def test_a_log_is_shown_without_what_moves_the_cursor(tmp_path) -> None:
     """The server names the run: its name must not write over what else the log says."""
     run = "r\x1b[1A\x1b[2K\r\n  every line fits the chain\u202e"
     log = EgressLog(tmp_path / "egress.jsonl", run, "fedavg")
-    log.record({"function": "hello\n", "round": 0, "call": 0, "contents": {"a\nb": "f\x1b"}}, b"x")
+    log.record(
+        {"function": "hello\n", "round": 0, "call": 0, "contents": {"a\nb": "f\x1b", "t": "no case [x]"}},
+        b"x",
+    )
     lines = text_of(logs_of(tmp_path), full=True).splitlines()
-    assert len(lines) == 4 and all(c.isprintable() for line in lines for c in line)
+    assert len(lines) == 5 and all(c.isprintable() for line in lines for c in line)
     assert "r?[1A?[2K??  every line fits the chain?" in lines[1]

@@ -1,5 +1,6 @@
 """`fedatlas audit`: what left a hospital, from its own log."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from fedatlas.transport.egress import TORN, read_log
 from fedatlas.transport.frames import shown
 
 LOG = "egress.jsonl"
+_TENSOR = re.compile(r"\w+\[(\d+(, \d+)*)?\]")
+"""How the log says dtype and shape of a tensor; all else is told as it is."""
 
 
 def logs_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -72,9 +75,11 @@ def _left(half: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> str:
 
 def _told(contents: Mapping[str, str]) -> str:
     """What a message holds, with tensors counted."""
-    tensors = [form for form in contents.values() if "[" in form]
+    tensors = [form for form in contents.values() if _TENSOR.fullmatch(form)]
     numbers = sum(_product(form[form.index("[") + 1 : form.index("]")]) for form in tensors)
-    plain = [f"{shown(path)} ({shown(form)})" for path, form in contents.items() if "[" not in form]
+    plain = [
+        f"{shown(path)} ({shown(form)})" for path, form in contents.items() if not _TENSOR.fullmatch(form)
+    ]
     if len(plain) > 8:
         plain = [f"{len(plain)} plain values (--full lists them)"]
     counted = [f"{len(tensors)} tensors with {numbers:,} numbers"] if tensors else []

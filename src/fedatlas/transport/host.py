@@ -26,7 +26,7 @@ from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport import wire
 from fedatlas.transport.allocator import keeping_freed_blocks
 from fedatlas.transport.egress import NetForms
-from fedatlas.transport.frames import Question
+from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.pipeline import Policy, Received, SitePipeline
 from fedatlas.transport.reply import Answer, CallId
 from fedatlas.transport.store import MemoryStore, read_whole, write_atomic
@@ -267,9 +267,13 @@ class Host:
         if self.texts:
             known = isinstance(error, FedAtlasError | FloatingPointError | OSError | MemoryError)
             content["text"] = str(error) if known else f"{error} (see {file})"
-        reply = wire.encode({"to": to.to_plain(), "from": self.instance, "error": content})
-        with contextlib.suppress(OSError):  # a code alone may leave where the log cannot be written
-            self.pipeline.record(to, {"error/code": code}, reply)
+        head: dict[str, Tree] = {"to": to.to_plain(), "from": self.instance}
+        reply = wire.encode({**head, "error": content})
+        leaves = {f"error/{key}": printable(str(said), 4000) for key, said in content.items()}
+        try:
+            self.pipeline.record(to, leaves, reply)
+        except OSError:  # where the log cannot be written, a code alone may leave
+            return wire.encode({**head, "error": {"code": code}})
         return reply
 
 
