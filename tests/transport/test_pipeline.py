@@ -25,6 +25,7 @@ from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.privacy import Privacy
 from fedatlas.transport.protection.secure import Secure
 from fedatlas.transport.rounds import RunFolder, run
+from fedatlas.transport.stages import HeldHere, NotHeld
 
 SITES = "abcd"
 
@@ -157,6 +158,15 @@ def test_a_site_that_lost_what_it_held_gets_it_whole(tmp_path) -> None:
     state = run(Drift(), net(), clients, 3, state=replace(state, rounds=3))
     assert distance(plain, state) == 0 and clients.lost == {}
     assert clients.calls[-1].cost["b"]["bytes_down"] > 2 * clients.calls[-1].cost["a"]["bytes_down"]
+
+
+@pytest.mark.parametrize("name", ["../memory", "0" * 64 + "\n", 7, None])
+def test_a_server_reads_no_other_file_by_the_name_of_a_held_model(tmp_path, name: Any) -> None:
+    held = HeldHere("a", tmp_path / "held")
+    held.folder.mkdir()
+    (held.folder / f"{name}.fa").write_bytes(wire.encode({"secret": torch.ones(2)}))
+    with pytest.raises(NotHeld, match="a model's name is the SHA-256"):
+        held.receive({"held": name})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Shapes: K sites.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from fedatlas.core.contract import Replies
 from fedatlas.core.errors import FedAtlasError, WireError
 from fedatlas.core.tensors import Tensors, Tree
 from fedatlas.transport import wire
+from fedatlas.transport.frames import shown
 from fedatlas.transport.protection import compression, privacy, secure
 from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.difference import apply, difference
@@ -41,6 +43,9 @@ class Payload:
     def with_own(self, further: Mapping[str, dict[str, Any]]) -> "Payload":
         """The same with further arguments for the sites that are named."""
         return replace(self, own={site: self.own.get(site, {}) | more for site, more in further.items()})
+
+
+_NAME = re.compile(r"[0-9a-f]{64}")
 
 
 def _name_of(data: Data) -> str:
@@ -130,7 +135,12 @@ class HeldHere:
         for old in files[:-2]:
             old.unlink()
 
-    def _held(self, name: str) -> Tensors:
+    def _held(self, name: Any) -> Tensors:
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise NotHeld(
+                f"site {self.site}: asked for a model that it holds by {shown(name, 80)!r}; a model's name is the SHA-256 "
+                "of its bytes in hex"
+            )
         try:
             return wire.decode(read_whole(self.folder / f"{name}.fa"), copy=False)  # type: ignore[return-value]
         except (OSError, FedAtlasError):
