@@ -20,6 +20,9 @@ import yaml
 from fedatlas.cli import main
 from fedatlas.cli.progress import Counter, Progress
 from fedatlas.evaluation.statistics import read_rows, select
+from fedatlas.federation.file import load_federation, parse_federation
+from fedatlas.federation.session import _claim
+from fedatlas.transport.rounds import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -470,6 +473,19 @@ def test_scans_of_other_channels(trained: Path, phantom: Path, tmp_path, capsys)
     scan = phantom / "site-1" / "imagesTs" / "p104_0000.nii.gz"
     assert main(["predict", str(trained), f"{scan},{scan}", "-o", str(tmp_path)]) == 1
     assert "has 2 channels; the model was trained on 1" in capsys.readouterr().err
+
+
+def test_a_federation_file_that_no_run_wrote_is_left_alone(small, tmp_path, capsys) -> None:
+    file = tmp_path / "a" / "federation.yaml"
+    file.parent.mkdir()
+    file.write_text("# mine\n" + yaml.safe_dump(small))
+    assert main(["run", str(file), "--runs", str(tmp_path), "--id", "a"]) == 1
+    assert f"{file}: was not written by a run" in capsys.readouterr().err
+    assert file.read_text().startswith("# mine")
+    # what a run left that was killed, or refused, before it wrote run.json
+    for seed in (1, 1, 2):
+        _claim(RunFolder(tmp_path / "b"), parse_federation(small | {"seed": seed}, base=Path()), True, print)
+        assert load_federation(tmp_path / "b" / "federation.yaml").seed == seed
 
 
 def test_run_names_are_no_paths(small, tmp_path, capsys) -> None:

@@ -829,14 +829,33 @@ def changed_evaluation(folder: RunFolder, federation: Federation) -> list[str]:
     return keys if there and all(f"{key}.".startswith(taken) for key in keys) else []
 
 
+def _text(plain: Mapping[str, Any]) -> bytes:
+    """How a run writes its federation file."""
+    return yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True).encode()
+
+
+def _is_resolved(data: bytes, federation: Federation) -> bool:
+    """Is this a file as runs write it, with every key, of this federation or another one?"""
+    try:
+        plain = yaml.safe_load(data)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False
+    return isinstance(plain, dict) and plain.keys() == resolved(federation).keys() and _text(plain) == data
+
+
 def _claim(folder: RunFolder, federation: Federation, resume: bool, tell: Tell) -> None:
     """Makes the run folder, or checks that it belongs to this very configuration, or to one of which the final evaluation alone
     differs."""
     path, written = folder.path / "run.json", folder.path / "federation.yaml"
-    text = yaml.safe_dump(resolved(federation), sort_keys=False, allow_unicode=True).encode()
+    text = _text(resolved(federation))
     digest = hashlib.sha256(text).hexdigest()
     if not path.exists():
         folder.path.mkdir(parents=True, exist_ok=True)
+        if written.exists() and not _is_resolved(written.read_bytes(), federation):
+            raise RunFolderError(
+                f"{written}: was not written by a run, and one in this folder would replace it; give the run another name "
+                "with --id, or another folder with --runs"
+            )
         write_atomic(written, text)
         return
     info = read_run(folder.path)
