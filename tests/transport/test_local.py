@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -513,6 +514,16 @@ def test_a_damaged_newest_round_falls_back_to_the_one_before(tmp_path) -> None:
     (folder.rounds / "0003" / "state.fa").write_bytes(b"half")
     latest = folder.latest(method)
     assert latest is not None and latest.round == 2 and folder.complete() == [1, 2]
+
+
+def test_a_copy_of_a_round_is_no_round(tmp_path) -> None:
+    folder, state = RunFolder(tmp_path), State(tensors_of(net()))
+    for number in (1, 2):
+        folder.save(Round(number, replace(state, round=number), {"round": number}, []))
+    shutil.copytree(folder.rounds / "0002", folder.rounds / "0002-copy")
+    latest = folder.latest(Walk())
+    assert latest is not None and latest.round == 2 and folder.complete() == [1, 2]
+    assert folder.files("log.json") == [folder.rounds / name / "log.json" for name in ("0001", "0002")]
 
 
 def test_a_run_goes_on_before_a_round_of_which_nothing_can_be_read(small, tmp_path) -> None:

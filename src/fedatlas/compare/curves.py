@@ -14,7 +14,7 @@ from fedatlas.report import markup
 from fedatlas.report.comparison import LOWER
 from fedatlas.report.figures.arms import Curve, arm_curves, class_panels
 from fedatlas.report.tables import described
-from fedatlas.transport.rounds import read_json
+from fedatlas.transport.rounds import RunFolder, read_json
 
 
 def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:
@@ -72,7 +72,7 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
 def _cells(path: Path, metric: str, known: bool | None) -> dict[int, Cells]:
     """Round -> its cells of site and class, of every round that was validated."""
     found = {}
-    for file in sorted((path / "rounds").glob("[0-9]*/rows.json")):
+    for file in RunFolder(path).files("rows.json"):
         rows = select(read_json(file), metric=metric)
         if rows := [row for row in rows if known in (None, row["known"])]:
             found[int(file.parent.name)] = cell_means(rows)

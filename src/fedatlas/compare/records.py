@@ -25,7 +25,7 @@ from fedatlas.compare.running import AfterRun, Tell, is_of, state_of
 from fedatlas.core.errors import FedAtlasError, RunFolderError
 from fedatlas.federation.file import Federation, shareable
 from fedatlas.federation.yaml import read_yaml
-from fedatlas.transport.rounds import SEAL, read_json, sealed, to_json
+from fedatlas.transport.rounds import SEAL, RunFolder, read_json, sealed, to_json
 from fedatlas.transport.store import write_atomic
 
 SUFFIX = ".tar.xz"
@@ -174,7 +174,7 @@ def _files(path: Path) -> dict[str, bytes]:
     seal = about.pop(SEAL, None)
     found["run.json"] = to_json(sealed(about, seal["of"]) if seal else about)
     for name in OF_ROUND:
-        for file in (path / "rounds").glob(f"[0-9]*/{name}"):
+        for file in RunFolder(path).files(name):
             found[file.relative_to(path).as_posix()] = file.read_bytes()
     for file in (path / "sites").glob(f"*/{OF_SITE}"):
         found[file.relative_to(path).as_posix()] = file.read_bytes()

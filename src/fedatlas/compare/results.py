@@ -23,7 +23,7 @@ from fedatlas.evaluation.statistics import LEAST_PAIRS, class_means, differences
 from fedatlas.federation.file import Federation, local_models, make_method
 from fedatlas.federation.session import git_revision
 from fedatlas.report.comparison import LOWER
-from fedatlas.transport.rounds import read_json
+from fedatlas.transport.rounds import RunFolder, read_json
 
 
 class Finished(NamedTuple):
@@ -437,5 +437,4 @@ def _budget_of(federation: Federation) -> dict[str, Any]:
 
 def _hours(path: Path) -> float:
     """Of all rounds: training and validation."""
-    logs = sorted((path / "rounds").glob("[0-9]*/log.json"))
-    return sum(sum(read_json(log)["phases"].values()) for log in logs) / 3600
+    return sum(sum(read_json(log)["phases"].values()) for log in RunFolder(path).files("log.json")) / 3600

@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -205,7 +206,13 @@ class RunFolder:
 
     def complete(self) -> list[int]:
         """The numbers of all complete rounds."""
-        return sorted(int(path.name) for path in self.rounds.glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
+        folders = (path.name for path in self.rounds.glob("[0-9][0-9][0-9][0-9]*") if path.is_dir())
+        return sorted(int(name) for name in folders if re.fullmatch("[0-9]+", name))
+
+    def files(self, name: str) -> list[Path]:
+        """The file of this name of every complete round that has one, in order."""
+        paths = (self.rounds / f"{number:04d}" / name for number in self.complete())
+        return [path for path in paths if path.exists()]
 
     def save(
         self, record: Round, models: Spool | None = None, held: Mapping[str, Tree] | None = None

@@ -15,7 +15,7 @@ from fedatlas.papers.ufps import arms_of_ufps
 from fedatlas.report import markup
 from fedatlas.report.figures.chart import Key, chart, line, line_key, short, whole_numbers
 from fedatlas.report.figures.theme import MARKERS, MUTED, site_colour
-from fedatlas.transport.rounds import read_json
+from fedatlas.transport.rounds import RunFolder, read_json
 
 LOGGED = ("steeper", *RATIOS)
 
@@ -61,8 +61,8 @@ def _logged(
     """Site -> logged number -> (round, the mean over the seeds, left-out sites and folds), of rounds with such numbers."""
     values: dict[str, dict[str, dict[int, list[float]]]] = {}
     for seed in seeds:
-        folders = [comparison.path(trained, seed) / "rounds" for trained in comparison.trained(arm)]
-        for file in (file for folder in folders for file in sorted(folder.glob("[0-9]*/log.json"))):
+        folders = [RunFolder(comparison.path(trained, seed)) for trained in comparison.trained(arm)]
+        for file in (file for folder in folders for file in folder.files("log.json")):
             log = read_json(file)
             for site, numbers in log["sites"].items():
                 for name in LOGGED:
