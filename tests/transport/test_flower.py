@@ -594,7 +594,7 @@ class FakePost:
         return [str(number) for number in range(start, len(self.sent))]
 
     def take(
-        self, names: Sequence[str], place: Callable[[str], Path], most: Callable[[str], int | None]
+        self, names: Sequence[str], place: Callable[[str], Path], most: Any = None, end: Any = None
     ) -> Iterator[tuple[str, Any]]:
         for name in names:
             if name not in self.delivered:
@@ -745,6 +745,49 @@ def test_a_file_travels_as_objects_of_flower_and_once(tmp_path: Path, size: int)
     assert found.metadata.dst_node_id == 3
     inflated = inflate_object_from_contents(store.trees[0].object_id, dict(store.objects))
     assert inflated.content["shared"]["bytes"].data == path.read_bytes()  # type: ignore[attr-defined]
+
+
+def test_an_answer_that_trickles_holds_up_no_other(tmp_path: Path) -> None:
+    trees, contents = dict[str, Any](), dict[str, bytes]()
+    for name in ("ok", "slow"):
+        store, path = Store(), tmp_path / f"of {name}"
+        path.write_bytes(name.encode())
+        about = Metadata(1, "", 1, 2, "", "", 1000.0, 60.0, "query")
+        records = RecordDict({"reply": flower_app.packed(path, "reply")})
+        message = Message(content=records, metadata=about)  # type: ignore[call-overload]
+        flower_app.sent([message], store.announce, store.push)
+        trees[name], contents = store.trees[0], contents | store.objects
+    (never,) = (name for name, content in contents.items() if content.endswith(b"\0slow"))
+    forgotten: list[str] = []
+
+    def messages(request: Any) -> Any:
+        heads = [SimpleNamespace(reply_to_message_id=name, message_id=f"to {name}") for name in trees]
+        come = [SimpleNamespace(metadata=head) for head in heads]
+        return SimpleNamespace(messages_list=come, message_object_trees=list(trees.values()))
+
+    def an_object(request: Any) -> Any:
+        content = contents[request.object_id]
+        there = request.object_id != never
+        return SimpleNamespace(object_found=True, object_available=there, object_content=content)
+
+    client = SimpleNamespace(
+        PullMessages=messages,
+        PullObject=an_object,
+        ConfirmMessageReceived=lambda request: forgotten.append(request.message_object_id),
+    )
+    post = flower_app.Post(SimpleNamespace(_runtime_client=client, run=SimpleNamespace(run_id=1), node=None))
+    end, found = [time.monotonic() + 60], dict[str, Any]()
+
+    def some() -> bool:
+        found.update(post.take(["slow", "ok"], lambda name: tmp_path / name, lambda name: 8, lambda: end[0]))
+        return bool(found)
+
+    until(some, 10)
+    assert list(found) == ["ok"] and (tmp_path / "ok").read_bytes() == b"ok" and forgotten == ["to ok"]
+    end[0] = 0.0  # as when the ask is over
+    trees.clear()
+    until(lambda: some() and "slow" in found, 10)
+    assert found["slow"] is None and not (tmp_path / "slow").exists() and not post.coming
 
 
 def raising(error: Exception) -> Callable[[str], bytes]:

@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,10 @@ class Post:
     def __init__(self, grid: Any) -> None:
         self.grid, self.client = grid, compat.runtime_client(grid)
         self.run, self.node = grid.run.run_id, grid.node
+        self.coming: dict[str, str] = {}
+        """The message that was asked -> the reply to it that is being fetched."""
+        self.found: dict[str, Message | Lost | Exception | None] = {}
+        self.came = threading.Event()
 
     def nodes(self) -> Iterable[Any]:
         """Flower's NodeInfo of every node that is there."""
@@ -410,32 +415,56 @@ class Post:
         names: Iterable[str],
         place: Callable[[str], Path],
         most: Callable[[str], int | None] = lambda message: None,
+        end: Callable[[], float] = lambda: 0.0,
     ) -> Iterator[tuple[str, Message | Lost | None]]:
-        """The replies that have come to the messages with these ids, with the message's id.
+        """The replies that have come whole to the messages with these ids, with the message's id. Each is fetched by a thread
+        of its own, so that none waits for a slow one.
 
-        place, most: where a reply's bytes go, and how many they may be, by that id. None for a reply that broke off; a text, for a person, for
-        one that is malformed or cannot be stored.
+        place, most: where a reply's bytes go, and how many they may be, by that id. end: when it is given up, on the clock of time.monotonic.
+        None for a reply that broke off; a text, for a person, for one that is malformed or cannot be stored.
         """
-
+        names = list(names)
         pull = compat.make_pull_object_fn_protobuf(self.client.PullObject, self.node, self.run)
-        response = self.client.PullMessages(compat.runtime.PullAppMessagesRequest(message_ids=list(names)))
-        for head, tree in zip(response.messages_list, response.message_object_trees, strict=True):
-            asked = head.metadata.reply_to_message_id
-            try:
-                yield asked, fetched(tree, pull, {"reply": place(asked)}, most(asked))
-            except ObjectPullError as error:
-                log.warning("an answer broke off: %s", error)
-                yield asked, None
-            except TooLarge as error:
-                log.warning("an answer is refused: %s", error)
-                yield asked, str(error)
-            except ValueError as error:
-                log.warning("an answer is refused: %s", error)
-                yield asked, NOT_AN_ANSWER
-            except OSError as error:
-                log.error("an answer cannot be stored: %s", error)
-                yield asked, f"the server could not store its answer ({error.strerror})"
-            self.forget(head.metadata.message_id)
+        if new := [name for name in names if name not in self.coming]:
+            response = self.client.PullMessages(compat.runtime.PullAppMessagesRequest(message_ids=new))
+            for head, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+                asked = head.metadata.reply_to_message_id
+                self.coming[asked] = head.metadata.message_id
+                fetch = partial(fetched, tree, pull, {"reply": place(asked)}, most(asked), end)
+                threading.Thread(target=self._fetch, args=(asked, place(asked), fetch), daemon=True).start()
+        if not self.coming.keys().isdisjoint(names):
+            self.came.wait(0.2)
+            self.came.clear()
+        for asked in [name for name in names if name in self.found]:
+            reply, message = self.found.pop(asked), self.coming.pop(asked)
+            if isinstance(reply, Exception):
+                raise reply
+            yield asked, reply
+            self.forget(message)
+
+    def _fetch(self, asked: str, path: Path, fetch: Callable[[], Message]) -> None:
+        """Fetches the reply to a message, whose bytes go to `path`."""
+        found: Message | Lost | Exception | None
+        try:
+            found = fetch()
+        except ObjectPullError as error:
+            log.warning("an answer broke off: %s", error)
+            found = None
+            if path.is_file():  # its place may be given up by now
+                path.unlink(missing_ok=True)
+        except TooLarge as error:
+            log.warning("an answer is refused: %s", error)
+            found = str(error)
+        except ValueError as error:
+            log.warning("an answer is refused: %s", error)
+            found = NOT_AN_ANSWER
+        except OSError as error:
+            log.error("an answer cannot be stored: %s", error)
+            found = f"the server could not store its answer ({error.strerror})"
+        except Exception as error:  # of the way to Flower's server: raised where the reply is taken
+            found = error
+        self.found[asked] = found
+        self.came.set()
 
     def forget(self, name: str) -> None:
         """Lets Flower drop what it keeps of a message."""
@@ -517,19 +546,22 @@ class Desk:
             self._lose(served, site, "not a site of this deployment")
         self.looked = 0.0
         pause = 0.1
-        while served.waiting and asks.empty():
-            now = time.monotonic()
-            if now > served.end:
+        try:
+            while served.waiting and asks.empty():
+                now = time.monotonic()
+                if now > served.end:
+                    for site in sorted(served.waiting):
+                        self._lose(served, site, f"no answer within {ask.deadline:g} s (faults.deadline)")
+                    break
+                self._look()
+                self._put([site for site in served.waiting if self._is_new(served, site)], served)
                 for site in sorted(served.waiting):
-                    self._lose(served, site, f"no answer within {ask.deadline:g} s (faults.deadline)")
-                break
-            self._look()
-            self._put([site for site in served.waiting if self._is_new(served, site)], served)
-            for site in sorted(served.waiting):
-                if site not in self.nodes and now - self.seen[site] > ABSENT:
-                    self._lose(served, site, f"not connected for {ABSENT:g} s")
-            pause = 0.1 if self._collect(served) else min(1.2 * pause, 1.0)
-            time.sleep(pause if served.waiting else 0.0)
+                    if site not in self.nodes and now - self.seen[site] > ABSENT:
+                        self._lose(served, site, f"not connected for {ABSENT:g} s")
+                pause = 0.1 if self._collect(served) else min(1.2 * pause, 1.0)
+                time.sleep(pause if served.waiting else 0.0)
+        finally:
+            served.end = 0.0  # what is still on its way is given up
         self.stale |= {message: put.expires for message, put in served.puts.items()}
 
     def _is_new(self, served: _Open, site: str) -> bool:
@@ -576,7 +608,7 @@ class Desk:
             return questions[served.puts[message].site].most
 
         heard = False
-        for message, reply in self.post.take(list(served.puts), place, most) if served.puts else ():
+        for message, reply in self.post.take(list(served.puts), place, most, lambda: served.end):
             heard = True
             part, put = place(message), served.puts.pop(message)
             if put.site in served.waiting:

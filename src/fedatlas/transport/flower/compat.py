@@ -6,6 +6,7 @@ object of Flower's is a function here. Needs the package flwr, and imports no to
 
 import hashlib
 import json
+import math
 import sys
 import time
 from collections import deque
@@ -213,24 +214,30 @@ def sent(messages: Sequence[Message], announce: Callable[[list[Any], list[Any]],
 
 
 def fetched(
-    tree: Any, pull: Callable[[str], bytes], places: Mapping[str, Path], most: int | None = None
+    tree: Any,
+    pull: Callable[[str], bytes],
+    places: Mapping[str, Path],
+    most: int | None = None,
+    end: Callable[[], float] = lambda: math.inf,
 ) -> Message:
     """A message whose arrays went into files on the way: `places` has a file for each name of `packed`, of `most` bytes and
     no more.
 
     Raises TooLarge where one has more, ValueError for a message that is malformed or truncated, or has an array with another name, and
-    ObjectPullError where an object does not come within ten minutes.
+    ObjectPullError where an object does not come within ten minutes, or before `end`, on the clock of time.monotonic.
     """
     contents: dict[str, bytes] = {}
     nothing = ArrayChunk(memoryview(b"")).deflate()
 
     def patiently(name: str) -> bytes:
-        end, pause = time.monotonic() + 600.0, 0.05
+        late, pause = time.monotonic() + 600.0, 0.05
         while True:
+            if time.monotonic() > end():
+                raise ObjectPullError(name, "the time for it is over")
             try:
                 return pull(name)
             except ObjectUnavailableError:  # the sender is still at it
-                if time.monotonic() > end:
+                if time.monotonic() > late:
                     raise ObjectPullError(name, "it did not come within ten minutes") from None
             time.sleep(pause)
             pause = min(1.5 * pause, 1.0)
