@@ -113,6 +113,41 @@ def test_more_rounds_than_a_run_can_count(small) -> None:
         parse_federation(small | {"rounds": 1_000_000_000}, base=Path())
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("test", 0.3, r"test: is for classification, and the task is segmentation; .*sites\[\]\.split\.test"),
+        (
+            "threshold",
+            "youden",
+            "threshold: is for classification, and the task is segmentation; leave it out",
+        ),
+        ("bins", 5, "bins: is for classification"),
+        ("draws", 5, "draws: is for classification"),
+        ("histogram", 5, "histogram: is for classification"),
+        ("batch", 5, "batch: is for classification"),
+    ],
+)
+def test_evaluation_of_findings_is_refused_for_segmentation(key, value, text, small, tmp_path) -> None:
+    small["evaluation"] |= {key: value}
+    with pytest.raises(FederationError, match=f"evaluation: {text}"):
+        parse_federation(small, base=Path())
+    # a run of a version that ignored it is read as it is
+    (tmp_path / "federation.yaml").write_text(yaml.safe_dump(small))
+    (tmp_path / "run.json").write_text("{}")
+    kept = load_federation(tmp_path / "federation.yaml")
+    assert getattr(kept.evaluation, key) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("tolerance", 1.0), ("empty", "zero"), ("inference", {"overlap": 0.25})]
+)
+def test_evaluation_of_outlines_is_refused_for_findings(key, value, small_images) -> None:
+    small_images["evaluation"] |= {key: value}
+    with pytest.raises(FederationError, match=f"evaluation: {key}: is for segmentation, and the task is"):
+        parse_federation(small_images, base=Path())
+
+
 def test_memory_is_of_the_container(monkeypatch, tmp_path) -> None:
     (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
     (tmp_path / "none").write_text("max\n")

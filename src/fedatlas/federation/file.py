@@ -146,14 +146,20 @@ def load_federation(path: Path, overrides: Sequence[str] = ()) -> Federation:
     Site paths become absolute; they are relative to the file, or "bundled:…" for data of the package.
     Raises FederationError naming the file, the key, what was got and what is allowed.
     """
-    raw = load_raw(path, overrides)
-    return parse_federation(raw, base=path.parent, source=str(path), given=keys_of(overrides))
+    raw, kept = load_raw(path, overrides), (path.parent / "run.json").exists()
+    return parse_federation(raw, base=path.parent, source=str(path), given=keys_of(overrides), kept=kept)
 
 
 def parse_federation(
-    raw: Mapping[str, Any], *, base: Path, source: str = "federation", given: Mapping[str, str] | None = None
+    raw: Mapping[str, Any],
+    *,
+    base: Path,
+    source: str = "federation",
+    given: Mapping[str, str] | None = None,
+    kept: bool = False,
 ) -> Federation:
-    """A federation from plain values, as `load_federation`. given: keys -> who gave them, where not the source did."""
+    """A federation from plain values, as `load_federation`. given: keys -> who gave them, where not the source did. kept: of a
+    run folder, whose file may have values that its task does not use, as they were ignored once."""
     given = given or {}
     values = dict(raw)
     if values.get("task") == "classification":
@@ -176,6 +182,8 @@ def parse_federation(
         if federation.init_from:
             federation = replace(federation, init_from=settled(federation.init_from))
         federation = _of_task(federation)
+        if not kept:
+            _all_used(federation)
     except FederationError as error:
         raise FederationError(f"{source}: {error}") from None
     names = [site.name for site in federation.sites]
@@ -216,6 +224,12 @@ FOREIGN: Mapping[str, Mapping[str, Any]] = {
     "classification": {"preprocessing": None, "sampling": Sampling()},  # type: ignore[call-arg]
 }
 """task -> the keys that are for the other one, with their defaults."""
+
+FOREIGN_EVALUATION: Mapping[str, tuple[str, ...]] = {
+    "segmentation": ("test", "threshold", "bins", "draws", "histogram", "batch"),
+    "classification": ("tolerance", "empty", "inference"),
+}
+"""task -> the keys of `evaluation` that are for the other one."""
 
 
 def selects(federation: Federation) -> str:
@@ -278,6 +292,20 @@ def _of_task(federation: Federation) -> Federation:
         chosen, metrics=chosen.metrics or final, round_metrics=chosen.round_metrics or (selecting,)
     )
     return replace(federation, evaluation=chosen)
+
+
+def _all_used(federation: Federation) -> None:
+    """Raises FederationError for values that the federation's task does not use."""
+    task, default = federation.task, Evaluation()  # type: ignore[call-arg]
+    for key in FOREIGN_EVALUATION[task]:
+        if getattr(federation.evaluation, key) != getattr(default, key):
+            other = next(name for name in FOREIGN_EVALUATION if name != task)
+            instead = (
+                "for a share of test cases set `split: {test: …}` of the sites (sites[].split.test)"
+                if key == "test"
+                else "leave it out"
+            )
+            raise FederationError(f"evaluation: {key}: is for {other}, and the task is {task}; {instead}")
 
 
 def _choice(block: dict[str, Any], what: str, source: str) -> tuple[str, dict[str, Any]]:
