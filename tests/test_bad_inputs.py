@@ -148,6 +148,15 @@ def test_evaluation_of_outlines_is_refused_for_findings(key, value, small_images
         parse_federation(small_images, base=Path())
 
 
+def test_an_axis_that_is_not_there_is_not_mirrored(small, small_images) -> None:
+    flat = small | {"augmentation": {"mirror": [0, 2]}}
+    for values in (flat, small_images | {"augmentation": {"mirror": [2]}}):
+        with pytest.raises(FederationError, match="augmentation: mirror: got the axis 2; .* have 2, 0 and 1"):
+            parse_federation(values, base=Path())
+    flat["preprocessing"] |= {"patch": [16, 16, 16]}
+    parse_federation(flat, base=Path())
+
+
 def test_memory_is_of_the_container(monkeypatch, tmp_path) -> None:
     (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
     (tmp_path / "none").write_text("max\n")

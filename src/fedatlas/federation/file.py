@@ -306,6 +306,15 @@ def _all_used(federation: Federation) -> None:
                 else "leave it out"
             )
             raise FederationError(f"evaluation: {key}: is for {other}, and the task is {task}; {instead}")
+    axes, whole = 2, "images have"
+    if federation.preprocessing is not None:
+        axes, whole = len(federation.preprocessing.patch), "patches (preprocessing.patch) have"
+    beyond = [axis for axis in federation.augmentation.mirror if axis >= axes]
+    if beyond:
+        known = ", ".join(map(str, range(axes - 1)))
+        raise FederationError(
+            f"augmentation: mirror: got the axis {beyond[0]}; {whole} {axes}, {known} and {axes - 1}"
+        )
 
 
 def _choice(block: dict[str, Any], what: str, source: str) -> tuple[str, dict[str, Any]]:
