@@ -157,6 +157,22 @@ def test_an_axis_that_is_not_there_is_not_mirrored(small, small_images) -> None:
     parse_federation(flat, base=Path())
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rounds": True}, "rounds: got True"),
+        ({"local": {"lr": True}}, "local.lr: got True"),
+        ({"local": {"batch": False}}, "local.batch: got False"),
+        ({"net": {"name": "unet", "filters": [True, 8, 8]}}, r"net: filters: got \[True, 8, 8\]"),
+        ({"images": {"channels": True}}, "images.channels: got True"),
+        ({"method": {"name": "fedatlas", "server_momentum": True}}, "method: server_momentum: got True"),
+    ],
+)
+def test_true_is_no_number(change, text, small) -> None:
+    with pytest.raises(FederationError, match=f"{text}; a number is expected, not (true|false)$"):
+        parse_federation(small | change, base=Path())
+
+
 def test_memory_is_of_the_container(monkeypatch, tmp_path) -> None:
     (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
     (tmp_path / "none").write_text("max\n")

@@ -99,7 +99,7 @@ def test_unlabelled_test_cases_are_left_out_and_labelled_ones_stay(tmp_path: Pat
         assert "leave nothing to train on: the site has 6 labelled cases" in text
     with pytest.raises(Exception, match="a share is below 1"):
         SiteConfig(name="x", path="s", split=Portions(test=1.5))
-    with pytest.raises(Exception, match="a whole number counts cases"):
+    with pytest.raises(Exception, match="a number is expected, not true"):
         Portions(test=True)
 
 

@@ -10,8 +10,9 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
+from pydantic.fields import FieldInfo
 
 from fedatlas.core.errors import FederationError
 
@@ -53,9 +54,29 @@ def option(default: Any = ..., sentence: str = "", **limits: Any) -> Any:
     return Field(default=default, description=sentence, **limits)
 
 
+def _counts(hint: Any) -> bool:
+    """Is a value of this type a number, or made of numbers alone?"""
+    of = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return any(type(value) is int for value in of)
+    return hint in (int, float) or (hint is not Any and any(map(_counts, of)) and bool not in of)
+
+
+def _no_bool(value: Any) -> Any:
+    """Refuses true and false, which pydantic takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"a number is expected, not {str(value).lower()}")
+    for entry in value if isinstance(value, list | tuple) else ():
+        _no_bool(entry)
+    return value
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def options(cls: type[T]) -> type[T]:
     """A frozen, keyword-only dataclass that checks types and limits when it is made; unknown keys are errors."""
+    for name, hint in vars(cls).get("__annotations__", {}).items():
+        if isinstance(field := vars(cls).get(name), FieldInfo) and _counts(hint):
+            field.metadata.append(BeforeValidator(_no_bool))
     return dataclass(frozen=True, kw_only=True, config=_CONFIG)(cls)  # type: ignore[return-value]
 
 

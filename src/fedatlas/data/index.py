@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+from pydantic import AfterValidator, WithJsonSchema
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import BACKGROUND, LabelSpace, resolve_names
@@ -41,22 +41,13 @@ class Reference:
     test_labels: str = option("labelsTs_all", "Folder of its label files for test cases.")
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("a whole number counts cases, a share is below 1")
-    return value
-
-
-Portion = Annotated[int | float, BeforeValidator(_number)]
-
-
 @options
 class Portions:
     """How many of a site's labelled cases are kept from training: whole numbers are cases, numbers below 1 shares of
     its patients. Whole patients are taken, so that a few cases more may come along."""
 
-    validation: Portion = option(0, "Cases, or share of the patients, for validation.", ge=0)
-    test: Portion = option(0, "Cases, or share of the patients, for the test.", ge=0)
+    validation: int | float = option(0, "Cases, or share of the patients, for validation.", ge=0)
+    test: int | float = option(0, "Cases, or share of the patients, for the test.", ge=0)
     folds: int | None = option(
         None,
         "In place of `test`: into how many parts the patients are divided, equal but for one patient (cross-validation).",
