@@ -187,6 +187,24 @@ def test_evaluate_a_folder(trained: Path, phantom: Path, tmp_path, capsys) -> No
     assert {row["class"] for row in found["rows"]} == {"kidney", "tumour"}
 
 
+def test_scores_of_the_runs_own_data_are_called_so(trained: Path, phantom: Path, tmp_path, capsys) -> None:
+    assert main(["evaluate", str(trained), "--data", str(phantom / "site-2"), "--json"]) == 0
+    told = capsys.readouterr().err
+    assert f"note: {phantom / 'site-2'}: is the data of the run's own site s2" in told
+    assert "cases of its training are among them" in told
+    shutil.copytree(phantom / "site-2", tmp_path / "elsewhere")
+    assert main(["evaluate", str(trained), "--data", str(tmp_path / "elsewhere"), "--json"]) == 0
+    assert "own site" not in capsys.readouterr().err
+
+
+def test_who_needs_the_authority_is_said(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("fedatlas.federation.deploy.init", lambda *args, **more: [tmp_path / "server"])
+    file = Path(__file__).parents[1] / "experiments" / "quickstart.yaml"
+    assert main(["deploy", "init", str(file), "-o", str(tmp_path / "d")]) == 0
+    said = capsys.readouterr().out
+    assert "stays with the coordinator; `fedatlas run` needs it" in said and "offline" not in said
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -195,9 +213,10 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("quiet", [False, True])
 def test_progress_of_predict_and_evaluate(trained: Path, phantom: Path, tmp_path, monkeypatch, quiet) -> None:
     scans = sorted((phantom / "site-1" / "imagesTr").glob("*.nii.gz"))[:2]
+    shutil.copytree(phantom / "site-1", tmp_path / "other")
     commands: list[list[Any]] = [
-        ["predict", trained, *scans, "-o", tmp_path],
-        ["evaluate", trained, "--data", phantom / "site-1"],
+        ["predict", trained, *scans, "-o", tmp_path / "out"],
+        ["evaluate", trained, "--data", tmp_path / "other"],
     ]
     for command in commands:
         monkeypatch.setattr(sys, "stderr", shown := Terminal())

@@ -97,7 +97,10 @@ def call_init(arguments: argparse.Namespace) -> int:
         print(
             f"{kit}: move it to {kit.name} (it holds a private key); there, start.sh --data /path/of/the/data"
         )
-    print(f"{arguments.out / 'authority'}: signs certificates; keep it with the coordinator, and offline")
+    print(
+        f"{arguments.out / 'authority'}: signs certificates and submits jobs; stays with the coordinator; "
+        "`fedatlas run` needs it"
+    )
     print(f"then: fedatlas run {arguments.federation} --engine {arguments.engine} --deploy {arguments.out}")
     return 0
 

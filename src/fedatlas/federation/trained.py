@@ -212,6 +212,12 @@ def evaluate_folder(
     """
     trained = Trained(path, model, device, warn)
     federation, space, aliases = trained.federation, trained.space, dict(aliases or {})
+    for site in federation.sites:
+        if site.role == "train" and site.path and Path(site.path).resolve() == data.resolve():
+            warn(
+                f"{data}: is the data of the run's own site {site.name}; all of its labelled cases are scored, and "
+                "cases of its training are among them"
+            )
     whole = space.level == "image"
     format = format or ("csv" if whole else AUTO)
     kinds: tuple[datasets.Kind, ...] = ("findings",) if whole else datasets.VOXELS
