@@ -15,6 +15,8 @@ import pytest
 from runs import last_state
 from set_cases import scan as write_scan
 
+from fedatlas import methods
+from fedatlas.compare.plan import ComparisonFile, Layout, Measure
 from fedatlas.federation.file import load_federation
 from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import wire
@@ -42,6 +44,30 @@ def test_pages_of_the_reference_hold_together(reference, name) -> None:
     anchors = _anchors(page)
     for target, anchor in LINK.findall(page):
         assert (ROOT / "docs" / "reference" / target).exists() if target else anchor in anchors, anchor
+
+
+def test_the_methods_of_the_readme_are_for_the_tasks_that_it_ticks() -> None:
+    part = (ROOT / "README.md").read_text().partition("### Methods")[2].partition("\n## ")[0]
+    told: dict[str, list[str]] = {}
+    for line in part.splitlines():
+        if line.startswith("| ") and "`" in line:
+            names, *ticks = line.strip("|").split("|")[:3]
+            both = zip(("segmentation", "classification"), ticks, strict=True)
+            tasks = [task for task, tick in both if "✓" in tick]
+            told |= dict.fromkeys(re.findall(r"`(\w+)`", names), tasks)
+    assert told == {name: list(methods.get(name).tasks) for name in methods.REGISTRY}
+
+
+def test_every_key_of_a_comparison_file_is_in_its_table() -> None:
+    page = (ROOT / "docs" / "how-to" / "compare.md").read_text()
+    keys = set(re.findall(r"^\| `([\w.]+)` \|", page.partition("## Keys of the comparison file")[2], re.M))
+    names = {
+        cls: {field.name for field in dataclasses.fields(cls)} for cls in (ComparisonFile, Measure, Layout)
+    }
+    assert keys == (names[ComparisonFile] - {"measure", "layout"}) | {
+        *(f"measure.{name}" for name in names[Measure]),
+        *(f"layout.{name}" for name in names[Layout]),
+    }
 
 
 def _anchors(page: str) -> set[str]:
