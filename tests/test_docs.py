@@ -12,12 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from runs import last_state
 from set_cases import scan as write_scan
 
 from fedatlas import methods
 from fedatlas.compare.plan import ComparisonFile, Layout, Measure
-from fedatlas.federation.file import load_federation
+from fedatlas.federation.file import load_federation, parse_federation
 from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import wire
 
@@ -234,6 +235,16 @@ def test_the_complete_federation_file_for_scans_works(tmp_path) -> None:
     federation = load_federation(file, quick)
     run_federation(federation, tmp_path / "run", tell=lambda text: None)
     assert (tmp_path / "run" / "rows.csv").exists()
+
+
+def test_complete_files_begin_with_the_methods_that_are_advised() -> None:
+    page = (ROOT / "docs" / "how-to" / "bring-your-data.md").read_text()
+    texts = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.S) if text.startswith("name: ")]
+    made = [parse_federation(yaml.safe_load(text), base=ROOT) for text in texts]
+    advised = {"segmentation": "fedatlas", "classification": "fedavg"}
+    assert len(made) == 4 and all(each.method["name"] == advised[each.task] for each in made)
+    twenty = (ROOT / "docs" / "how-to" / "twenty-keys.md").read_text()
+    assert "Start with `fedatlas` for segmentation, `fedavg` for findings" in twenty
 
 
 def test_the_site_has_every_page() -> None:

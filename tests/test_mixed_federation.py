@@ -103,6 +103,12 @@ def test_a_site_brings_masks_findings_or_both(folder: Path, tmp_path: Path) -> N
     assert experiment.space.finding_of == (2, None)
 
 
+def test_the_method_of_the_complete_file_learns_both(folder: Path, tmp_path: Path) -> None:
+    method = {"name": "fedatlas", "loss": {"findings": 1.0}}
+    ran = finished(federation(folder, method=method), tmp_path / "run")
+    assert {row["class"] for row in read_rows(ran / "rows.csv")} >= {"left lung", "air", "ill"}
+
+
 def test_findings_are_rows_of_a_site(run: Path) -> None:
     rows = read_rows(run / "rows.csv")
     told = [row for row in rows if row["class"] in ("has air", "ill") and row["split"] == "test"]
