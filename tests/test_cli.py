@@ -195,6 +195,8 @@ def test_scores_of_the_runs_own_data_are_called_so(trained: Path, phantom: Path,
     shutil.copytree(phantom / "site-2", tmp_path / "elsewhere")
     assert main(["evaluate", str(trained), "--data", str(tmp_path / "elsewhere"), "--json"]) == 0
     assert "own site" not in capsys.readouterr().err
+    assert main(["evaluate", str(trained), "--data", "nope"]) == 1
+    assert "error: --data nope: no such folder" in capsys.readouterr().err
 
 
 def test_who_needs_the_authority_is_said(tmp_path, capsys, monkeypatch) -> None:
@@ -465,6 +467,8 @@ def test_options_may_stand_before_and_between_what_a_verb_is_given(
     [
         (["predict", "run", "scan", "--overwite"], "--overwite: not known; did you mean --overwrite?"),
         (["check", "f.yaml", "more"], "fedatlas check: error: more: not known"),
+        (["check", "f.yaml", "rounds=3"], "a key of the file is overridden by -o rounds=3"),
+        (["deploy", "init", "f.yaml", "-o", "d", "rounds=3"], "is overridden by --override rounds=3"),
         (["list", "methods", "more"], "fedatlas list: error: more: not known"),
         (["deploy", "init", "f.yaml", "-o", "d", "--hots", "x"], "did you mean --host?"),
         (["analyse", "hessian", "run", "--bogus"], "fedatlas analyse hessian: error: --bogus: not known"),

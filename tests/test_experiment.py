@@ -161,8 +161,19 @@ def test_a_key_that_is_no_word_is_told(tmp_path) -> None:
 
 def test_a_name_in_the_place_of_a_block_is_told_how(small, tmp_path) -> None:
     file = write(tmp_path / "f.yaml", small)
-    with pytest.raises(FederationError, match=r"expected a mapping of keys.*-o method.name=fedavg"):
+    with pytest.raises(
+        FederationError, match=r"mapping of keys, as method: \{name: fedavg\}\..*-o method.name=fedavg"
+    ):
         load_federation(file, ["method=fedavg"])
+    for key, text in (
+        ("sites=", "sites: is empty; expected a list, whose entries begin with a dash"),
+        ("method=", "method: is empty; expected a mapping of keys$"),
+        ("preprocessing.spacing=4", r"spacing: got 4; expected a list, as \[4, 4, 4\]"),
+        ("preprocessing.patch=64", r"patch: got 64; expected a list, as \[64, 64\]"),
+        ("augmentation.mirror=0", r"mirror: got 0; expected a list, as \[0\]"),
+    ):
+        with pytest.raises(FederationError, match=text):
+            load_federation(file, [key])
 
 
 def test_display_names_decide_nothing_and_name_known_classes() -> None:

@@ -65,3 +65,10 @@ def test_names_through_aliases() -> None:
         resolve_names(["liver"], {"liver": "lung"}, SPACE, site="a")
     with pytest.raises(FederationError, match="label 'lung' is not in the label space"):
         resolve_names(["lung"], {}, SPACE, site="a")
+    with pytest.raises(FederationError, match=r"label 'LIVER' is not in .*; did you mean 'liver'\? add it"):
+        resolve_names(["LIVER"], {}, SPACE, site="a")
+    letters = LabelSpace(("E", "N"), exclusive=False, level="image")
+    with pytest.raises(
+        FederationError, match=r"label 'e' is not in the label space \(E, N\); did you mean 'E'"
+    ):
+        resolve_names(["e"], {}, letters, site="a")

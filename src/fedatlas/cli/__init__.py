@@ -13,6 +13,7 @@ A verb of several (`deploy`, `analyse`) has no `call`: its `options` adds a pars
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -106,11 +107,14 @@ class _Verb(argparse.ArgumentParser):
                 self._intermixed = False
         if unknown:  # said here, where the usage names what the verb takes
             self.error(
-                f"{' '.join(unknown)}: not known{self._nearest(unknown[0])} (the usage above shows what is allowed)"
+                f"{' '.join(unknown)}: not known{self._hint(unknown[0])} (the usage above shows what is allowed)"
             )
         return found, unknown
 
-    def _nearest(self, given: str) -> str:
-        """A hint at the option whose name is nearest to the one that was given, or nothing."""
+    def _hint(self, given: str) -> str:
+        """A hint at how a key of the file is overridden, or at the option whose name is nearest to the one that was given."""
+        flags = [action.option_strings[0] for action in self._actions if action.dest == "override"]
+        if flags and re.match(r"[A-Za-z][\w.-]*=", given):
+            return f"; a key of the file is overridden by {flags[0]} {given}"
         near = difflib.get_close_matches(given.partition("=")[0], self._option_string_actions, n=1)
         return f"; did you mean {near[0]}?" if near else ""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from fedatlas.cli import shared
 from fedatlas.cli.progress import Counter
+from fedatlas.core.errors import FedAtlasError
 
 NAME = "evaluate"
 SENTENCE = "Score a trained model on any folder with ground truth."
@@ -46,6 +47,9 @@ def call(arguments: argparse.Namespace) -> int:
     aliases = shared.pairs("--alias", arguments.alias, "THEIRS=OURS", "cord=spinal_cord")
     reading = shared.options_of_a_layout(arguments.reading)
     of_images = task_name(arguments.run) == "classification"
+    if not arguments.data.is_dir():
+        what = "is a file; a folder is expected" if arguments.data.exists() else "no such folder"
+        raise FedAtlasError(f"--data {arguments.data}: {what}, as a site has it")
     if of_images:
         shared.only_of_voxels(arguments)
     names = ("model", "out", "device", "anyway", "format", "table", "labels", "test_labels")

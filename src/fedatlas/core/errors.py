@@ -1,11 +1,20 @@
 """The errors that FedAtlas raises on purpose; the command line prints them without a traceback."""
 
+import difflib
 import errno
+from collections.abc import Iterable
 from pathlib import Path
 
 
 class FedAtlasError(Exception):
     """Something the user can mend. Its text says what was asked, what was got and what is allowed."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A hint at the name that is nearest to the one that was given, or nothing; capitals count least."""
+    alike = {each.casefold(): each for each in known}
+    near = difflib.get_close_matches(name.casefold(), alike, n=1, cutoff=0.6)
+    return f" did you mean {alike[near[0]]!r}?" if near else ""
 
 
 class FederationError(FedAtlasError):

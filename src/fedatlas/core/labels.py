@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.errors import DataError, FederationError, did_you_mean
 
 BACKGROUND = "background"
 SHORT_SIDES = {"l": "left", "lt": "left", "r": "right", "rt": "right"}
@@ -239,7 +239,8 @@ def resolve_names(
     for name, target in resolved.items():
         if target not in space.names and target != BACKGROUND:
             raise FederationError(
-                f"site {site}: label {name!r} is not in the label space ({', '.join(space.names)}); "
+                f"site {site}: label {name!r} is not in the label space ({', '.join(space.names)});"
+                f"{did_you_mean(name, space.names)} "
                 f"add it there, give it an alias (of an organ, or {BACKGROUND}), or leave it out with `annotated`"
             )
     return resolved

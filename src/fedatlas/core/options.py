@@ -4,7 +4,6 @@ The YAML schema, the command line's overrides and the reference pages are derive
 """
 
 import dataclasses
-import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -14,9 +13,12 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from fedatlas.core.errors import FederationError
+from fedatlas.core.errors import FederationError, did_you_mean
 
 T = TypeVar("T")
+
+CHOICES = frozenset({"method", "net", "strategy", "loss", "inner"})
+"""Blocks whose `name` says what the other keys of the block are: another name begins the block anew."""
 
 Natural = Annotated[int, Field(ge=1)]
 """An entry of an option: a whole number from 1 on, as the channels of a level."""
@@ -83,8 +85,7 @@ def options(cls: type[T]) -> type[T]:
 def not_known(what: str, name: str, known: Iterable[str]) -> FederationError:
     """The error for a name that does not exist: it names the nearest one and lists all."""
     names = list(known)
-    near = difflib.get_close_matches(name.rpartition(".")[2], names, n=1, cutoff=0.6)
-    hint = f" did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name.rpartition(".")[2], names)
     return FederationError(f"{what} {name!r} does not exist;{hint} known: {', '.join(names) or 'none'}")
 
 
@@ -156,14 +157,17 @@ def explain(
             lines.append(str(not_known(f"{what}: the key", ".".join(map(str, loc)), _keys_at(cls, loc[:-1]))))
         elif kind.startswith("missing"):
             lines.append(f"{where}: missing; it must be given")
+        elif kind in _BLOCKS and item["input"] is None:
+            lines.append(f"{where}: is empty; expected {_BLOCKS[kind]}")
         elif kind == "dataclass_type":
             keys = ", ".join(_keys_at(cls, loc))
             lines.append(f"{where}: got {item['input']!r}; expected a mapping with the keys {keys}")
         elif kind in ("dict_type", "mapping_type"):
-            example = f"{'.'.join(map(str, loc))}.name={item['input']}"
-            lines.append(
-                f"{where}: got {item['input']!r}; expected a mapping of keys. On the command line: -o {example}"
-            )
+            form = ""
+            if loc and loc[-1] in CHOICES:
+                key = ".".join(map(str, (*([inside] if inside else []), *loc)))
+                form = f", as {loc[-1]}: {{name: {item['input']}}}. On the command line: -o {key}.name={item['input']}"
+            lines.append(f"{where}: got {item['input']!r}; expected a mapping of keys{form}")
         elif kind == "too_short":
             about = item.get("ctx", {})
             least, there = about.get("min_length", 1), about.get("actual_length", 0)
@@ -171,9 +175,10 @@ def explain(
                 f"{where}: has {there} {'entry' if there == 1 else 'entries'}; {least} or more are needed"
             )
         elif kind in ("tuple_type", "list_type") and isinstance(item["input"], Mapping):
-            lines.append(f"{where}: is a mapping; expected a list, whose entries begin with a dash (-) each")
+            lines.append(f"{where}: is a mapping; expected {_BLOCKS[kind]}")
         elif kind in ("tuple_type", "list_type"):
-            lines.append(f"{where}: got {item['input']!r}; expected a list, as [{item['input']}]")
+            example = ", ".join([str(item["input"])] * _length_at(cls, loc))
+            lines.append(f"{where}: got {item['input']!r}; expected a list, as [{example}]")
         else:
             message = item["msg"].removeprefix("Value error, ")
             lines.append(f"{where}: got {item['input']!r}; {message[:1].lower()}{message[1:]}")
@@ -186,6 +191,27 @@ def _told(loc: tuple[str | int, ...]) -> list[str]:
 
 
 _PLAIN = ("bool", "int", "float", "str")
+
+_LIST = "a list, whose entries begin with a dash (-) each"
+_BLOCKS = dict.fromkeys(("tuple_type", "list_type"), _LIST) | dict.fromkeys(
+    ("dataclass_type", "dict_type", "mapping_type"), "a mapping of keys"
+)
+"""Kind of an error -> what was expected, of keys that hold others."""
+
+
+def _length_at(cls: Any, loc: tuple[str | int, ...]) -> int:
+    """The least length of the list at a path, at least 1."""
+    for part in loc[:-1]:
+        cls = _inner(typing.get_type_hints(cls)[part]) if part in _names(cls) else cls
+    if loc[-1] not in _names(cls):
+        return 1
+    hint = typing.get_type_hints(cls)[loc[-1]]
+    for each in (hint, *typing.get_args(hint)):
+        of = typing.get_args(each)
+        if typing.get_origin(each) is tuple and Ellipsis not in of:
+            return len(of)
+    limits = cls.__pydantic_fields__[loc[-1]].metadata
+    return max(1, *(getattr(limit, "min_length", 1) for limit in limits), 1)
 
 
 def _keys_at(cls: Any, loc: tuple[str | int, ...]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from fedatlas.core.errors import FederationError
-from fedatlas.core.options import blamed, not_known
+from fedatlas.core.options import CHOICES, blamed, not_known
 from fedatlas.data.samples import path as bundled_path
 from fedatlas.federation.known import known
 
@@ -156,10 +156,6 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if "init_from" in base:
         base["init_from"] = with_path(base["init_from"], base_path.parent)
     return merged(base, raw)
-
-
-CHOICES = frozenset({"method", "net", "strategy", "loss", "inner"})
-"""Blocks whose `name` says what the other keys of the block are: another name begins the block anew."""
 
 
 def merged(base: Any, over: Any, key: str = "") -> Any:
