@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from fedatlas.core.errors import DataError, FederationError
 from fedatlas.federation.check import check_federation_file, text_of
 from fedatlas.federation.forecast import masked_bytes, sent_bytes
 from fedatlas.transport import wire
@@ -34,6 +35,22 @@ def copied(small: dict[str, Any], folder: Path) -> dict[str, Any]:
         site["path"] = str(folder / f"site-{number}")
     small["engine"]["cache"] = str(folder / "cache")
     return small
+
+
+def test_sites_that_cannot_be_read_are_told_together(small, tmp_path) -> None:
+    for number, name in ((0, "here"), (2, "there")):
+        small["sites"][number]["path"] = str(tmp_path / name)
+    with pytest.raises(DataError) as told:
+        checked(small, tmp_path)
+    first, second = str(told.value).splitlines()
+    assert first.startswith("site s0: ") and "here: no such folder" in first
+    assert second.startswith("site s2: ") and "there: no such folder" in second
+
+
+def test_sites_with_unknown_classes_are_told_together(small, tmp_path) -> None:
+    with pytest.raises(FederationError) as told:
+        checked(small | {"labels": {"names": ["background", "pancreas"]}}, tmp_path)
+    assert [line[:8] for line in str(told.value).splitlines()] == ["site s0:", "site s1:", "site s2:"]
 
 
 def give_scan(scan: Path, target: Path) -> None:

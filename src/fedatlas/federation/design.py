@@ -7,14 +7,14 @@ from dataclasses import dataclass, fields
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from fedatlas import nets
 from fedatlas.core.contract import functions_of, sends_of
-from fedatlas.core.errors import FederationError
+from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.memory import require_memory
 from fedatlas.core.options import not_known
@@ -30,6 +30,9 @@ from fedatlas.federation.tasks import task_of
 from fedatlas.transport.egress import EgressLog
 from fedatlas.transport.host import Host
 from fedatlas.transport.pipeline import Policy
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 POOLED = "pooled"
 """The one site that trains where a method merges all sites' data."""
@@ -243,11 +246,12 @@ class Experiment(Design):
             (s for s in federation.sites if sites is None or s.name in sites), key=lambda site: site.name
         )
         task = task_of(federation)
-        self.indexes = [task.read(federation, site, Path(data_path(site))) for site in chosen]
+        self.indexes = _of_each(lambda site: task.read(federation, site, Path(data_path(site))), chosen)
         space = space or space_of(federation, {index.name: index.brings for index in self.indexes})
         super().__init__(federation, space, self.indexes[0].channels)
+        made = _of_each(lambda index: task.source(federation, index, self.space, cache), self.indexes)
         self.sources: dict[str, SiteData] = {
-            index.name: task.source(federation, index, self.space, cache) for index in self.indexes
+            index.name: source for index, source in zip(self.indexes, made, strict=True)
         }
         self.training = {i.name: self.sources[i.name] for i in self.indexes if i.trains}
         if self.pooled:
@@ -325,6 +329,19 @@ class Experiment(Design):
             own_score=own_score(self.evaluator, selects(self.federation)),
             **options,
         )
+
+
+def _of_each(make: Callable[[T], R], sites: Sequence[T]) -> list[R]:
+    """What is made of every site. Raises one error with what is wrong of all sites, a line each."""
+    made, wrong = list[R](), list[FederationError | DataError]()
+    for site in sites:
+        try:
+            made.append(make(site))
+        except (FederationError, DataError) as error:
+            wrong.append(error)
+    if wrong:
+        raise wrong[0] if len(wrong) == 1 else type(wrong[0])("\n".join(map(str, wrong)))
+    return made
 
 
 def data_path(site: Any) -> str:
