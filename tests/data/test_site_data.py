@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ import torch
 from fedatlas.core.batch import Batch
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import LabelSpace, known_row
+from fedatlas.data import voxels
+from fedatlas.data.cache import Stored
 from fedatlas.data.checks import check_federation, check_site
 from fedatlas.data.index import SiteConfig, label_space_of, read_site, split_validation
 from fedatlas.data.samples import path as samples
@@ -120,6 +123,25 @@ print(mark(site(Path({str(world / "site-0")!r}), Path({str(cache)!r}), augmentat
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     here = mark(site(world / "site-0", cache, augmentation=None).batches(("p", 3), batch=4, steps=2))
     assert done.stdout.strip() == here
+
+
+@pytest.mark.parametrize("preprocessing", [FLAT, SOLID], ids=["2.5D", "3D"])
+def test_batches_keep_few_files_open_and_give_the_same(world, cache, preprocessing, monkeypatch) -> None:
+    data = site(world / "site-0", cache, preprocessing)
+    many = mark(data.batches(("f",), batch=4, steps=6))
+    maps: list[Any] = []
+    opened = Stored.open
+
+    def open_and_note(stored: Stored) -> np.ndarray:
+        array = opened(stored)
+        maps.append(weakref.ref(array.base))
+        return array
+
+    monkeypatch.setattr(Stored, "open", open_and_note)
+    monkeypatch.setattr(voxels, "MAPPED", 2)
+    batches = data.batches(("f",), batch=4, steps=6)
+    assert mark(batches) == many
+    assert len(maps) > 6 and sum(each() is not None for each in maps) == 2
 
 
 def test_patches_that_are_not_balanced_visit_every_case(world, cache) -> None:

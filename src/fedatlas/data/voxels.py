@@ -42,6 +42,8 @@ from fedatlas.learning.augment import Augmentation, augment, augment_along
 
 NOT_IN_KEY = ("patch", "context")
 """Options of Preprocessing that do not change what is kept on disk."""
+MAPPED = 128
+"""Arrays of training cases that batches keep mapped; each holds a file open, of which a process may have few."""
 
 
 class VoxelData(SiteData):
@@ -443,10 +445,14 @@ class PatchBatches(SiteBatches):
         return batch
 
     def _array(self, number: int, name: str) -> np.ndarray:
-        """An array of a training case, mapped once."""
-        if (number, name) not in self._opened:
-            self._opened[number, name] = self.entries[number].arrays[name].open()
-        return self._opened[number, name]
+        """An array of a training case; the MAPPED that were asked for last stay mapped."""
+        array = self._opened.pop((number, name), None)
+        if array is None:
+            array = self.entries[number].arrays[name].open()
+        self._opened[number, name] = array
+        if len(self._opened) > MAPPED:
+            del self._opened[next(iter(self._opened))]
+        return array
 
     def _choose(self, count: int, rng: np.random.Generator) -> tuple[int, np.ndarray | None]:
         """The case of patch `count`, and the voxel on which it is centred (None: anywhere)."""
@@ -456,7 +462,7 @@ class PatchBatches(SiteBatches):
             number = self.holders[c][int(rng.integers(len(self.holders[c])))]
             if (number, c) not in self._voxels:
                 first, stop = self.entries[number].meta["spans"][str(c)]
-                rows = self._array(number, "voxels")[first:stop]
+                rows = self.entries[number].arrays["voxels"].open()[first:stop].copy()
                 self._voxels[number, c] = ClassVoxels(rows, slices=len(self.data.preprocessing.patch) == 2)
             return number, self._voxels[number, c].pick(rng)
         return self._in_turn(count), None
