@@ -417,6 +417,25 @@ def test_columns_of_a_table_are_told_apart_by_what_they_hold(tmp_path: Path) -> 
     assert index.findings == ("Effusion", "Nodule")
 
 
+@pytest.mark.parametrize(
+    ("names", "patient"),
+    [
+        (["Patient Age", "Patient Gender", "Patient ID"], "Patient ID"),
+        (["PatientSex", "patient code", "SubjectNo"], "SubjectNo"),
+        (["Patient_Weight", "patient code"], "patient code"),
+        (["Patient Position"], None),
+    ],
+)
+def test_the_column_of_the_patient_is_the_one_that_names_it(
+    names: list[str], patient: str | None, tmp_path: Path
+) -> None:
+    for number in range(4):
+        (tmp_path / f"{number}.png").write_bytes(b"")
+    rows = [[f"{n}.png", *(f"{c}{n // 2}" for c in range(len(names))), n % 2] for n in range(4)]
+    table_of(tmp_path, ["file", *names, "Effusion"], *rows)
+    assert recognised(tmp_path, "a")[0].reading.get("patient") == patient
+
+
 def test_a_cell_that_is_a_long_report_is_no_file(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(b"")

@@ -17,6 +17,9 @@ from fedatlas.data.index import AUTO, Reference, SiteConfig, SiteIndex, read_ima
 
 MARKS = ("0", "1", "-1", "0.0", "1.0", "-1.0")
 """What the cells of a column of findings may hold, beside nothing."""
+PATIENT_NAME = re.compile(r"(patient|subject)('?s)?[ _-]*(id|no|nr|number|name|key|uid)?$", re.I)
+ABOUT_PATIENT = re.compile(r"age|sex|gender|weight|size|position|orientation", re.I)
+"""Columns that say something of the patient, and not who it is."""
 SPLITS = ("train", "training", "val", "valid", "validation", "test")
 
 
@@ -155,6 +158,12 @@ def _table(site: str, path: Path) -> tuple[str, dict[str, Any]] | None:
     return _columns(path, header, [row.values for row in rows], delimiter)
 
 
+def _patient_column(names: list[str]) -> str | None:
+    """The column that most likely names the patient: "Patient ID" before "patient code", and never "Patient Age"."""
+    about = [n for n in names if re.search(r"patient|subject", n, re.I) and not ABOUT_PATIENT.search(n)]
+    return min(about, key=lambda name: not PATIENT_NAME.search(name), default=None)
+
+
 def _columns(
     path: Path, header: tuple[str, ...], rows: list[dict[str, str]], delimiter: str
 ) -> tuple[str, dict[str, Any]] | None:
@@ -175,7 +184,7 @@ def _columns(
     reading |= {} if delimiter == "," else {"delimiter": delimiter}
     rest = [name for name in header if name and name != file]
     held = {name: {row[name] for row in rows if not empty(row[name])} for name in rest}
-    patient = next((n for n in rest if re.search(r"patient|subject", n, re.I)), None)
+    patient = _patient_column(rest)
     split = next((n for n in rest if held[n] and {v.lower() for v in held[n]} <= set(SPLITS)), None)
     nothing = next((n for n in rest if re.fullmatch(r"no[ _]?findings?|normal", n, re.I)), None)
     reading |= {key: n for key, n in (("patient", patient), ("split", split), ("no_finding", nothing)) if n}
