@@ -436,6 +436,30 @@ def test_the_column_of_the_patient_is_the_one_that_names_it(
     assert recognised(tmp_path, "a")[0].reading.get("patient") == patient
 
 
+@pytest.mark.parametrize(
+    ("name", "expression"),
+    [
+        ("train/patient{:05d}/study1/view{}_frontal.jpg", r"(patient\d+)"),
+        ("Subject {}/{}.png", r"([Ss]ubject[ _-]?\d+)"),
+        ("scan{}-{}.png", None),
+        ("patient1/{}-{}.png", None),
+    ],
+)
+def test_patients_in_paths_come_into_one_split(name: str, expression: str | None, tmp_path: Path) -> None:
+    rows = [[name.format(patient, view), patient % 2] for patient in range(12) for view in (1, 2)]
+    for path, _ in rows:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(b"")
+    table_of(tmp_path, ["Path", "Effusion"], *rows)
+    config, index = recognised(tmp_path, "a")
+    assert config.reading.get("patient_in") == expression
+    assert any("no column names the patient" in problem.what for problem in index.problems) != bool(
+        expression
+    )
+    splits = {(case.patient, case.split) for case in index.cases}
+    assert len(splits) == (12 if expression else 24)
+
+
 def test_a_cell_that_is_a_long_report_is_no_file(tmp_path: Path) -> None:
     for number in range(2):
         (tmp_path / f"{number}.png").write_bytes(b"")

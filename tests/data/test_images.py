@@ -3,6 +3,7 @@
 import csv
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,16 @@ def test_csv_patient_expression(site: Path) -> None:
     form = CsvForm(classes=("Nodule",), patient_in=r"^(a)/")
     found = texts(listed(csv_table, "north", site, form, NONE).problems)
     assert "line 5: column 'file' holds 'b.jpg'; allowed: a path in which `patient_in`" in found
+
+
+def test_csv_without_patients_is_told_so(site: Path) -> None:
+    said = "no column names the patient"
+    form = CsvForm(ignored=("age", "patient"))
+    [note] = [p for p in listed(csv_table, "north", site, form, NONE).problems if said in p.what]
+    assert not note.fatal and "patient: file" in note.remedy
+    for given in ({"patient": "file"}, {"patient_in": r"(\w)\."}):
+        listing = listed(csv_table, "north", site, replace(form, **given), NONE)
+        assert said not in texts(listing.problems) and len({case.patient for case in listing.cases}) == 4
 
 
 def test_present_and_absent_at_once_is_refused() -> None:

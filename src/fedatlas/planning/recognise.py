@@ -20,6 +20,7 @@ MARKS = ("0", "1", "-1", "0.0", "1.0", "-1.0")
 PATIENT_NAME = re.compile(r"(patient|subject)('?s)?[ _-]*(id|no|nr|number|name|key|uid)?$", re.I)
 ABOUT_PATIENT = re.compile(r"age|sex|gender|weight|size|position|orientation", re.I)
 """Columns that say something of the patient, and not who it is."""
+PATIENT_IN_PATH = (r"(patient\d+)", r"([Pp]atient[ _-]?\d+)", r"([Ss]ubject[ _-]?\d+)", r"(sub-[A-Za-z0-9]+)")
 SPLITS = ("train", "training", "val", "valid", "validation", "test")
 
 
@@ -164,6 +165,15 @@ def _patient_column(names: list[str]) -> str | None:
     return min(about, key=lambda name: not PATIENT_NAME.search(name), default=None)
 
 
+def _patient_in(paths: list[str]) -> str | None:
+    """The expression that finds a patient in every path, and fewer patients than paths."""
+    for expression in PATIENT_IN_PATH:
+        found = [re.search(expression, path) for path in paths]
+        if 1 < len({match[1] for match in found if match}) < len(paths) and all(found):
+            return expression
+    return None
+
+
 def _columns(
     path: Path, header: tuple[str, ...], rows: list[dict[str, str]], delimiter: str
 ) -> tuple[str, dict[str, Any]] | None:
@@ -185,9 +195,11 @@ def _columns(
     rest = [name for name in header if name and name != file]
     held = {name: {row[name] for row in rows if not empty(row[name])} for name in rest}
     patient = _patient_column(rest)
+    patient_in = None if patient else _patient_in([row[file] for row in rows])
     split = next((n for n in rest if held[n] and {v.lower() for v in held[n]} <= set(SPLITS)), None)
     nothing = next((n for n in rest if re.fullmatch(r"no[ _]?findings?|normal", n, re.I)), None)
-    reading |= {key: n for key, n in (("patient", patient), ("split", split), ("no_finding", nothing)) if n}
+    known = {"patient": patient, "patient_in": patient_in, "split": split, "no_finding": nothing}
+    reading |= {key: value for key, value in known.items() if value}
     rest = [name for name in rest if name not in (patient, split, nothing)]
     classes = [name for name in rest if held[name] <= set(MARKS)]
     if not classes:

@@ -87,7 +87,7 @@ _SPLITS: Mapping[str, Split] = {
 def read(layout: Layout) -> Listing:
     """A case for each row. Values may be written 1.0, 0.0, -1.0.
 
-    With neither `patient` nor `patient_in` every image is its own patient. Where the table gives no test or no
+    With neither `patient` nor `patient_in` every image is its own patient, and a note says so. Where the table gives no test or no
     validation cases, `splitting` draws them. A row that cannot be read, or whose file is missing, is a problem; an
     image without a row is a note. Raises DataError for a table that cannot be understood at all.
     """
@@ -143,6 +143,13 @@ def read(layout: Layout) -> Listing:
         if os.path.normpath(file) not in listed
     ]
     problems = some([replace(p, file=form.table) for p in problems], "rows of another length")
+    if form.patient is None and form.patient_in is None and len(cases) > 1:
+        what = "no column names the patient, so that every image counts as a patient of its own"
+        remedy = (
+            "give `patient`, its column, or `patient_in`, an expression that finds it in the path; where each image is a "
+            f"patient's only one, `patient: {form.file}`"
+        )
+        problems.append(Problem(site, form.table, what, remedy, False))
     problems += some(bad, "values that cannot be read") + some(gone, "missing files")
     problems += some(twice, "listed twice")
     problems += some(unused, "images without a row")
