@@ -1,6 +1,7 @@
 """data/index.py and data/datasets: three layouts, names, patients, splits."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,28 @@ def test_validation_is_split_by_patient_and_by_nothing_else(tmp_path: Path) -> N
     assert len(split_validation(lone, seed=0, fraction=0.5)["train"]) == 1
     two = index_of(nnunet(tmp_path / "two", ["a", "b"]))
     assert len(split_validation(two, seed=0, fraction=0.9)["train"]) == 1
+
+
+def test_validation_is_drawn_from_cases_that_can_be_scored(tmp_path: Path) -> None:
+    """As many as of the labelled cases alone, and the same ones; what has no label trains."""
+    names = [f"l{n}" for n in range(4)] + [f"u{n}" for n in range(16)]
+    index = index_of(nnunet(tmp_path / "s", names))
+    cases = tuple(
+        case if case.name[0] == "l" else replace(case, label=None, annotated=()) for case in index.cases
+    )
+    part, alone = replace(index, cases=cases), replace(index, cases=cases[:4])
+    for seed in range(20):
+        for fraction in (0.1, 0.5, 1.0):
+            found = split_validation(part, seed=seed, fraction=fraction)
+            same = split_validation(alone, seed=seed, fraction=fraction)
+            assert found["validation"] == same["validation"] != () and found["train"] == (
+                *same["train"],
+                *cases[4:],
+            )
+            assert same["train"]
+    scored = replace(index, cases=(cases[0], replace(cases[4], reference=Path("r.nii.gz")), *cases[5:]))
+    chosen = {split_validation(scored, seed=seed, fraction=0.1)["validation"][0].name for seed in range(20)}
+    assert chosen == {"l0", "u0"}
+    # the split of before, of a site that labels all
+    whole = split_validation(index, seed=0, fraction=0.25)["validation"]
+    assert [case.name for case in whole] == ["l0", "l1", "u11", "u2", "u3"]

@@ -696,8 +696,8 @@ def split_validation(index: SiteIndex, *, seed: int, fraction: float) -> dict[Sp
     """The cases of each split. Validation cases are taken from the training cases, whole patients at a time.
 
     Patients are ranked by a hash of (seed, site, patient) and the first ones taken, so that the choice depends
-    neither on the order of files nor on other sites, and is nested over fractions. With two patients or more,
-    and a fraction above 0, both splits have at least one. A site that lists validation cases itself keeps them, and
+    neither on the order of files nor on other sites, and is nested over fractions. Those without a label or a fuller
+    truth train, and count for nothing here; with two others or more, and a fraction above 0, both splits have one. A site that lists validation cases itself keeps them, and
     one with `split` or `role: test` its splits. Of the training cases that are left, `index.most` are used.
     """
     train = [case for case in index.cases if case.split == "train"]
@@ -705,7 +705,7 @@ def split_validation(index: SiteIndex, *, seed: int, fraction: float) -> dict[Sp
     test = [case for case in index.cases if case.split == "test"]
     if not given and fraction > 0 and not index.divided:
         patients = sorted(
-            {case.patient for case in train},
+            {case.patient for case in train if case.labelled or case.fuller},
             key=lambda patient: (seed_of(seed, "validation", index.name, patient), patient),
         )
         count = min(max(round(fraction * len(patients)), 1), len(patients) - 1) if patients else 0
