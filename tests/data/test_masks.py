@@ -346,6 +346,22 @@ def test_both_lungs_in_one_mask() -> None:
 # ------------------------------------------------------------------------------------------- exclusive classes
 
 
+def test_a_cached_case_is_refused_as_one_that_is_read(tmp_path: Path) -> None:
+    root = write_masks(tmp_path / "s", 2)
+    shutil.copytree(root / "masks" / "left_lung", root / "masks" / "heart")
+    how = Preprocessing(size=(32, 32), patch=(16, 16), context=0)
+    names = ("background", "left_lung", "right_lung", "heart")
+
+    def prepared(*groups: tuple[int, ...]) -> set[str]:
+        data = VoxelData(index_of(root), LabelSpace(names, groups), how, validation=0, cache=tmp_path / "c")
+        data.prepare()
+        return {folder.name for folder in (tmp_path / "c" / "s").iterdir()}
+
+    assert prepared((1, 3)) == prepared((3, 1))
+    with pytest.raises(DataError, match="lies in the other, though classes are exclusive"):
+        prepared()
+
+
 def test_overlap_where_classes_are_exclusive() -> None:
     """The later class takes common pixels; within a group that is no news, beyond it up to 5 % of the smaller."""
     whole = np.zeros((20, 20), dtype=bool)

@@ -106,6 +106,8 @@ class VoxelData(SiteData):
             "exclusive": self.space.exclusive,
             "channels": item.index.channels,
         } | item.case.content
+        if item.case.masks and self.space.exclusive:
+            content["groups"] = self.space.organs  # which masks may overlap, see `flat.join`
         return f"{_safe(item.case.name)}-", {**content, **more}, [*images, *item.case.label_files]
 
     def _prepare(self, item: Item) -> Prepared:
