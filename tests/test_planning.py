@@ -388,6 +388,14 @@ def test_a_damaged_file_is_named_with_all_others(phantom: Path, tmp_path: Path) 
         describe(*recognised(tmp_path / "site", "a"))
 
 
+def test_a_site_without_a_labelled_training_case_is_not_described(phantom: Path) -> None:
+    config, index = recognised(phantom / "site-0", "a")
+    silent = replace(index, cases=tuple(replace(c, label=None, annotated=()) for c in index.cases))
+    trained = sum(case.split == "train" for case in index.cases)
+    with pytest.raises(DataError, match=f"none of its {trained} training cases has a label"):
+        describe(config, silent)
+
+
 # ---------------------------------------------------------------------------------------------------- layouts
 
 

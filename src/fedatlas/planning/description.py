@@ -127,6 +127,12 @@ def describe(
         listed = "\n".join(f"  {problem}" for problem in problems[:20])
         more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise DataError(f"site {index.name}: cannot be described before this is mended:\n{listed}{more}")
+    if not cases:
+        trained = sum(case.split == "train" for case in index.cases)
+        raise DataError(
+            f"site {index.name}: {index.root}: none of its {trained} training cases has a label, and a description is of those "
+            "that have one; add labels, or leave the site out"
+        )
     splits = [case.split for case in index.cases if case.labelled]
     try:
         return _described(config, index, cases, seen, splits)
