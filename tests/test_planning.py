@@ -117,7 +117,9 @@ def test_names_that_may_be_one_are_asked_about(one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [("left kidney", "right kidney"), ("liver", "spleen"), ("vertebra 1", "vertebra 2"), ("Pneumonia", "Pneumothorax")]
+    ("one", "other"), [("left kidney", "right kidney"), ("liver", "spleen"), ("vertebra 1", "vertebra 2"), ("Pneumonia", "Pneumothorax"),
+     ("left superior pulmonary vein", "left inferior pulmonary vein"), ("lung lobe upper right", "lung lobe lower right"),
+     ("gluteus_minimus", "gluteus_maximus"), ("hypodense area", "hyperdense area")]
 )  # fmt: skip
 def test_names_that_are_not_one_are_not_asked_about(one: str, other: str) -> None:
     ask = Answers()

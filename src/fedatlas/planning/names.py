@@ -17,6 +17,13 @@ from fedatlas.planning.description import Description, Named
 LESIONS = ("tumor", "lesion", "cancer", "metastasis", "cyst", "nodule", "mass")
 SPELLINGS = (("oe", "e"), ("ae", "e"), ("our", "or"), ("tumors", "tumor"))
 SIDES = ("left", "right")
+PLACES = (
+    "superior", "inferior", "sup", "inf", "upper", "lower", "anterior", "posterior", "ant", "post", "ventral", "dorsal",
+    "cranial", "caudal", "medial", "lateral", "med", "lat", "internal", "external", "int", "ext", "inner", "outer",
+    "proximal", "distal", "prox", "dist", "central", "peripheral", "superficial", "deep", "ascending", "descending",
+    "minimus", "medius", "maximus", "minor", "major",
+)  # fmt: skip
+"""Words that tell apart what is otherwise called the same."""
 NEAR = 0.86
 """From this similarity on two names are asked about (difflib's ratio)."""
 
@@ -159,7 +166,12 @@ def _may_be_same(one: str, other: str) -> bool:
     if a == b:
         return True
     differ = set(a.split()) ^ set(b.split())
-    if differ & {*SIDES, *LESIONS} or re.findall(r"\d+", a) != re.findall(r"\d+", b):
+    prefixes = {prefix for word in differ for prefix in ("hypo", "hyper") if word.startswith(prefix)}
+    if (
+        differ & {*SIDES, *LESIONS, *PLACES}
+        or len(prefixes) > 1
+        or re.findall(r"\d+", a) != re.findall(r"\d+", b)
+    ):
         return False
     return min(len(a), len(b)) > 4 and difflib.SequenceMatcher(None, a, b).ratio() >= NEAR
 
