@@ -81,6 +81,12 @@ def test_shenzhen(tmp_path: Path, both: bool) -> None:
     raw = raw_of(index, 1)
     for name in ("left lung", "right lung"):
         assert np.array_equal(drawn(raw, name), masks[name])
+    if both:
+        with pytest.raises(FederationError, match="site s: reading: swap is true, and mask/ has both lungs"):
+            index_of(tmp_path, "shenzhen", reading={"swap": True})
+    else:
+        raw = raw_of(index_of(tmp_path, "shenzhen", reading={"swap": True}), 1)
+        assert np.array_equal(drawn(raw, "left lung"), masks["right lung"])
     kept = index_of(tmp_path, "shenzhen", reading={"unmasked": True})
     assert len(kept.cases) == 5 and kept.cases[4].annotated == () and kept.cases[4].findings
 

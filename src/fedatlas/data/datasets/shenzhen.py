@@ -60,7 +60,9 @@ class Shenzhen:
         None, "Folder of the masks of right lungs; null: rightMask, where it is there."
     )
     both: str | None = option(None, "Folder of masks with both lungs; null: mask, where the others are not.")
-    swap: bool = option(False, "Whether the folder of left lungs holds the patient's right ones.")
+    swap: bool = option(
+        False, "Whether the folder of left lungs holds the patient's right ones; not with `both`."
+    )
     unmasked: bool = option(False, "Whether pictures without a mask are kept, for tuberculosis alone.")
     channels: Literal[1, 3] = option(1, "1: pictures are read as grey; 3: the grey three times.")
 
@@ -82,6 +84,11 @@ def read(layout: Layout) -> Listing:
     masks: dict[str, dict[str, Mask]] = {left: {}, right: {}}
     folders, both = _folders(layout, form, base)
     if both is not None:
+        if form.swap:
+            raise FederationError(
+                f"site {layout.site}: reading: swap is true, and {both}/ has both lungs in a file, where sides follow from the "
+                "picture; it is for a folder per lung, leave it out"
+            )
         for name, file in _without_suffix(files_in(layout, both, RASTER, "", problems)).items():
             masks[left][name], masks[right][name] = Side(file, "left"), Side(file, "right")
     else:
