@@ -352,9 +352,9 @@ def test_centres_cover_a_class_as_its_voxels_lie() -> None:
     assert spans == {2: [0, PER_SLICE + 1]} and (target[tuple(rows[:, :3].T)] == 2).all()
     rng = np.random.default_rng(0)
     by_slice, by_voxel = ClassVoxels(rows, slices=True), ClassVoxels(rows, slices=False)
-    slices = [int(by_slice.pick(rng)[2]) for _ in range(400)]
+    slices = [int(by_slice.pick(rows, rng)[2]) for _ in range(400)]
     assert 150 < slices.count(3) < 250, "slices alike"
-    voxels = [int(by_voxel.pick(rng)[2]) for _ in range(2000)]
+    voxels = [int(by_voxel.pick(rows, rng)[2]) for _ in range(2000)]
     assert voxels.count(3) < 25, "voxels alike: one in 401"
     assert len({tuple(row[:2]) for row in rows.tolist()}) == PER_SLICE + (
         0 if [0, 0] in rows[:, :2].tolist() else 1

@@ -52,22 +52,21 @@ class ClassVoxels:
     """The voxels of one class in one case, to draw patch centres from: uniform over the voxels; with `slices`, uniform
     over the slices that hold the class and then over its voxels in that slice.
 
-    rows: as `class_voxels` gives them for the class.
+    rows: as `class_voxels` gives them for the class; they are not kept, but given again to `pick`.
     """
 
     def __init__(self, rows: np.ndarray, *, slices: bool) -> None:
         z = rows[:, 2]
-        self.rows = rows
         self.firsts = np.flatnonzero(np.r_[True, z[1:] != z[:-1], True]) if slices else None
         self.heaped = None if slices else np.cumsum(rows[:, 3], dtype=np.int64)
 
-    def pick(self, rng: np.random.Generator) -> np.ndarray:
+    def pick(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """A voxel (x, y, z)."""
         if self.firsts is not None:
             which = rng.integers(len(self.firsts) - 1)
-            return self.rows[rng.integers(self.firsts[which], self.firsts[which + 1]), :3]
+            return rows[rng.integers(self.firsts[which], self.firsts[which + 1]), :3]
         assert self.heaped is not None
-        return self.rows[int(np.searchsorted(self.heaped, rng.integers(self.heaped[-1]), side="right")), :3]
+        return rows[int(np.searchsorted(self.heaped, rng.integers(self.heaped[-1]), side="right")), :3]
 
 
 def patch_start(

@@ -462,9 +462,9 @@ class PatchBatches(SiteBatches):
             classes = list(self.holders)
             c = classes[int(rng.integers(len(classes)))]
             number = self.holders[c][int(rng.integers(len(self.holders[c])))]
+            first, stop = self.entries[number].meta["spans"][str(c)]
+            rows = self._array(number, "voxels")[first:stop]
             if (number, c) not in self._voxels:
-                first, stop = self.entries[number].meta["spans"][str(c)]
-                rows = self.entries[number].arrays["voxels"].open()[first:stop].copy()
                 self._voxels[number, c] = ClassVoxels(rows, slices=len(self.data.preprocessing.patch) == 2)
-            return number, self._voxels[number, c].pick(rng)
+            return number, self._voxels[number, c].pick(rows, rng)
         return self._in_turn(count), None

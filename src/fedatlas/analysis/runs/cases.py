@@ -142,7 +142,8 @@ class CaseBatches:
             number = self.holders[c][int(rng.integers(len(self.holders[c])))]
             rows, spans = self.cases[number].voxels
             first, stop = spans[c]
-            return number, ClassVoxels(rows[first:stop], slices=len(self._patch) == 2).pick(rng)
+            of_class = rows[first:stop]
+            return number, ClassVoxels(of_class, slices=len(self._patch) == 2).pick(of_class, rng)
         passes, place = divmod(count, len(self.cases))
         order = np.random.default_rng(seed_of(*self.parts, "order", passes)).permutation(len(self.cases))
         return int(order[place]), None
