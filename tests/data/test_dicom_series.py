@@ -15,6 +15,7 @@ import pytest
 from dicom_series import NAME, NUMBER, sample, write_enhanced, write_series
 from pydicom.dataelem import RawDataElement
 from pydicom.tag import Tag
+from pydicom.uid import ExplicitVRLittleEndian
 
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data.formats import dicom, drawings
@@ -432,6 +433,29 @@ def test_labels_come_back_as_they_were(space, kind, source, tmp_path) -> None:
     pydicom.dcmwrite(stored, again)  # as a client of a PACS sends it
     assert stored.getvalue()[128:132] == b"DICM"
     assert again.SOPInstanceUID == made.SOPInstanceUID  # the same result is the same object
+
+
+@pytest.mark.parametrize("syntax", ["ours", "explicit"])
+def test_a_contour_above_64_kb_comes_back(syntax, tmp_path) -> None:
+    """An outline with teeth; with explicit VR, as others write it, its points are bytes of an unknown kind."""
+    write_series(tmp_path / "scan", voxels_of((96, 64, 3)), turned())
+    volume = dicom.load(one(tmp_path / "scan"))
+    labels = np.zeros(volume.voxels.shape, np.uint8)
+    labels[1:-1, 1:4, 1] = labels[1:-1:2, 1:-1, 1] = 1
+    file = tmp_path / "scan" / "rtstruct.dcm"
+    drawings.write_rtstruct(file, labels, volume, SPACE, drawings.meanings(SPACE, {})[0], "run")
+    data = pydicom.dcmread(file)
+    if syntax == "explicit":
+        data.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+        with pytest.warns(UserWarning, match="exceeds the size of 64 kByte"):
+            data.save_as(file)
+        data = pydicom.dcmread(file)
+    kind = data.ROIContourSequence[0].ContourSequence[0]["ContourData"].VR
+    assert kind == ("DS" if syntax == "ours" else "UN")
+    series = one(tmp_path / "scan")
+    (drawing,) = series.drawings
+    masks, _ = drawings.read_masks(list(drawing.masks()), volume.voxels.shape, volume.affine, series.name)
+    assert np.array_equal(masks["liver"], labels == 1)
 
 
 @pytest.mark.parametrize("empty", [False, True])

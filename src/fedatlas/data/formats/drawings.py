@@ -136,7 +136,7 @@ def _rois(
             if not str(contour.ContourGeometricType).startswith("CLOSED"):
                 other += 1
                 continue
-            points = np.array([float(v) for v in contour.ContourData]).reshape(-1, 3)
+            points = np.array([float(v) for v in _numbers(contour.ContourData)]).reshape(-1, 3)
             places = points @ to_index[:3, :3].T + to_index[:3, 3]
             z = round(float(places[:, 2].mean()))
             if float(np.abs(places[:, 2] - z).max()) > 0.5:
@@ -166,6 +166,11 @@ def _rois(
             Note(title, f"{other} contours are points or open lines, and were left out", "close them")
         )
     return masks
+
+
+def _numbers(value: Any) -> Sequence[Any]:
+    """The numbers of an element; with explicit VR one above 64 kB is stored as bytes of an unknown kind."""
+    return value.decode("ascii").rstrip(" \0").split("\\") if isinstance(value, bytes) else value
 
 
 # ------------------------------------------------------------------------------------------------ writing
@@ -388,7 +393,9 @@ def _structure_set(volume: Volume, model: str, digest: str) -> Any:
     _copy_modules(source, made)
     meta = module.dataset.FileMetaDataset()
     meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = made.SOPClassUID, made.SOPInstanceUID
-    meta.TransferSyntaxUID = "1.2.840.10008.1.2.1"
+    meta.TransferSyntaxUID = (
+        "1.2.840.10008.1.2"  # implicit VR: with explicit VR a contour holds 64 kB at most
+    )
     made.file_meta = meta
     made.preamble = bytes(128)  # or else what stores it leaves the beginning of a file out
     return made
@@ -442,8 +449,8 @@ def _contour(image: Any, points: np.ndarray) -> Any:
     elements, tag = importlib.import_module("pydicom.dataelem"), importlib.import_module("pydicom.tag")
     text = "\\".join([f"{value:.3f}" for value in points.ravel().tolist()])
     value = f"{text}{' ' * (len(text) % 2)}".encode()
-    made.add(elements.RawDataElement(tag.Tag("ContourData"), "DS", len(value), value, 0, False, True))
-    made.set_original_encoding(False, True, pydicom().charset.default_encoding)
+    made.add(elements.RawDataElement(tag.Tag("ContourData"), "DS", len(value), value, 0, True, True))
+    made.set_original_encoding(True, True, pydicom().charset.default_encoding)
     return made
 
 
