@@ -1,9 +1,11 @@
 """`fedatlas export`: the forms say what the run says, and need FedAtlas no more."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,14 @@ from fedatlas import nets
 from fedatlas.cli import main
 from fedatlas.core.errors import FederationError
 from fedatlas.data.transforms import read_image
+from fedatlas.export.card import card
 from fedatlas.export.forms import TOLERANCE, export
 from fedatlas.export.source import extracted
 from fedatlas.export.subject import subject
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.predict import predict_images, predict_scans
 from fedatlas.federation.session import run_federation
+from fedatlas.learning.inference import neighbours
 
 WITHOUT_FEDATLAS = (
     "import sys; sys.modules['fedatlas'] = None; sys.path.insert(0, '.')\n"
@@ -136,6 +140,61 @@ def test_onnx_says_what_the_net_says(name: str, tmp_path: Path, request: pytest.
     (said,) = session.run(None, {"image": image.numpy()})
     with torch.no_grad():
         assert np.abs(said - model.net(image).numpy()).max() <= TOLERANCE
+
+
+def as_the_card_says(text: str, logits: np.ndarray) -> np.ndarray:
+    """Probabilities [N, C, ...] of logits, by the sentence of the card; NaN for channels that are not to be used."""
+    (sentence,) = re.findall(r"^Of the logits: (.*)\.$", text, re.MULTILINE)
+    found = logits.astype(np.float64)
+    for step in re.split(", then |; ", sentence):
+        at = [int(c) for c in re.findall(r"\d+", step.split("channel")[1])] if "channel" in step else []
+        if step == "set logit 0 to 0":
+            found[:, 0] = 0
+        elif step.endswith("to -inf"):
+            found[:, at] = -np.inf
+        elif step == "softmax over axis 1":
+            found = np.exp(found - found.max(1, keepdims=True))
+            found /= found.sum(1, keepdims=True)
+        elif step.startswith("add the probability"):
+            found[:, 0] += found[:, at].sum(1)
+            found[:, at] = 0
+        elif step == "sigmoid":
+            found = 1 / (1 + np.exp(-found))
+        else:
+            assert step.endswith("not to be used"), step
+            found[:, at] = np.nan
+    return found
+
+
+@pytest.mark.parametrize("background", ["channel", "zero"])
+@pytest.mark.parametrize("others", ["background", "ignored"])
+@pytest.mark.parametrize("classes", [None, (1,), (1, 2)])
+@pytest.mark.parametrize("name", ["run", "other_net", "images"])
+def test_the_card_of_onnx_says_what_predict_makes_of_logits(
+    name: str, classes: Any, others: Any, background: Any, request: pytest.FixtureRequest, monkeypatch: Any
+) -> None:
+    path = request.getfixturevalue(name)
+    model = replace(subject(path), classes=classes)
+    own, (member,) = model.trained, model.trained.members
+    how = replace(own.federation.evaluation.inference, others=others, background=background)
+    evaluation = replace(own.federation.evaluation, inference=how)
+    monkeypatch.setattr(own, "federation", replace(own.federation, evaluation=evaluation))
+    monkeypatch.setattr(own, "members", [replace(member, classes=classes)])
+    text = card(model, "onnx", {"free_sizes": False, "largest_difference": 0}, Path("out"))
+    if name == "images":
+        inputs = model.example()
+        wanted = own.findings(inputs).numpy()
+    else:
+        image = torch.randn(1, *model.size, *([1] if len(model.size) == 2 else []))
+        flat = len(model.size) == 2
+        inputs = neighbours(image, torch.arange(1), own.preprocessing.context) if flat else image[None]
+        wanted = own.predict(image).voxels.numpy()
+        wanted = np.moveaxis(wanted, -1, 0) if flat else wanted[None]
+    with torch.no_grad():
+        said = as_the_card_says(text, model.net(inputs).numpy())
+    if name == "other_net":  # `predict` has 0 there
+        said = np.nan_to_num(said)
+    assert np.allclose(said, wanted, atol=1e-5, equal_nan=True)
 
 
 def test_safetensors_hold_the_weights_and_what_they_are_of(run: Path, tmp_path: Path) -> None:

@@ -199,10 +199,10 @@ def _commands(subject: Subject, form: str, found: Mapping[str, Any], out: Path) 
             else "these sizes"
         )
         shape = ", ".join(map(str, (subject.net.in_channels, *subject.size)))
-        end = "sigmoid" if subject.whole or not subject.trained.space.exclusive else "softmax over axis 1"
         return (
             '```python\nimport onnxruntime\n\nsession = onnxruntime.InferenceSession("model.onnx")\n'
-            f'(logits,) = session.run(None, {{"image": image}})  # float32 [n, {shape}], {free}; then {end}\n```\n\n'
+            f'(logits,) = session.run(None, {{"image": image}})  # float32 [n, {shape}], {free}\n```\n\n'
+            f"Of the logits: {_of_logits(subject)}.\n\n"
             f"Outputs differ from those of the net by at most {found['largest_difference']:.2g}. How an image comes to the net's "
             "grid, and labels back from it, is not in the file: its metadata have the settings, and a bundle has the code."
         )
@@ -212,6 +212,23 @@ def _commands(subject: Subject, form: str, found: Mapping[str, Any], out: Path) 
         "    about, weights = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}\n```\n\n"
         f"The run folder predicts with `fedatlas predict runs/{subject.trained.folder.path.name} {name} -o out/`."
     )
+
+
+def _of_logits(subject: Subject) -> str:
+    """What makes of the logits the probabilities of `fedatlas predict`, see `inference.predict` and `inference.restrict`."""
+    space, options, classes = subject.trained.space, subject.options, subject.classes
+    others = [] if classes is None else [str(c) for c in space.foreground if c not in classes]
+    of = f"channel{'s' if len(others) > 1 else ''} {', '.join(others)}"
+    if subject.whole or not space.exclusive:
+        return f"sigmoid; {of} not to be used" if others else "sigmoid"
+    ignored = others and options["others"] == "ignored"
+    steps = [
+        "set logit 0 to 0" if options["background"] == "zero" else "",
+        f"set {of} to -inf" if ignored else "",
+        "softmax over axis 1",
+        f"add the probability of {of} to channel 0 and set it to 0" if others and not ignored else "",
+    ]
+    return ", then ".join(step for step in steps if step)
 
 
 def _made(subject: Subject, run: tables.Run) -> str:
