@@ -17,7 +17,7 @@ from findings import findings_federation
 from runs import phantom_federation
 from safetensors import safe_open
 
-from fedatlas import nets
+from fedatlas import methods, nets
 from fedatlas.cli import main
 from fedatlas.core.errors import FederationError
 from fedatlas.data.transforms import read_image
@@ -29,6 +29,7 @@ from fedatlas.federation.file import parse_federation
 from fedatlas.federation.predict import predict_images, predict_scans
 from fedatlas.federation.session import run_federation
 from fedatlas.learning.inference import neighbours
+from fedatlas.report import tables
 
 WITHOUT_FEDATLAS = (
     "import sys; sys.modules['fedatlas'] = None; sys.path.insert(0, '.')\n"
@@ -234,6 +235,31 @@ def test_the_card_tells_data_results_and_limits(run: Path, tmp_path: Path) -> No
         "safe_open",
     ):
         assert words in text
+
+
+def test_the_card_names_the_sites_that_trained_the_model(
+    phantom: Path, phantom_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are only tested did not, nor did the others where sites train alone."""
+    chosen = phantom_federation(phantom, phantom_cache) | {"rounds": 1, "method": {"name": "standalone"}}
+    chosen["sites"][2]["role"] = "test"
+    chosen["evaluation"] |= {"models": ["local"]}
+    path = trained(chosen, tmp_path / "alone")
+    own, other, tested = (site["name"] for site in chosen["sites"])
+    model = subject(path, f"local/{own}")
+    text = card(model, "safetensors", {}, Path("out"))
+    assert f"Trained at site {own} alone (method `standalone`" in text
+    assert f"| {other} (not of this model) |" in text and f"| {tested} (tested only) |" in text
+    assert f"Site {own} did not annotate: kidney. The model" in text
+    assert re.findall("Few annotated training cases: (.*)\\.", text) == ["liver (3), spleen (3)"]
+    model.trained.method = methods.get("fedavg")()  # of which no model is of one site
+    run = tables.read(path)
+    sites = run.sites | {tested: replace(run.sites[tested], annotated=("kidney", "tumour"))}
+    monkeypatch.setattr(tables, "read", lambda _: replace(run, sites=sites, classes=(*run.classes, "tumour")))
+    text = card(model, "safetensors", {}, Path("out"))
+    assert "Trained by federated learning (method" in text and "across 2 sites, each" in text
+    assert "No training site annotated: tumour. The model" in text
+    assert re.findall("Few annotated training cases: (.*)\\.", text) == ["liver (3), spleen (6), kidney (3)"]
 
 
 def test_errors_say_what_is_allowed_and_leave_what_is_there(

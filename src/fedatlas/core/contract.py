@@ -236,6 +236,8 @@ class Method(ABC):
     chosen_by_site: ClassVar[bool] = False
     """True: every site chooses the round of its own model, by its own validation cases, where otherwise one round is chosen
     for all. `assembled` then puts these models together; it is what `best` names."""
+    alone: ClassVar[bool] = False
+    """True: sites train alone, and a site's own model has seen no other's cases."""
     pooled: ClassVar[bool] = False
     """True: the federation's sites are merged into one that holds the union of their cases."""
     loss: ClassVar[Any] = None

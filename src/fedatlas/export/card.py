@@ -27,7 +27,7 @@ def card(subject: Subject, form: str, found: Mapping[str, Any], out: Path) -> st
         f"# {federation.name}",
         _first(subject, run),
         "## Data, and who annotated what",
-        *_data(run),
+        *_data(subject, run),
         "## Results",
         *_results(subject, run),
         "## Limits",
@@ -44,6 +44,14 @@ def card(subject: Subject, form: str, found: Mapping[str, Any], out: Path) -> st
     return "\n\n".join(blocks) + "\n"
 
 
+def _trained_at(subject: Subject, run: tables.Run) -> dict[str, tables.SiteInfo]:
+    """The sites whose cases moved the model: of a site's own model, where sites train alone, that site."""
+    model, alone = subject.trained.model, subject.trained.method.alone
+    own = model.removeprefix("local/") if alone else model
+    sites = {name: site for name, site in run.sites.items() if site.role != "test"}
+    return {own: sites[own]} if own in sites else sites
+
+
 def _first(subject: Subject, run: tables.Run) -> str:
     speaks = (
         run.titles
@@ -51,24 +59,30 @@ def _first(subject: Subject, run: tables.Run) -> str:
         else [run.title(subject.trained.space.names[c]) for c in subject.classes]
     )
     what = "Finds in images" if subject.whole else "Outlines in images"
-    method, net = run.info["method"], run.info["net"]
+    method, net, sites = run.info["method"], run.info["net"], list(_trained_at(subject, run))
+    how = f"(method `{method}`, net `{net}`, {run.info['n_parameters']:,} parameters)"
+    trained = (
+        f"Trained at site {sites[0]} alone {how}"
+        if len(sites) == 1
+        else f"Trained by federated learning {how} across {len(sites)} sites, each of which annotated some of the classes"
+    )
     return (
-        f"{what}: {', '.join(speaks)}. Trained by federated learning (method `{method}`, net `{net}`, "
-        f"{run.info['n_parameters']:,} parameters) across {len(run.sites)} sites, each of which annotated some of the classes. "
+        f"{what}: {', '.join(speaks)}. {trained}. "
         f"This is the model `{subject.trained.model}` of the run `{run.info['id']}`, after round {subject.trained.round} of "
         f"{run.info['rounds']}."
     )
 
 
-def _data(run: tables.Run) -> Iterator[str]:
-    unit = f"{run.unit}s"
+def _data(subject: Subject, run: tables.Run) -> Iterator[str]:
+    unit, trained = f"{run.unit}s", _trained_at(subject, run)
     rows = []
     for name, site in run.sites.items():
         counts = [str(site.cases.get(split, 0)) for split in ("train", "validation", "test")]
         annotated = ", ".join(run.title(c) for c in site.annotated) or "nothing"
-        rows.append([name + (" (tested only)" if site.role == "test" else ""), annotated, *counts])
+        note = "" if name in trained else " (tested only)" if site.role == "test" else " (not of this model)"
+        rows.append([name + note, annotated, *counts])
     yield table(["Site", "Annotated", f"Training {unit}", "Validation", "Test"], rows)
-    known = [run.info["sites"][name].get("inputs") for name in run.sites]
+    known = [run.info["sites"].get(name, {}).get("inputs") for name in trained]
     ranges = [one for one in known if one]
     if ranges:
         spacing = [one["spacing"] for one in ranges if one.get("spacing")]
@@ -161,18 +175,21 @@ def _of_images(run: tables.Run, rows: Sequence[tables.RowDict]) -> Iterator[str]
 def _limits(subject: Subject, run: tables.Run) -> Iterator[str]:
     yield "FedAtlas is research software and not a medical device; this model is not for decisions about patients."
     yield "It knows the kind of images above, from these sites. On others its word was not tested."
-    few = [
-        f"{run.title(name)} ({n})"
+    sites = _trained_at(subject, run)
+    counts = {
+        name: sum(site.labelled.get(name, 0) for site in sites.values())
         for name in run.classes
-        if (n := sum(site.labelled.get(name, 0) for site in run.sites.values())) < 20
-    ]
+        if any(name in site.annotated for site in sites.values())
+    }
+    few = [f"{run.title(name)} ({n})" for name, n in counts.items() if n < 20]
     if few:
         yield f"Few annotated training {run.unit}s: {', '.join(few)}."
-    unseen = [
-        run.title(n) for n in run.classes if not any(n in site.annotated for site in run.sites.values())
-    ]
+    unseen = [run.title(name) for name in run.classes if name not in counts]
     if unseen:
-        yield f"No site annotated: {', '.join(unseen)}. The model does not know them."
+        whose = (
+            f"Site {next(iter(sites))} did not annotate" if len(sites) == 1 else "No training site annotated"
+        )
+        yield f"{whose}: {', '.join(unseen)}. The model does not know them."
     if not any(site.cases.get("test") for site in run.sites.values()):
         yield f"There are no test {run.unit}s."
     privacy = subject.plain.get("privacy")

@@ -46,6 +46,7 @@ class Standalone(WithSWA):
 
     state: ClassVar[type[State]] = StandaloneState
     sends: ClassVar[dict[str, str]] = {"model": "model", "n": "cases", "classes": "classes"}
+    alone: ClassVar[bool] = True
 
     choose: Literal["site", "common"] = option(
         "site",
