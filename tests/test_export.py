@@ -254,12 +254,54 @@ def test_the_card_names_the_sites_that_trained_the_model(
     assert re.findall("Few annotated training cases: (.*)\\.", text) == ["liver (3), spleen (3)"]
     model.trained.method = methods.get("fedavg")()  # of which no model is of one site
     run = tables.read(path)
-    sites = run.sites | {tested: replace(run.sites[tested], annotated=("kidney", "tumour"))}
+    sites = {**run.sites, tested: replace(run.sites[tested], annotated=("kidney", "tumour"))}
     monkeypatch.setattr(tables, "read", lambda _: replace(run, sites=sites, classes=(*run.classes, "tumour")))
     text = card(model, "safetensors", {}, Path("out"))
     assert "Trained by federated learning (method" in text and "across 2 sites, each" in text
     assert "No training site annotated: tumour. The model" in text
     assert re.findall("Few annotated training cases: (.*)\\.", text) == ["liver (3), spleen (6), kidney (3)"]
+
+
+@pytest.mark.parametrize(
+    ("plain", "words"),
+    [
+        ({}, "on; training was not differentially private."),
+        (
+            {"privacy": {"mode": "local", "noise": 1.0, "delta": 1e-5}},
+            "what each site sent was made differentially private for a site's data: ε 4.5 at δ 1e-05 by",
+        ),
+        (
+            {"privacy": {"mode": "local", "noise": 0.0, "delta": 1e-5}},
+            "private for a site's data, but with noise 0, which promises nothing.",
+        ),
+        (
+            {"dp_sgd": {"noise": 2.0, "delta": 1e-6, "randomness": "system"}},
+            "on; sites trained by DP-SGD, for a case: ε 7 at δ 1e-06 by",
+        ),
+        (
+            {"dp_sgd": {"noise": 0.0, "delta": 1e-6, "randomness": "system"}},
+            "on; sites trained by DP-SGD, for a case, but with noise 0",
+        ),
+        (
+            {"teachers": {"dp_sgd": {"noise": 2.0, "delta": 1e-6, "randomness": "seed"}}},
+            "on; its teachers, and not the model itself, trained by DP-SGD, for a case, by noise that whoever knows "
+            "the federation's seed can take off, but the log has no finite ε",
+        ),
+    ],
+)
+def test_the_card_promises_no_more_privacy_than_there_is(
+    plain: dict[str, Any], words: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_method = {key: value for key, value in plain.items() if key != "privacy"}
+    model = subject(run)
+    method = model.plain["method"] | of_method
+    model = replace(model, plain={**model.plain, "privacy": plain.get("privacy"), "method": method})
+    found = tables.read(run)
+    (entry,) = found.rounds
+    spent = {name: {"epsilon": epsilon} for name, epsilon in zip(found.sites, (3.0, 7.0, 5.0), strict=True)}
+    rounds = (replace(entry, epsilon=4.5, sites=spent),)
+    monkeypatch.setattr(tables, "read", lambda _: replace(found, rounds=rounds))
+    assert words in card(model, "safetensors", {}, Path("out"))
 
 
 def test_errors_say_what_is_allowed_and_leave_what_is_there(

@@ -192,11 +192,41 @@ def _limits(subject: Subject, run: tables.Run) -> Iterator[str]:
         yield f"{whose}: {', '.join(unseen)}. The model does not know them."
     if not any(site.cases.get("test") for site in run.sites.values()):
         yield f"There are no test {run.unit}s."
-    privacy = subject.plain.get("privacy")
-    yield (
-        "Weights can tell something of the images that they were trained on; "
-        + ("training was differentially private." if privacy else "training was not differentially private.")
-    )
+    told = "; ".join(_privacy(subject, run)) or "training was not differentially private"
+    yield f"Weights can tell something of the images that they were trained on; {told}."
+
+
+def _privacy(subject: Subject, run: tables.Run) -> Iterator[str]:
+    """What protects the cases, with the ε that the log has; a noise of 0 protects nothing."""
+    plain, method = subject.plain, subject.plain["method"]
+    if private := plain.get("privacy"):
+        spent = [entry.epsilon for entry in run.rounds if entry.epsilon is not None]
+        what = "the sum of what sites sent" if private["mode"] == "central" else "what each site sent"
+        yield _promise(f"{what} was made differentially private for a site's data", private, spent)
+    for options, key, whose in (
+        (method, "epsilon", "sites"),
+        (method.get("teachers") or {}, "teacher_epsilon", "its teachers, and not the model itself,"),
+    ):
+        if private := options.get("dp_sgd"):
+            logged = [
+                entry.sites[name].get(key)
+                for entry in run.rounds
+                for name in _trained_at(subject, run)
+                if name in entry.sites
+            ]
+            spent = [epsilon for value in logged if (epsilon := tables.number(value)) is not None]
+            seed = ", by noise that whoever knows the federation's seed can take off"
+            how = seed if private["randomness"] == "seed" else ""
+            yield _promise(f"{whose} trained by DP-SGD, for a case{how}", private, spent)
+
+
+def _promise(what: str, private: Mapping[str, Any], spent: Sequence[float]) -> str:
+    """spent: the finite ε of the log, which add up from round to round."""
+    if not private["noise"]:
+        return f"{what}, but with noise 0, which promises nothing"
+    if not spent:
+        return f"{what}, but the log has no finite ε, which promises nothing"
+    return f"{what}: ε {max(spent):.3g} at δ {private['delta']:g} by the end of the run"
 
 
 def _commands(subject: Subject, form: str, found: Mapping[str, Any], out: Path) -> str:
