@@ -1,7 +1,9 @@
 """One federation with a segmentation head and an image-level head: a site with masks alone, one with masks from which a
 finding follows, one with findings alone, and one that is only tested."""
 
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from fake_sets import anatomy, picture
 from runs import last_state
 
+from fedatlas.cli import main
 from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import read_rows
 from fedatlas.federation.check import check_federation_file
@@ -17,6 +20,7 @@ from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import Federation, parse_federation
 from fedatlas.federation.predict import predict_scans
 from fedatlas.federation.session import run_federation
+from fedatlas.federation.trained import Trained
 
 
 def write_site(root: Path, first: int, masks: tuple[str, ...], *, table: bool, cases: int = 6) -> Path:
@@ -147,6 +151,28 @@ def test_a_picture_is_predicted_with_its_findings(folder: Path, run: Path, tmp_p
     assert "finding,has air" in table
     if entry["findings"]["has air"] < 0.5:
         assert "air" not in entry["pixels"]
+
+
+def test_a_finding_that_no_model_speaks_for_is_left_empty(
+    folder: Path,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    members = Trained._members
+    monkeypatch.setattr(Trained, "_members", lambda self: [replace(m, classes=(1,)) for m in members(self)])
+    picture = folder / "test" / "images" / "p061.png"
+
+    def asked(*more: str) -> str:
+        assert main(["predict", str(run), str(picture), "-o", str(tmp_path), "--overwrite", *more]) == 0
+        return capsys.readouterr().out
+
+    assert "has air" not in asked() and "ill 0." in asked()
+    (entry,) = json.loads(asked("--json"), parse_constant=pytest.fail)["scans"]
+    assert entry["findings"]["has air"] is None and 0 < entry["findings"]["ill"] < 1
+    lines = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert next(line for line in lines if ",finding,has air," in line).endswith(",")
 
 
 def test_check_shows_findings(folder: Path, tmp_path: Path) -> None:

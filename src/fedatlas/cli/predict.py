@@ -92,7 +92,7 @@ def call(arguments: argparse.Namespace) -> int:
         for entry in result["scans"]:
             results = [f"{name} {volume:.1f} ml" for name, volume in entry["millilitres"].items()]
             results += [f"{name} {count:,} pixels" for name, count in entry.get("pixels", {}).items()]
-            results += [f"{name} {p:.3f}" for name, p in entry.get("findings", {}).items()]
+            results += [f"{name} {p:.3f}" for name, p in entry.get("findings", {}).items() if p is not None]
             print(f"{entry['labels']}: {', '.join(results) or 'nothing found'}")
         if result["stored"]:
             print(f"stored at {arguments.dicomweb}: {result['stored']} ({chosen['form']})")

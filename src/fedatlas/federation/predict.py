@@ -1,6 +1,7 @@
 """Predicting files with a trained model: label maps of scans and pictures, findings of whole images."""
 
 import csv
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -305,11 +306,13 @@ def _predict_picture(
         | {"share": f"{count / size:.6f}", "probability": ""}
         for name, count in pixels.items()
     ]
-    findings = {} if told.findings is None else dict(zip(space.findings, told.findings.tolist(), strict=True))
+    told_of = {} if told.findings is None else dict(zip(space.findings, told.findings.tolist(), strict=True))
+    # NaN: no model speaks for the class that it is about
+    findings = {name: None if math.isnan(p) else p for name, p in told_of.items()}
     rows += [
         where
         | {"kind": "finding", "name": name, "file": "", "pixels": "", "share": ""}
-        | {"probability": f"{value:.6f}"}
+        | {"probability": "" if value is None else f"{value:.6f}"}
         for name, value in findings.items()
     ]
     entry = {
