@@ -180,6 +180,17 @@ def test_secure_aggregation_leaves_out_what_needs_local_models(tmp_path: Path, u
     assert "No site's own model is known" in found["privacy"] and "ε" not in found["privacy"]
 
 
+def test_secure_aggregation_counts_the_sites_that_train(tmp_path: Path, undrawn: None) -> None:
+    run = write_run(
+        tmp_path / "run", **{**SMALL, "sites": ("alpha", "beta", "gamma")}, exchange="secure: {bits: 20}\n"
+    )
+    assert "2 of 3" in sections(page.write(run).read_text(encoding="utf-8"))["privacy"]
+    info = json.loads((run / "run.json").read_text())
+    info["sites"]["beta"]["role"] = "test"
+    (run / "run.json").write_text(json.dumps(info))
+    assert "2 of 2" in sections(page.write(run).read_text(encoding="utf-8"))["privacy"]
+
+
 def test_the_central_mode_is_told_apart(tmp_path: Path, undrawn: None) -> None:
     both = "privacy: {clip: 1.0, noise: 2.0, delta: 1.0e-05, mode: central}\nsecure: {bits: 24}\n"
     run = write_run(tmp_path / "run", **SMALL, exchange=both)
