@@ -483,6 +483,25 @@ def test_codes_of_classes() -> None:
     }
 
 
+def test_lesions_are_no_organs(volume, tmp_path) -> None:
+    space = LabelSpace(("background", "liver", "Kidney-tumour", "tumor", "left_cysts", "biomass", "a", "b"))
+    given = {"a": ("1", "99X", "Pulmonary nodule"), "b": ("2", "99X", "Lobe")}
+    codes, told = drawings.meanings(space, given)
+    lesions = {"Kidney-tumour", "tumor", "left_cysts", "a"}
+    assert {name for name, code in codes.items() if code.category == drawings.ALTERED} == lesions
+    assert told["Kidney-tumour"] == "Morphologically Altered Structure (SCT 49755003)"
+    assert told["tumor"] == "Tumor (SCT 108369006)"
+    labels = labels_of(volume.voxels.shape)
+    seg = drawings.write_seg(None, labels, volume, space, codes, "run")
+    for segment in seg.SegmentSequence:
+        (category,) = segment.SegmentedPropertyCategoryCodeSequence
+        wanted = "49755003" if segment.SegmentLabel in lesions else "91723000"
+        assert (category.CodeValue, category.CodingSchemeDesignator) == (wanted, "SCT")
+    rtstruct = drawings.write_rtstruct(None, labels, volume, space, codes, "run")
+    kinds = [one.RTROIInterpretedType for one in rtstruct.RTROIObservationsSequence]
+    assert kinds == ["ORGAN", "", "", "", "ORGAN", "", "ORGAN"]
+
+
 def test_sides_of_classes_may_be_short() -> None:
     codes, _ = drawings.meanings(LabelSpace(("background", "Parotid_L", "Kidney-Rt", "SpinalCord")), {})
     assert codes["Parotid_L"] == drawings.Meaning("45289007", "SCT", "Parotid gland", "left")

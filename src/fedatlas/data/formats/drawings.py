@@ -6,6 +6,7 @@ Shapes: C classes; X columns, Y rows and Z slices of a series, as in `data.forma
 import colorsys
 import hashlib
 import importlib
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -176,17 +177,23 @@ def _numbers(value: Any) -> Sequence[Any]:
 # ------------------------------------------------------------------------------------------------ writing
 
 
+CATEGORY = ("91723000", "SCT", "Anatomical Structure")
+ALTERED = ("49755003", "SCT", "Morphologically Altered Structure")
+LESION = re.compile(r"\b(tumou?r|lesion|mass|nodule|cyst|o?edema|necros[ie]s)(s|es)?\b")
+"""Words for what is no organ, in names of classes and meanings of codes."""
+
+
 @dataclass(frozen=True)
 class Meaning:
-    """What a class is in DICOM's codes: value, scheme and meaning of its kind, and its side, if it has one."""
+    """What a class is in DICOM's codes: value, scheme and meaning of its kind, its side, if it has one, and its category."""
 
     value: str
     scheme: str
     meaning: str
     side: str = ""
+    category: tuple[str, str, str] = CATEGORY
 
 
-CATEGORY = ("91723000", "SCT", "Anatomical Structure")
 SIDES = {"left": ("7771000", "SCT", "Left"), "right": ("24028007", "SCT", "Right")}
 
 
@@ -194,7 +201,7 @@ def meanings(
     space: LabelSpace, codes: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, Meaning], dict[str, str]]:
     """Class -> its code: of `codes` (value, scheme, meaning), else that of SNOMED CT's structure of the class's name, else
-    "anatomical structure"; and of classes without one in `codes` a text of what was taken."""
+    "anatomical structure", or of a lesion "morphologically altered structure"; and of classes without one in `codes` a text of what was taken."""
     known = importlib.import_module("pydicom.sr.codedict").codes.SCT
     keywords = {name.lower(): name for name in dir(known)}
     found, told = dict[str, Meaning](), dict[str, str]()
@@ -204,15 +211,18 @@ def meanings(
         side = next((word for word in words if word in SIDES), "")
         if name in codes:
             value, scheme, meaning = codes[name]
-            found[name] = Meaning(value, scheme, meaning, side)
+            category = ALTERED if LESION.search(" ".join([*words, meaning.lower()])) else CATEGORY
+            found[name] = Meaning(value, scheme, meaning, side, category)
             continue
+        category = ALTERED if LESION.search(" ".join(words)) else CATEGORY
         bare = "".join(word for word in words if word not in SIDES)
+        bare = bare.replace("tumour", "tumor").replace("oedema", "edema")
         # "parotid" is in the dictionary as "parotid gland"
         keyword = next(
             (keywords[k] for k in (bare, f"{bare}gland", f"{bare}structure") if k in keywords), None
         )
-        value, scheme, meaning = CATEGORY if keyword is None else tuple(getattr(known, keyword))[:3]
-        found[name] = Meaning(value, scheme, meaning, side)
+        value, scheme, meaning = category if keyword is None else tuple(getattr(known, keyword))[:3]
+        found[name] = Meaning(value, scheme, meaning, side, category)
         told[name] = f"{meaning} ({scheme} {value}{', ' + side if side else ''})"
     return found, told
 
@@ -253,7 +263,7 @@ def write_seg(
         segment = hd.seg.SegmentDescription(
             number,
             space.names[c][:64],
-            coded(*CATEGORY),
+            coded(*code.category),
             coded(code.value, code.scheme, code.meaning),
             hd.seg.SegmentAlgorithmTypeValues.AUTOMATIC,
             algorithm_identification=algorithm,
@@ -466,7 +476,7 @@ def _observation(number: int, code: Meaning) -> Any:
         ObservationNumber=number,
         ReferencedROINumber=number,
         RTROIIdentificationCodeSequence=[kind],
-        RTROIInterpretedType="ORGAN",
+        RTROIInterpretedType="" if code.category == ALTERED else "ORGAN",
         ROIInterpreter="",
     )
 
