@@ -15,7 +15,7 @@ import pytest
 from dicom_series import NAME, NUMBER, sample, write_enhanced, write_series
 from pydicom.dataelem import RawDataElement
 from pydicom.tag import Tag
-from pydicom.uid import ExplicitVRLittleEndian
+from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data.formats import dicom, drawings
@@ -433,6 +433,7 @@ def test_labels_come_back_as_they_were(space, kind, source, tmp_path) -> None:
     pydicom.dcmwrite(stored, again)  # as a client of a PACS sends it
     assert stored.getvalue()[128:132] == b"DICM"
     assert again.SOPInstanceUID == made.SOPInstanceUID  # the same result is the same object
+    assert again.file_meta.TransferSyntaxUID == ExplicitVRLittleEndian  # unless a contour is too long for it
 
 
 @pytest.mark.parametrize("syntax", ["ours", "explicit"])
@@ -445,6 +446,7 @@ def test_a_contour_above_64_kb_comes_back(syntax, tmp_path) -> None:
     file = tmp_path / "scan" / "rtstruct.dcm"
     drawings.write_rtstruct(file, labels, volume, SPACE, drawings.meanings(SPACE, {})[0], "run")
     data = pydicom.dcmread(file)
+    assert data.file_meta.TransferSyntaxUID == ImplicitVRLittleEndian
     if syntax == "explicit":
         data.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
         with pytest.warns(UserWarning, match="exceeds the size of 64 kByte"):

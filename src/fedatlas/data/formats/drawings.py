@@ -331,7 +331,7 @@ def write_rtstruct(
         made.FrameOfReferenceUID, made.PositionReferenceIndicator = frame, ""
         made.ReferencedFrameOfReferenceSequence = [_reference(volume, frame)]
         slices = np.ascontiguousarray(np.moveaxis(labels, -1, -3))  # [Z, X, Y], or [C, Z, X, Y]
-        rois, contours, observations = [], [], []
+        rois, contours, observations, drawn = [], [], [], list[tuple[Any, bytes]]()
         for number, c in enumerate(space.foreground, start=1):
             name = space.names[c]
             rois.append(
@@ -342,8 +342,10 @@ def write_rtstruct(
                     ROIGenerationAlgorithm="AUTOMATIC",
                 )
             )
-            contours.append(_contours(number, slices == c if space.exclusive else slices[c] > 0, volume))
+            mask = slices == c if space.exclusive else slices[c] > 0
+            contours.append(_contours(number, mask, volume, drawn))
             observations.append(_observation(number, codes[name]))
+        _store(drawn, made.file_meta)
         made.StructureSetROISequence = rois
         made.ROIContourSequence = contours
         made.RTROIObservationsSequence = observations
@@ -403,9 +405,6 @@ def _structure_set(volume: Volume, model: str, digest: str) -> Any:
     _copy_modules(source, made)
     meta = module.dataset.FileMetaDataset()
     meta.MediaStorageSOPClassUID, meta.MediaStorageSOPInstanceUID = made.SOPClassUID, made.SOPInstanceUID
-    meta.TransferSyntaxUID = (
-        "1.2.840.10008.1.2"  # implicit VR: with explicit VR a contour holds 64 kB at most
-    )
     made.file_meta = meta
     made.preamble = bytes(128)  # or else what stores it leaves the beginning of a file out
     return made
@@ -431,10 +430,11 @@ def _reference(volume: Volume, frame: str) -> Any:
     return _item(FrameOfReferenceUID=frame, RTReferencedStudySequence=[study])
 
 
-def _contours(number: int, slices: np.ndarray, volume: Volume) -> Any:
-    """The contours of an ROI, a mask [Z, X, Y]; each names the object, or the frame, that it is drawn on."""
+def _contours(number: int, slices: np.ndarray, volume: Volume, drawn: list[tuple[Any, bytes]]) -> Any:
+    """The contours of an ROI, a mask [Z, X, Y]; each names the object, or the frame, that it is drawn on. They are added to
+    `drawn`, with their points, which `_store` puts in."""
     to_patient, one = LPS @ volume.affine, _frames_of_one(volume)
-    drawn = []
+    first = len(drawn)
     for z in np.flatnonzero(slices.any(axis=(1, 2))).tolist():
         for outline in outlines(slices[z]):
             image = _image(volume.headers[0 if one else z])
@@ -443,25 +443,36 @@ def _contours(number: int, slices: np.ndarray, volume: Volume) -> Any:
             indices = np.column_stack([outline, np.full(len(outline), z), np.ones(len(outline))])
             drawn.append(_contour(image, (indices @ to_patient.T)[:, :3]))
     roi = _item(ReferencedROINumber=number, ROIDisplayColor=_colour(number))
-    if drawn:
-        roi.ContourSequence = drawn
+    if drawn[first:]:
+        roi.ContourSequence = [contour for contour, _ in drawn[first:]]
     return roi
 
 
-def _contour(image: Any, points: np.ndarray) -> Any:
-    """A closed contour through points [n, 3], mm in LPS, drawn on an image."""
+def _contour(image: Any, points: np.ndarray) -> tuple[Any, bytes]:
+    """A closed contour through points [n, 3], mm in LPS, drawn on an image, and these as a file holds them."""
     made = _item(
         ContourImageSequence=[image],
         ContourGeometricType="CLOSED_PLANAR",
         NumberOfContourPoints=len(points),
     )
-    # in the form in which a file holds it: pydicom would check and keep every number by itself
-    elements, tag = importlib.import_module("pydicom.dataelem"), importlib.import_module("pydicom.tag")
     text = "\\".join([f"{value:.3f}" for value in points.ravel().tolist()])
-    value = f"{text}{' ' * (len(text) % 2)}".encode()
-    made.add(elements.RawDataElement(tag.Tag("ContourData"), "DS", len(value), value, 0, True, True))
-    made.set_original_encoding(True, True, pydicom().charset.default_encoding)
-    return made
+    return made, f"{text}{' ' * (len(text) % 2)}".encode()
+
+
+def _store(drawn: Sequence[tuple[Any, bytes]], meta: Any) -> None:
+    """Puts the points of contours in, in the form in which a file holds them: pydicom would check and keep every number by itself.
+
+    With explicit VR, which is what the web service of an archive wants, none can have more than 64 kB; a file with such a contour has
+    implicit VR.
+    """
+    elements, tag = importlib.import_module("pydicom.dataelem"), importlib.import_module("pydicom.tag")
+    implicit = any(len(value) > 0xFFFE for _, value in drawn)
+    meta.TransferSyntaxUID = "1.2.840.10008.1.2" if implicit else "1.2.840.10008.1.2.1"
+    for contour, value in drawn:
+        contour.add(
+            elements.RawDataElement(tag.Tag("ContourData"), "DS", len(value), value, 0, implicit, True)
+        )
+        contour.set_original_encoding(implicit, True, pydicom().charset.default_encoding)
 
 
 def _observation(number: int, code: Meaning) -> Any:
