@@ -116,9 +116,10 @@ def keep_record(
 ) -> bool:
     """Writes the record of a run that is finished and has none; whether it did.
 
-    A record that is there stays, and where the run has other values than its record that is told; where it has no predictions, which the
-    run has now, it is made again. One of another configuration is replaced. A run folder of another configuration has no record. Where a run's images or models are not here, its record has no
-    predictions, which is told. Raises RunFolderError for a file in a record's place that is none.
+    A record that is there stays, and where the run has other values than its record that is told; one without predictions, which can
+    be made now, is made again, and one of another configuration is replaced. A run folder of another configuration has no record.
+    Where a run's images or models are not here, its record has no predictions, which is told. Raises RunFolderError for a file in a
+    record's place that is none.
     """
     path, file = comparison.path(arm, seed), record_of(comparison, folder, arm, seed)
     try:
@@ -126,21 +127,19 @@ def keep_record(
             return False
     except FedAtlasError:
         return False  # where the tables are made it is told
+    same, there = False, dict[str, bytes]()
     if file.exists():
         there = _unpacked(file)
         _about(file, there)
         with tempfile.TemporaryDirectory() as made:
             _write(there, Path(made))
             same = _taken(comparison.federations[arm][seed], Path(made))
-        other = there["rows.csv"] != (path / "rows.csv").read_bytes()
-        if same and other:
+    if same:
+        if there["rows.csv"] != (path / "rows.csv").read_bytes():
             tell(f"{path}: other values than its record {file}, which stays")
-        if same and (
-            other or not has_intervals(comparison) or any(name.startswith("sites/") for name in there)
-        ):
             return False
-    else:
-        same = False
+        if not has_intervals(comparison) or any(name.startswith("sites/") for name in there):
+            return False
     try:
         predict(comparison, arm, seed)
     except FedAtlasError as error:

@@ -142,16 +142,12 @@ class PseudoLabels(Method):
     def loss(self) -> LossChoice:
         """That of the method within, which its teachers have too, unless they have their own; of a method whose loss is of
         heads, the default for exclusive classes."""
-        chosen = self.method.loss or LossChoice()
-        kind = losses.find(chosen.name)
-        return chosen if kind is None or kind.exclusive else LossChoice()
+        return _exclusive(self.method.loss or LossChoice())
 
     def teachers_loss(self, space: LabelSpace) -> LossChoice:
         """`loss`, as the method within has it where the file leaves it open."""
         inner = self.method
-        own = inner.supervised(space) if isinstance(inner, Supervised) else self.loss
-        kind = losses.find(own.name)
-        return own if kind is None or kind.exclusive else LossChoice()
+        return _exclusive(inner.supervised(space)) if isinstance(inner, Supervised) else self.loss
 
     @property
     def nets(self) -> Mapping[str, NetSpec]:
@@ -228,3 +224,9 @@ class PseudoLabels(Method):
     def plan(self, rounds: int) -> list[str]:
         """What `check` should tell. Raises as the method within does."""
         return self.method.plan(rounds)
+
+
+def _exclusive(chosen: LossChoice) -> LossChoice:
+    """The loss, or the default where it is not for exclusive classes."""
+    kind = losses.find(chosen.name)
+    return chosen if kind is None or kind.exclusive else LossChoice()

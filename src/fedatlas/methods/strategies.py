@@ -357,8 +357,8 @@ class GroupNormalisation(Strategy):
             members = [site for site in replies.sites if self.method.group_of(site) == group]
             trained = mean.trained(members)
             names = [name for name in kept["names"] if name in trained]
-            heard = mean(replies.each("model"), members=members, names=names) if names else {}
-            groups[group] = groups.get(group, {}) | heard
+            layers = mean(replies.each("model"), members=members, names=names) if names else {}
+            groups[group] = groups.get(group, {}) | layers
         return mean(replies.each("model")), {**kept, "groups": groups}
 
     def members(self, kept: Mapping[str, Any], model: Tensors, site: str) -> list[Member]:

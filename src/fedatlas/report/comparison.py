@@ -330,8 +330,10 @@ def _by_seed(arm: Mapping[str, Any], key: str) -> dict[int, float]:
     elif key == EXCLUDE:
         values = arm["exclude"]
     else:
-        values = arm["per_class"].get(key) or arm["per_cell"].get(key, [])
-    return {seed: value for seed, value in zip(arm["seeds"], values, strict=False) if value is not None}
+        values = arm["per_class"].get(key) or arm["per_cell"].get(key)
+    if not values:
+        return {}
+    return {seed: value for seed, value in zip(arm["seeds"], values, strict=True) if value is not None}
 
 
 def _best(
