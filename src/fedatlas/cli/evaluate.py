@@ -48,8 +48,10 @@ def call(arguments: argparse.Namespace) -> int:
     reading = shared.options_of_a_layout(arguments.reading)
     of_images = task_name(arguments.run) == "classification"
     if not arguments.data.is_dir():
-        what = "is a file; a folder is expected" if arguments.data.exists() else "no such folder"
-        raise FedAtlasError(f"--data {arguments.data}: {what}, as a site has it")
+        what = "is a file" if arguments.data.exists() else "no such folder"
+        raise FedAtlasError(
+            f"--data {arguments.data}: {what}; give a folder of images and labels, as a site has it"
+        )
     if of_images:
         shared.only_of_voxels(arguments)
     names = ("model", "out", "device", "anyway", "format", "table", "labels", "test_labels")

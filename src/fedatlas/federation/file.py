@@ -306,14 +306,14 @@ def _all_used(federation: Federation) -> None:
                 else "leave it out"
             )
             raise FederationError(f"evaluation: {key}: is for {other}, and the task is {task}; {instead}")
-    axes, whole = 2, "images have"
+    axes, whole = 2, "images"
     if federation.preprocessing is not None:
-        axes, whole = len(federation.preprocessing.patch), "patches (preprocessing.patch) have"
+        axes, whole = len(federation.preprocessing.patch), "patches (preprocessing.patch)"
     beyond = [axis for axis in federation.augmentation.mirror if axis >= axes]
     if beyond:
-        known = ", ".join(map(str, range(axes - 1)))
+        known = ", ".join(map(str, range(axes)))
         raise FederationError(
-            f"augmentation: mirror: got the axis {beyond[0]}; {whole} {axes}, {known} and {axes - 1}"
+            f"augmentation: mirror: got the axis {beyond[0]}, and {whole} have {axes} axes; allowed: {known}"
         )
 
 
