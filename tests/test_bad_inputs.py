@@ -152,7 +152,7 @@ def test_an_axis_that_is_not_there_is_not_mirrored(small, small_images) -> None:
     flat = small | {"augmentation": {"mirror": [0, 2]}}
     for values in (flat, small_images | {"augmentation": {"mirror": [2]}}):
         with pytest.raises(
-            FederationError, match="augmentation: mirror: got the axis 2; .* have 2 axes; allowed: 0, 1"
+            FederationError, match="augmentation: mirror: got the axis 2, and .* have 2 axes; allowed: 0, 1"
         ):
             parse_federation(values, base=Path())
     flat["preprocessing"] |= {"patch": [16, 16, 16]}
