@@ -28,6 +28,7 @@ def options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--seeds", type=int, metavar="N", help="how many seeds (default: as the file says)")
     made.add_argument("--arms", metavar="A,B", help="train only these; the tables hold all")
     made.add_argument("--workers", type=int, metavar="N", help="worker processes, in place of engine.workers")
+    made.add_argument("--device", help="where sites train (cpu, cuda, …), in place of engine.device")
     made.add_argument(
         "--table",
         type=Path,
@@ -68,6 +69,7 @@ def call(arguments: argparse.Namespace) -> int:
         runs=arguments.runs,
         seeds=arguments.seeds,
         workers=arguments.workers,
+        device=arguments.device,
     )
     if arguments.table:
         check_page(comparison, arguments.table)

@@ -339,11 +339,12 @@ def load_comparison(
     runs: Path = Path("runs"),
     seeds: int | None = None,
     workers: int | None = None,
+    device: str | None = None,
 ) -> Comparison:
     """One comparison file, or federation files of which each is an arm.
 
     data: the folder from which relative site paths of the base are taken. seeds: how many; of federation files the
-    seeds 0, 1, … in place of their own. workers: in place of `engine.workers`.
+    seeds 0, 1, … in place of their own. workers, device: in place of those of `engine`.
 
     Raises FederationError naming the file, the key, what was got and what is allowed.
     """
@@ -359,7 +360,8 @@ def load_comparison(
         engine = federation.engine
         cache = engine.cache or str((runs / ".cache").resolve())
         workers_ = engine.workers if workers is None else workers
-        return replace(federation, engine=replace(engine, cache=cache, workers=workers_))
+        device_ = device or engine.device
+        return replace(federation, engine=replace(engine, cache=cache, workers=workers_, device=device_))
 
     federations = {
         arm: {seed: placed(federation) for seed, federation in of_arm.items()}

@@ -380,9 +380,11 @@ def egress_log(federation: Federation, path: Path, run: str) -> EgressLog:
     return EgressLog(path, run=f"{run} {hash_of(federation)[:8]}", method=federation.method["name"])
 
 
-def arithmetic() -> str:
-    """What of the processor decides how torch rounds: its vector instructions, and those for bf16 where torch tells them. Bits repeat
-    where this is the same."""
+def arithmetic(device: str = "cpu") -> str:
+    """What decides how torch rounds on a device: of a processor its vector instructions, and those for bf16 where torch tells them,
+    and bits repeat where this is the same; of a GPU its name, and nothing is promised."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
     has = getattr(torch.cpu, "get_capabilities", dict)()
     level = torch.backends.cpu.get_cpu_capability()
     return ", ".join([level, *(name for name in ("avx512_bf16", "amx_bf16") if has.get(name))])

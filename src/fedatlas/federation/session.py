@@ -902,7 +902,7 @@ def _describe(folder: RunFolder, parties: Parties, net: nn.Module) -> None:
         "machine": {
             "platform": platform.platform(),
             "processor": platform.processor() or platform.machine(),
-            "arithmetic": arithmetic(),
+            "arithmetic": arithmetic(federation.engine.device),
             "cores": os.cpu_count(),
             "torch_threads": federation.threads_per_site,
         },

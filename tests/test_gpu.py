@@ -1,0 +1,48 @@
+"""Training on a GPU: every method with every task that it is for. Skipped where there is no GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from method_cases import PAIRS, with_method
+
+from fedatlas.evaluation.statistics import read_rows
+from fedatlas.federation.design import arithmetic
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.transport.rounds import RunFolder, read_json
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU that torch can use is here")
+
+
+def trained(values: dict[str, Any], path: Path, device: str) -> Path:
+    """A finished run on a device."""
+    engine = values["engine"] | {"device": device}
+    run_federation(parse_federation(values | {"engine": engine}, base=Path()), path, tell=lambda text: None)
+    return path
+
+
+@pytest.mark.parametrize(("name", "task"), PAIRS)
+def test_every_method_trains_as_on_a_processor(name, task, small, small_images, tmp_path: Path) -> None:
+    """The batches are the same, so that the losses of the first round differ by rounding alone (convolutions may be in tf32,
+    and two steps have been taken before the third); and the same cases are scored."""
+    values = with_method(small if task == "segmentation" else small_images, name)
+    here, there = (trained(values, tmp_path / device, device) for device in ("cpu", DEVICE))
+    logs = [[read_json(file) for file in RunFolder(path).files("log.json")] for path in (here, there)]
+    first, other = (next(log["sites"] for log in log_ if log["round"] == 1) for log_ in logs)
+    assert first.keys() == other.keys()
+    for site, numbers in first.items():
+        assert numbers.keys() == other[site].keys()
+        for key in numbers:
+            if key.endswith("loss"):
+                np.testing.assert_allclose(other[site][key], numbers[key], rtol=0.05, atol=0.01, err_msg=key)
+    cells = [
+        {(row["site"], row["case"], row["class"]) for row in read_rows(path / "rows.csv")}
+        for path in (here, there)
+    ]
+    assert cells[0] == cells[1]
+    assert read_json(there / "run.json")["machine"]["arithmetic"] == arithmetic(DEVICE)
+    assert arithmetic(DEVICE) == torch.cuda.get_device_name()
