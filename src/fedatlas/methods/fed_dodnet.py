@@ -28,7 +28,7 @@ Shapes: B batch, C classes with the background, H channels of all heads (C - 1),
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,6 @@ MEMORY = "fed_dodnet.own"
 """The key of a site's memory with the tensors that it keeps."""
 
 
-@runtime_checkable
 class DynamicHead(Protocol):
     """A net whose controller makes a head per task; `forward(x, tasks=...)` gives the heads, see `nets.dodnet`."""
 
@@ -190,9 +189,10 @@ def all_heads(found: Sequence[Tensor], organs: Groups, H: int) -> Tensor:
 def tasks_of(net: nn.Module) -> Groups:
     """The classes of every task of the net with a dynamic head that `net` is, or wraps. Raises FederationError where
     there is none."""
-    found = next((module for module in net.modules() if isinstance(module, DynamicHead)), None)
-    if found is None:
-        raise FederationError(
-            f"method fed_dodnet: the net {type(net).__name__} has no dynamic head; set net.name to dodnet"
-        )
-    return found.organs
+    for module in net.modules():
+        # not isinstance: from Python 3.12 on that of a protocol does not see what a module registers
+        if hasattr(module, "organs") and hasattr(module, "controller"):
+            return cast(DynamicHead, module).organs
+    raise FederationError(
+        f"method fed_dodnet: the net {type(net).__name__} has no dynamic head; set net.name to dodnet"
+    )
