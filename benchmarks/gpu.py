@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,11 +94,18 @@ def _wait(device: torch.device) -> None:
 
 
 def steps(
-    name: str, kind: str, options: dict[str, Any], shape: Shape, device: torch.device, repeats: int
+    name: str,
+    kind: str,
+    options: dict[str, Any],
+    shape: Shape,
+    device: torch.device,
+    repeats: int,
+    ways: Sequence[str],
 ) -> None:
-    """Prints one line per way, and what ConDistFL's step takes beside FedAvg's in bf16."""
+    """Prints one line per way, and what ConDistFL's step takes beside FedAvg's."""
     whole = kind == IMAGES[1]
-    for way, how in WAYS.items():
+    for way in ways:
+        how = WAYS[way]
         if how.get("precision") == "fp16" and device.type != "cuda":
             continue
         try:
@@ -226,17 +233,25 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="small inputs")
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--ways", default=";".join(WAYS), help=f"some of: {'; '.join(WAYS)}")
+    parser.add_argument(
+        "--nets", default="", help="only nets whose name has one of these words in it, parted by ;"
+    )
     parser.add_argument("--data", type=Path, help="the folder of head and neck CT, with site-a to site-d")
     given = parser.parse_args()
+    ways = [way.strip() for way in given.ways.split(";")]
+    if not set(ways) <= set(WAYS):
+        parser.error(f"--ways {given.ways}: some of {'; '.join(WAYS)} are expected, parted by ;")
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         print("no GPU that torch can use is here; --device cpu --small runs the same code on a processor")
         return 2
     device = torch.device(given.device)
     if device.type == "cuda":
         print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
-    for name, (kind, options, shape) in NETS.items():
-        steps(name, kind, options, smaller(shape) if given.small else shape, device, given.repeats)
-    steps(*IMAGES[:2], {}, smaller(IMAGES[2]) if given.small else IMAGES[2], device, given.repeats)
+    for name, (kind, options, shape) in [*NETS.items(), (IMAGES[0], (IMAGES[1], {}, IMAGES[2]))]:
+        if any(word.strip() in name for word in given.nets.split(";")):
+            size = smaller(shape) if given.small else shape
+            steps(name, kind, options, size, device, given.repeats, ways)
     copies((2, 1, 32, 32, 32) if given.small else (2, 1, 128, 128, 128), device)
     if given.data:
         real_run(given.data, given.device)
