@@ -531,7 +531,11 @@ def test_a_difference_without_its_reference_is_told() -> None:
 
 def test_processors_that_round_differently_are_told() -> None:
     found = results(one=[0.5, 0.6], two=[0.5, 0.6], three=[0.5, 0.6])
-    assert "Processors" not in markdown(found)
+    assert "rocessor" not in markdown(found)  # none was kept
+    for arm in found["arms"].values():
+        arm["arithmetic"] = ["NVIDIA H100"]
+    assert "All runs on one kind of processor: NVIDIA H100." in markdown(found)
+    found["arms"]["three"]["arithmetic"] = [None]
     found["arms"]["one"]["arithmetic"] = ["AVX512, amx_bf16"]
     found["arms"]["two"]["arithmetic"] = ["AVX512, amx_bf16", "AVX2"]
     told = "as another seed would: AVX512, amx_bf16: one, two; AVX2: two; not kept: three."

@@ -1,4 +1,4 @@
-"""Makes the tables of docs/results.md whose runs have records, and from these and the others the ones at its top that put them
+"""Makes the tables of docs/results.md, and of its page of what is begun, whose runs have records, and from these and the others the ones at its top that put them
 together: what to take, which README.md has as well, and what `fedatlas` is worth for segmentation and FedAvg for findings, setting by
 setting.
 
@@ -18,6 +18,7 @@ from fedatlas.federation.yaml import read_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
+BEGUN = ROOT / "docs" / "results-one-seed.md"
 README = ROOT / "README.md"
 RECORDED = sorted(path for path in ROOT.glob("experiments/*/records/*") if path.is_dir())
 """Folders of records, each of the runs of one name and profile."""
@@ -80,6 +81,18 @@ SETTINGS = (
         "head-neck-wide",
         "fedatlas-swa-wide",
         {"matched": "standalone-swa-wide"},
+    ),
+    Setting(
+        "[in 3D, a net of 5.6 million parameters, 1,600 local steps](#in-3d-on-a-gpu)",
+        "head-neck-volumes",
+        "fedatlas",
+        {"matched": "standalone-matched-mean", "centralized": "centralized-matched"},
+    ),
+    Setting(
+        "[the same, both averaged over late rounds](#in-3d-on-a-gpu)",
+        "head-neck-volumes",
+        "fedatlas-swa",
+        {"matched": "standalone-swa"},
     ),
     Setting(
         "[four labelled cases at each site](#few-labelled-cases)",
@@ -244,6 +257,15 @@ TO_TAKE = (
         "the models of all sites",
     ),
     Advice(
+        "the same [in 3D, with a net of 5.6 million parameters](#in-3d-on-a-gpu)",
+        "`fedatlas`, averaged",
+        "head-neck-volumes",
+        "fedatlas-swa",
+        "standalone-swa",
+        "merged models, averaged",
+        ONE_MODEL,
+    ),
+    Advice(
         "organs on images of [a hospital that does not train](#a-protocol-that-nobody-trained-on)",
         "`fedatlas`",
         "head-neck-unseen",
@@ -303,8 +325,8 @@ def is_table(found: Mapping[str, Any]) -> bool:
     return sum(bool(row["seeds"]) for row in found["arms"].values()) > 1
 
 
-def make_tables(page: Path) -> None:
-    """Makes every table of a page again that has records."""
+def make_tables(pages: Sequence[Path]) -> None:
+    """Makes every table of the pages again that has records."""
     with tempfile.TemporaryDirectory() as runs:
         for records in RECORDED:
             there = list(recorded(records, Path(runs)))
@@ -313,8 +335,9 @@ def make_tables(page: Path) -> None:
                     f"{records.relative_to(ROOT)}: no comparison file has these runs and this profile"
                 )
             for comparison, _, found in there:
-                if is_table(found) and table_of(page.read_text(), comparison.name):
-                    write_table(comparison, found, page)
+                for page in pages:
+                    if is_table(found) and table_of(page.read_text(), comparison.name):
+                        write_table(comparison, found, page)
 
 
 def table_of(page: str, place: str) -> str:
@@ -449,6 +472,6 @@ def _with_table(text: str, place: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    make_tables(PAGE)
+    make_tables((PAGE, BEGUN))
     PAGE.write_text(filled(PAGE.read_text()))
     README.write_text(filled_readme(README.read_text(), PAGE.read_text()))

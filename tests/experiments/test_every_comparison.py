@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from fedatlas.compare.plan import load_comparison
+from fedatlas.federation.design import space_of
+from fedatlas.federation.file import make_method
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.methods.fedatlas import NO_CLASS_LOST, FedAtlas
 
@@ -27,6 +29,11 @@ def test_a_comparison_can_be_read(path: Path, profile: str | None, tmp_path: Pat
     comparison = load_comparison([path], profile=profile, data=tmp_path, runs=tmp_path)
     assert comparison.arms
     assert comparison.seeds
+    for runs in comparison.federations.values():
+        federation = next(iter(runs.values()))
+        if federation.labels.names:  # else they follow from the sites' data
+            # such as a loss that is for other classes than those of the method
+            make_method(federation).check(space_of(federation, {}))
 
 
 @pytest.mark.parametrize("name", ["compare", "few", "annotators"])
