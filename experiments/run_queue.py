@@ -2,6 +2,7 @@
 
     python experiments/run_queue.py QUEUE.yaml --data DIR             # the work, in order; Ctrl-C is safe
     python experiments/run_queue.py QUEUE.yaml --data DIR --status    # what is done, what runs, hours left
+    python experiments/run_queue.py QUEUE.yaml --data DIR --device cuda --at-once 8    # so many runs beside each other
 
 A queue names comparisons; of each all arms and seeds of a profile are run, or those that it lists:
 
@@ -16,11 +17,14 @@ with other code may have other numbers.
 """
 
 import argparse
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from multiprocessing import connection, get_context
 from pathlib import Path
+from typing import Any
 
 from fedatlas.compare.plan import Comparison, load_comparison
 from fedatlas.compare.records import restore_runs, use_records
@@ -49,6 +53,39 @@ class Queue:
     comparisons: tuple[Entry, ...] = option(..., "The comparisons.", min_length=1)
 
 
+Loaded = Sequence[tuple[Comparison, Sequence[str]]]
+"""The comparisons of a queue, each with the arms to train."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a queue is read from, here and in every process that trains: its file, the folders of data and runs, and what takes the place of
+    `engine.device` and `engine.workers`."""
+
+    queue: Path
+    data: Path | None
+    runs: Path
+    device: str | None = None
+    workers: int | None = None
+
+    def load(self) -> Loaded:
+        """Raises FederationError for what cannot be read."""
+        result = []
+        for entry in from_dict(Queue, read_yaml(self.queue), what=str(self.queue)).comparisons:
+            comparison = load_comparison(
+                [self.queue.parent / entry.file],
+                profile=entry.profile,
+                data=self.data / entry.data if self.data and entry.data else self.data,
+                runs=self.runs,
+                seeds=entry.seeds,
+                workers=self.workers,
+                device=self.device,
+            )
+            arms = entry.arms or tuple(comparison.arms)
+            result.append((comparison, tuple(one for arm in arms for one in comparison.trained(arm))))
+        return result
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far a comparison is. rounds: finished ones of those that all its runs have; spent: hours of these rounds, by
@@ -65,19 +102,6 @@ class Progress:
         """Hours that its other rounds take, at the speed of the finished ones; None where there is none."""
         done, of = self.rounds
         return self.spent / done * (of - done) if done else None
-
-
-def load(queue: Path, data: Path | None, runs: Path) -> list[tuple[Comparison, tuple[str, ...]]]:
-    """The comparisons of a queue, each with the arms to train. Raises FederationError for what cannot be read."""
-    result = []
-    for entry in from_dict(Queue, read_yaml(queue), what=str(queue)).comparisons:
-        place = data / entry.data if data and entry.data else data
-        comparison = load_comparison(
-            [queue.parent / entry.file], profile=entry.profile, data=place, runs=runs, seeds=entry.seeds
-        )
-        arms = entry.arms or tuple(comparison.arms)
-        result.append((comparison, tuple(one for arm in arms for one in comparison.trained(arm))))
-    return result
 
 
 def progress(comparison: Comparison, arms: Sequence[str]) -> Progress:
@@ -98,7 +122,7 @@ def progress(comparison: Comparison, arms: Sequence[str]) -> Progress:
     return Progress(finished, len(arms) * len(comparison.seeds), (done, total), spent, running)
 
 
-def status(queue: Sequence[tuple[Comparison, Sequence[str]]]) -> str:
+def status(queue: Loaded) -> str:
     """A line for every comparison, and the hours of all."""
     lines, left, unknown = [], 0.0, 0
     for comparison, arms in queue:
@@ -116,22 +140,91 @@ def status(queue: Sequence[tuple[Comparison, Sequence[str]]]) -> str:
     return "\n".join([*lines, f"{left:.1f} hours left{more}"])
 
 
-def work(queue: Sequence[tuple[Comparison, Sequence[str]]], records: Path | None = None) -> int:
-    """Trains all that is missing, a seed of every comparison before the next seed, so that an early stop leaves complete
-    tables; returns how many runs failed. records: the folder of records, of runs that are finished now, too."""
+def turns(queue: Loaded) -> Iterator[tuple[int, Comparison, Sequence[str], int]]:
+    """The order of the work: a seed of every comparison before the next seed, so that an early stop leaves complete tables. Gives the
+    place in the queue, the comparison with this seed alone, its arms, and the seed."""
+    for position in range(max(len(comparison.seeds) for comparison, _ in queue)):
+        for place, (comparison, arms) in enumerate(queue):
+            if position < len(comparison.seeds):
+                seed = comparison.seeds[position]
+                yield place, _of_seed(comparison, seed), arms, seed
+
+
+def _of_seed(comparison: Comparison, seed: int) -> Comparison:
+    return replace(
+        comparison, federations={arm: {seed: of[seed]} for arm, of in comparison.federations.items()}
+    )
+
+
+def work(queue: Loaded, records: Path | None = None) -> int:
+    """Trains all that is missing, one run after another; returns how many failed. records: the folder of records, of runs that are
+    finished now, too."""
     failed = 0
     keeping = [use_records(comparison, records, _tell) for comparison, _ in queue]
-    for position in range(max(len(comparison.seeds) for comparison, _ in queue)):
-        for (comparison, arms), after_run in zip(queue, keeping, strict=True):
-            if position >= len(comparison.seeds):
-                continue
-            seed = comparison.seeds[position]
-            one = {arm: {seed: of[seed]} for arm, of in comparison.federations.items()}
-            began = f"{datetime.now():%H:%M}"
-            print(f"{began} {comparison.folder.name}, seed {seed}", flush=True)
-            only = replace(comparison, federations=one)
-            failed += len(run_comparison(only, arms=arms, tell=_tell, after_run=after_run))
+    for place, comparison, arms, seed in turns(queue):
+        print(f"{datetime.now():%H:%M} {comparison.folder.name}, seed {seed}", flush=True)
+        failed += len(run_comparison(comparison, arms=arms, tell=_tell, after_run=keeping[place]))
     return failed
+
+
+def work_beside(asked: Asked, queue: Loaded, records: Path | None, at_once: int) -> int:
+    """As `work`, so many runs at a time, each in a process of its own. They begin in the order of `turns`; a process that ends of itself,
+    such as for want of memory, is a run that failed."""
+    failed = 0
+    keeping = [use_records(comparison, records, _tell) for comparison, _ in queue]
+    waiting = [
+        (place, arm, seed)
+        for place, comparison, arms, seed in turns(queue)
+        for arm in arms
+        if not _finished(comparison, arm, seed)
+    ]
+    print(f"{datetime.now():%H:%M} {len(waiting)} runs to do, {at_once} at a time", flush=True)
+    spawn = get_context("spawn")
+    running: dict[int, tuple[Any, connection.Connection, tuple[int, str, int]]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                run = waiting.pop(0)
+                said, says = spawn.Pipe(duplex=False)
+                process = spawn.Process(target=train, args=(says, asked, *run))
+                process.start()
+                says.close()
+                running[process.sentinel] = process, said, run
+            for sentinel in connection.wait(list(running)):
+                process, said, (place, arm, seed) = running.pop(sentinel)
+                process.join()
+                try:
+                    text, well = said.recv()
+                except EOFError:
+                    text, well = f"{arm}-s{seed}: failed: its process ended with {process.exitcode}", False
+                _tell(f"{datetime.now():%H:%M} {queue[place][0].folder.name}: {text}")
+                failed += not well
+                if well:
+                    keeping[place](arm, seed)
+    finally:
+        for process, _, _ in running.values():
+            process.terminate()
+            process.join()
+    return failed
+
+
+def train(says: connection.Connection, asked: Asked, place: int, arm: str, seed: int) -> None:
+    """Trains a run of the queue; sends what is to be told of it, and whether it went well. Ctrl-C is for the process that started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    told: list[str] = []
+    comparison = _of_seed(asked.load()[place][0], seed)
+    try:
+        failed: object = run_comparison(comparison, arms=[arm], tell=told.append)
+    except FedAtlasError as error:  # its data are not there
+        failed, told = error, [f"{arm}-s{seed}: failed: {error}"]
+    says.send((told[-1], not failed))
+
+
+def _finished(comparison: Comparison, arm: str, seed: int) -> bool:
+    try:
+        return state_of(comparison, arm, seed) == "finished"
+    except FedAtlasError:
+        return False  # the process that would train it says why it cannot
 
 
 def _tell(text: str) -> None:
@@ -150,17 +243,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--records", type=Path, metavar="FOLDER", help="where records of finished runs are kept"
     )
+    parser.add_argument("--device", help="where sites train (cpu, cuda, …), in place of engine.device")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="worker processes, in place of engine.workers"
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        metavar="N",
+        help="so many runs beside each other, as on a GPU, of which a small net leaves most idle; each has engine.workers of its own "
+        "if --workers does not say 0",
+    )
     parser.add_argument("--status", action="store_true", help="train nothing, say how far it is")
     given = parser.parse_args(argv)
     try:
-        queue = load(given.queue, given.data, given.runs)
+        for name, least in (("workers", 0), ("at_once", 1)):
+            value = getattr(given, name)
+            if value is not None and value < least:
+                raise FedAtlasError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        asked = Asked(given.queue, given.data, given.runs, given.device, given.workers)
+        queue = asked.load()
         if given.status:
             for comparison, _ in queue:
                 if given.records:
                     restore_runs(comparison, given.records, _tell)
             print(status(queue))
             return 0
-        failed = work(queue, given.records)
+        if given.at_once > 1:
+            failed = work_beside(asked, queue, given.records, given.at_once)
+        else:
+            failed = work(queue, given.records)
         print(status(queue))
     except FedAtlasError as error:
         print(f"error: {error}", file=sys.stderr)

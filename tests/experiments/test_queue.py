@@ -52,6 +52,37 @@ def test_what_is_missing_is_trained_and_told(queue: Path, tmp_path: Path, capsys
     assert "one: 2 of 2 runs\n" in told and "two: 1 of 1 runs\n0.0 hours left" in told
 
 
+def test_runs_beside_each_other_are_the_same(queue: Path, tmp_path: Path, capsys) -> None:
+    """In processes of their own, begun in the order of the queue; a run that fails is told, the others are trained, and the same command
+    trains what is left."""
+    assert QUEUE.main([str(queue), "--runs", str(tmp_path / "runs")]) == 0
+    capsys.readouterr()
+    base = tmp_path / "base.yaml"
+    values = yaml.safe_load(base.read_text())
+    other = tmp_path / "two.yaml"
+    broken = yaml.safe_load(other.read_text())
+    broken["arms"]["fedavg"]["sites"] = {values["sites"][0]["name"]: {"path": str(tmp_path / "gone")}}
+    text = other.read_text()
+    other.write_text(yaml.safe_dump(broken))
+    command = [sys.executable, str(SCRIPT), str(queue), "--runs", str(tmp_path / "beside")]
+    command += ["--records", str(tmp_path / "records"), "--at-once", "2", "--workers", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "3 runs to do, 2 at a time" in done.stdout, done.stderr
+    assert (
+        "two: " in done.stdout and str(tmp_path / "gone") in done.stdout and "one: 2 of 2 runs" in done.stdout
+    )
+    other.write_text(text)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 runs to do" in done.stdout and "two: 1 of 1 runs" in done.stdout, (
+        done.stderr
+    )
+    models = [sorted((tmp_path / name).rglob("last.fa")) for name in ("runs", "beside")]
+    assert [path.parts[-4:] for path in models[0]] == [path.parts[-4:] for path in models[1]]
+    assert len(models[0]) == 3
+    assert [path.read_bytes() for path in models[0]] == [path.read_bytes() for path in models[1]]
+    assert len(list((tmp_path / "records").rglob("*.tar.xz"))) == 3
+
+
 def test_what_has_a_record_is_not_trained_again(queue: Path, tmp_path: Path, capsys) -> None:
     records = ["--records", str(tmp_path / "records")]
     assert QUEUE.main([str(queue), "--runs", str(tmp_path / "runs"), *records]) == 0
