@@ -93,6 +93,19 @@ def test_it_trains_once_and_tells_what_is_left(done, capsys) -> None:
     assert names == ["comparison.html", "fedavg-s0", "fedavg-s1", "prox-s0", "prox-s1"]
 
 
+def test_another_device_is_the_same_run(done) -> None:
+    file, data, runs = done
+    here, there = (
+        load_comparison([file], profile="full", data=data, runs=runs, device=device)
+        for device in (None, "cuda")
+    )
+    for arm, of_seed in there.federations.items():
+        for seed, federation in of_seed.items():
+            assert federation.engine.device == "cuda" and here.federations[arm][seed].engine.device == "cpu"
+            assert hash_of(federation) == hash_of(here.federations[arm][seed])
+    assert call(file, "--data", data, "--runs", runs, "--device", "cuda") == 0, "all are finished"
+
+
 def test_the_table_holds_the_means_of_the_rows(done) -> None:
     file, data, runs = done
     comparison = load_comparison([file], profile="full", data=data, runs=runs)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from findings import findings_federation, write_findings
-from runs import phantom_federation
+from runs import last_state, phantom_federation
 
 from fedatlas.cli import main
 from fedatlas.compare import (
@@ -25,6 +25,11 @@ from fedatlas.compare import (
     state_of,
 )
 from fedatlas.core.errors import RunFolderError
+from fedatlas.federation import session
+from fedatlas.federation.design import arithmetic
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
+from fedatlas.transport.rounds import read_json
 
 
 @pytest.fixture(scope="module")
@@ -302,3 +307,24 @@ def test_records_of_findings_hold_what_intervals_by_patient_need(tmp_path: Path)
     told.clear()
     assert keep_record(there, tmp_path / "other", "prox", 0, told.append)
     assert any("without predictions, of which intervals by patient are made" in line for line in told)
+
+
+def test_a_run_that_goes_on_elsewhere_says_so(small, tmp_path, monkeypatch) -> None:
+    run, info = tmp_path / "run", tmp_path / "run" / "run.json"
+    small["evaluation"] |= {"models": ["last"]}
+    last_state(small, run)
+    here = read_json(info)["machine"]["arithmetic"]
+    last_state(small, run)
+    assert read_json(info)["machine"]["arithmetic"] == here
+    monkeypatch.setattr(session, "arithmetic", lambda device: f"another {device}")
+    told: list[str] = []
+    run_federation(parse_federation(small, base=Path()), run, tell=told.append, resume=True)
+    assert read_json(info)["machine"]["arithmetic"] == f"{here}; then another cpu"
+    assert f"on another kind of processor (another cpu; it was {here}): rounds differently" in "".join(told)
+
+
+def test_arithmetic_of_devices_that_are_not_here() -> None:
+    """As of a server, whose sites train on GPUs."""
+    assert arithmetic("mps") == "mps"
+    if not torch.cuda.is_available():
+        assert arithmetic("cuda:1") == "cuda"

@@ -382,9 +382,12 @@ def egress_log(federation: Federation, path: Path, run: str) -> EgressLog:
 
 def arithmetic(device: str = "cpu") -> str:
     """What decides how torch rounds on a device: of a processor its vector instructions, and those for bf16 where torch tells them,
-    and bits repeat where this is the same; of a GPU its name, and nothing is promised."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
+    and bits repeat where this is the same; of a GPU its name, and nothing is promised. A device that is not on this machine, as where
+    the sites train and the server does not, has its kind's name."""
+    kind = torch.device(device).type
+    if kind != "cpu":
+        there = kind == "cuda" and torch.cuda.is_available()
+        return torch.cuda.get_device_name(device) if there else kind
     has = getattr(torch.cpu, "get_capabilities", dict)()
     level = torch.backends.cpu.get_cpu_capability()
     return ", ".join([level, *(name for name in ("avx512_bf16", "amx_bf16") if has.get(name))])

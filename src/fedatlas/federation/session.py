@@ -540,6 +540,8 @@ def _rounds(
             own.recover()
             best.recover(state.round)
             tell(f"goes on after round {state.round} of {federation.rounds}")
+            if state.round < federation.rounds:
+                _note_processor(folder, federation.engine.device, tell)
 
         def validate(state: State) -> list[dict[str, Any]]:
             if state.round % evaluation.every and state.round != federation.rounds:
@@ -917,6 +919,24 @@ def _describe(folder: RunFolder, parties: Parties, net: nn.Module) -> None:
         "sites": dict(parties.summaries),
     }
     write_atomic(path, to_json(sealed(info, SEALED)))
+
+
+THEN = "; then "
+"""Stands between the kinds of processor on which a run was trained one after another."""
+
+
+def _note_processor(folder: RunFolder, device: str, tell: Tell) -> None:
+    """Writes into run.json, and tells, where training goes on on another kind of processor than it was on last."""
+    path = folder.path / "run.json"
+    info = read_json(path)
+    was, now = info["machine"].get("arithmetic"), arithmetic(device)
+    if was is None or was.rpartition(THEN)[2] == now:
+        return
+    info["machine"]["arithmetic"] = f"{was}{THEN}{now}"
+    write_atomic(path, to_json(info))
+    tell(
+        f"goes on on another kind of processor ({now}; it was {was}): rounds differently, as another seed would"
+    )
 
 
 def _note_change(folder: RunFolder, sites: Sequence[str]) -> None:
