@@ -242,10 +242,10 @@ def main() -> int:
     ways = [way.strip() for way in given.ways.split(";")]
     if not set(ways) <= set(WAYS):
         parser.error(f"--ways {given.ways}: some of {'; '.join(WAYS)} are expected, parted by ;")
-    words = [word.strip() for word in given.nets.split(";")] if given.nets else [""]
+    words = [word.strip() for word in given.nets.split(";") if word.strip()]
     named = [*NETS.items(), (IMAGES[0], (IMAGES[1], {}, IMAGES[2]))]
     for word in words:
-        if given.nets and not (word and any(word in name for name, _ in named)):
+        if not any(word in name for name, _ in named):
             parser.error(f"--nets {given.nets}: {word!r} is in no name of {'; '.join(n for n, _ in named)}")
     if given.device.startswith("cuda") and not torch.cuda.is_available():
         print("no GPU that torch can use is here; --device cpu --small runs the same code on a processor")
@@ -254,7 +254,7 @@ def main() -> int:
     if device.type == "cuda":
         print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     for name, (kind, options, shape) in named:
-        if any(word in name for word in words):
+        if not words or any(word in name for word in words):
             size = smaller(shape) if given.small else shape
             steps(name, kind, options, size, device, given.repeats, ways)
     copies((2, 1, 32, 32, 32) if given.small else (2, 1, 128, 128, 128), device)

@@ -2,7 +2,7 @@
 
     python experiments/run_queue.py QUEUE.yaml --data DIR             # the work, in order; Ctrl-C is safe
     python experiments/run_queue.py QUEUE.yaml --data DIR --status    # what is done, what runs, hours left
-    python experiments/run_queue.py QUEUE.yaml --data DIR --device cuda --at-once 8    # so many runs beside each other
+    python experiments/run_queue.py QUEUE.yaml --data DIR --device cuda --workers 0 --at-once 8    # eight runs beside each other
 
 A queue names comparisons; of each all arms and seeds of a profile are run, or those that it lists:
 
@@ -58,35 +58,6 @@ Loaded = Sequence[tuple[Comparison, Sequence[str]]]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a queue is read from, here and in every process that trains: its file, the folders of data and runs, and what takes the place of
-    `engine.device` and `engine.workers`."""
-
-    queue: Path
-    data: Path | None
-    runs: Path
-    device: str | None = None
-    workers: int | None = None
-
-    def load(self) -> Loaded:
-        """Raises FederationError for what cannot be read."""
-        result = []
-        for entry in from_dict(Queue, read_yaml(self.queue), what=str(self.queue)).comparisons:
-            comparison = load_comparison(
-                [self.queue.parent / entry.file],
-                profile=entry.profile,
-                data=self.data / entry.data if self.data and entry.data else self.data,
-                runs=self.runs,
-                seeds=entry.seeds,
-                workers=self.workers,
-                device=self.device,
-            )
-            arms = entry.arms or tuple(comparison.arms)
-            result.append((comparison, tuple(one for arm in arms for one in comparison.trained(arm))))
-        return result
-
-
-@dataclass(frozen=True)
 class Progress:
     """How far a comparison is. rounds: finished ones of those that all its runs have; spent: hours of these rounds, by
     their logs; running: runs that are begun, with their rounds."""
@@ -102,6 +73,31 @@ class Progress:
         """Hours that its other rounds take, at the speed of the finished ones; None where there is none."""
         done, of = self.rounds
         return self.spent / done * (of - done) if done else None
+
+
+def load(
+    queue: Path,
+    data: Path | None,
+    runs: Path,
+    *,
+    device: str | None = None,
+    workers: int | None = None,
+) -> Loaded:
+    """The comparisons of a queue. device, workers: in place of those of `engine`. Raises FederationError for what cannot be read."""
+    result = []
+    for entry in from_dict(Queue, read_yaml(queue), what=str(queue)).comparisons:
+        comparison = load_comparison(
+            [queue.parent / entry.file],
+            profile=entry.profile,
+            data=data / entry.data if data and entry.data else data,
+            runs=runs,
+            seeds=entry.seeds,
+            workers=workers,
+            device=device,
+        )
+        arms = entry.arms or tuple(comparison.arms)
+        result.append((comparison, tuple(one for arm in arms for one in comparison.trained(arm))))
+    return result
 
 
 def progress(comparison: Comparison, arms: Sequence[str]) -> Progress:
@@ -140,20 +136,15 @@ def status(queue: Loaded) -> str:
     return "\n".join([*lines, f"{left:.1f} hours left{more}"])
 
 
-def turns(queue: Loaded) -> Iterator[tuple[int, Comparison, Sequence[str], int]]:
+def turns(queue: Loaded) -> Iterator[tuple[int, Comparison, Sequence[str]]]:
     """The order of the work: a seed of every comparison before the next seed, so that an early stop leaves complete tables. Gives the
-    place in the queue, the comparison with this seed alone, its arms, and the seed."""
+    place in the queue, the comparison with this seed alone, and its arms."""
     for position in range(max(len(comparison.seeds) for comparison, _ in queue)):
         for place, (comparison, arms) in enumerate(queue):
             if position < len(comparison.seeds):
                 seed = comparison.seeds[position]
-                yield place, _of_seed(comparison, seed), arms, seed
-
-
-def _of_seed(comparison: Comparison, seed: int) -> Comparison:
-    return replace(
-        comparison, federations={arm: {seed: of[seed]} for arm, of in comparison.federations.items()}
-    )
+                of_seed = {arm: {seed: of[seed]} for arm, of in comparison.federations.items()}
+                yield place, replace(comparison, federations=of_seed), arms
 
 
 def work(queue: Loaded, records: Path | None = None) -> int:
@@ -161,43 +152,44 @@ def work(queue: Loaded, records: Path | None = None) -> int:
     finished now, too."""
     failed = 0
     keeping = [use_records(comparison, records, _tell) for comparison, _ in queue]
-    for place, comparison, arms, seed in turns(queue):
-        print(f"{datetime.now():%H:%M} {comparison.folder.name}, seed {seed}", flush=True)
+    for place, comparison, arms in turns(queue):
+        print(f"{datetime.now():%H:%M} {comparison.folder.name}, seed {comparison.seeds[0]}", flush=True)
         failed += len(run_comparison(comparison, arms=arms, tell=_tell, after_run=keeping[place]))
     return failed
 
 
-def work_beside(asked: Asked, queue: Loaded, records: Path | None, at_once: int) -> int:
+def work_beside(queue: Loaded, records: Path | None, at_once: int) -> int:
     """As `work`, so many runs at a time, each in a process of its own. They begin in the order of `turns`; a process that ends of itself,
     such as for want of memory, is a run that failed."""
     failed = 0
     keeping = [use_records(comparison, records, _tell) for comparison, _ in queue]
     waiting = [
-        (place, arm, seed)
-        for place, comparison, arms, seed in turns(queue)
+        (place, comparison, arm)
+        for place, comparison, arms in turns(queue)
         for arm in arms
-        if not _finished(comparison, arm, seed)
+        if not _finished(comparison, arm)
     ]
     print(f"{datetime.now():%H:%M} {len(waiting)} runs to do, {at_once} at a time", flush=True)
     spawn = get_context("spawn")
-    running: dict[int, tuple[Any, connection.Connection, tuple[int, str, int]]] = {}
+    running: dict[int, tuple[Any, connection.Connection, tuple[int, Comparison, str]]] = {}
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
-                run = waiting.pop(0)
+                place, comparison, arm = run = waiting.pop(0)
                 said, says = spawn.Pipe(duplex=False)
-                process = spawn.Process(target=train, args=(says, asked, *run))
+                process = spawn.Process(target=train, args=(says, comparison, arm))
                 process.start()
                 says.close()
                 running[process.sentinel] = process, said, run
             for sentinel in connection.wait(list(running)):
-                process, said, (place, arm, seed) = running.pop(sentinel)
+                process, said, (place, comparison, arm) = running.pop(sentinel)
                 process.join()
+                seed = comparison.seeds[0]
                 try:
                     text, well = said.recv()
                 except EOFError:
                     text, well = f"{arm}-s{seed}: failed: its process ended with {process.exitcode}", False
-                _tell(f"{datetime.now():%H:%M} {queue[place][0].folder.name}: {text}")
+                _tell(f"{datetime.now():%H:%M} {comparison.folder.name}: {text}")
                 failed += not well
                 if well:
                     keeping[place](arm, seed)
@@ -208,21 +200,21 @@ def work_beside(asked: Asked, queue: Loaded, records: Path | None, at_once: int)
     return failed
 
 
-def train(says: connection.Connection, asked: Asked, place: int, arm: str, seed: int) -> None:
-    """Trains a run of the queue; sends what is to be told of it, and whether it went well. Ctrl-C is for the process that started this one."""
+def train(says: connection.Connection, comparison: Comparison, arm: str) -> None:
+    """Trains the one seed of an arm; sends what is to be told of it, and whether it went well. Ctrl-C is for the process that started this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     told: list[str] = []
-    comparison = _of_seed(asked.load()[place][0], seed)
     try:
-        failed: object = run_comparison(comparison, arms=[arm], tell=told.append)
+        failed = run_comparison(comparison, arms=[arm], tell=told.append)
+        says.send((told[-1], not failed))
     except FedAtlasError as error:  # its data are not there
-        failed, told = error, [f"{arm}-s{seed}: failed: {error}"]
-    says.send((told[-1], not failed))
+        says.send((f"{arm}-s{comparison.seeds[0]}: failed: {error}", False))
 
 
-def _finished(comparison: Comparison, arm: str, seed: int) -> bool:
+def _finished(comparison: Comparison, arm: str) -> bool:
+    """Whether the one seed of an arm is trained."""
     try:
-        return state_of(comparison, arm, seed) == "finished"
+        return state_of(comparison, arm, comparison.seeds[0]) == "finished"
     except FedAtlasError:
         return False  # the process that would train it says why it cannot
 
@@ -262,8 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             value = getattr(given, name)
             if value is not None and value < least:
                 raise FedAtlasError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
-        asked = Asked(given.queue, given.data, given.runs, given.device, given.workers)
-        queue = asked.load()
+        queue = load(given.queue, given.data, given.runs, device=given.device, workers=given.workers)
         if given.status:
             for comparison, _ in queue:
                 if given.records:
@@ -271,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(status(queue))
             return 0
         if given.at_once > 1:
-            failed = work_beside(asked, queue, given.records, given.at_once)
+            failed = work_beside(queue, given.records, given.at_once)
         else:
             failed = work(queue, given.records)
         print(status(queue))

@@ -547,7 +547,7 @@ def test_processors_that_round_differently_are_told() -> None:
     assert "rocessor" not in markdown(found)  # none was kept
     for arm in found["arms"].values():
         arm["arithmetic"] = ["NVIDIA H100"]
-    assert "All runs on one kind of processor: NVIDIA H100." in markdown(found)
+    assert "Processor of all runs: NVIDIA H100." in markdown(found)
     found["arms"]["three"]["arithmetic"] = [None]
     found["arms"]["one"]["arithmetic"] = ["AVX512, amx_bf16"]
     found["arms"]["two"]["arithmetic"] = ["AVX512, amx_bf16", "AVX2"]

@@ -25,14 +25,19 @@ def trained(values: dict[str, Any], path: Path, device: str) -> Path:
     return path
 
 
+def first_round(path: Path) -> dict[str, dict[str, float]]:
+    """What every site logged in the first round of a run."""
+    logs = map(read_json, RunFolder(path).files("log.json"))
+    return next(log["sites"] for log in logs if log["round"] == 1)
+
+
 @pytest.mark.parametrize(("name", "task"), PAIRS)
 def test_every_method_trains_as_on_a_processor(name, task, small, small_images, tmp_path: Path) -> None:
     """The batches are the same, so that the losses of the first round differ by rounding alone (convolutions may be in tf32,
     and two steps have been taken before the third); and the same cases are scored."""
     values = with_method(small if task == "segmentation" else small_images, name)
     here, there = (trained(values, tmp_path / device, device) for device in ("cpu", DEVICE))
-    logs = [[read_json(file) for file in RunFolder(path).files("log.json")] for path in (here, there)]
-    first, other = (next(log["sites"] for log in log_ if log["round"] == 1) for log_ in logs)
+    first, other = first_round(here), first_round(there)
     assert first.keys() == other.keys()
     for site, numbers in first.items():
         assert numbers.keys() == other[site].keys()

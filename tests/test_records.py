@@ -319,8 +319,10 @@ def test_a_run_that_goes_on_elsewhere_says_so(small, tmp_path, monkeypatch) -> N
     monkeypatch.setattr(session, "arithmetic", lambda device: f"another {device}")
     told: list[str] = []
     run_federation(parse_federation(small, base=Path()), run, tell=told.append, resume=True)
-    assert read_json(info)["machine"]["arithmetic"] == f"{here}; then another cpu"
-    assert f"on another kind of processor (another cpu; it was {here}): rounds differently" in "".join(told)
+    assert read_json(info)["machine"]["arithmetic"] == f"{here} and then another cpu"
+    assert f"on another kind of processor (another cpu; it was {here}), which rounds differently" in "".join(
+        told
+    )
 
 
 def test_arithmetic_of_devices_that_are_not_here() -> None:

@@ -1,5 +1,5 @@
-"""Makes the tables of docs/results.md, and of its page of what is begun, whose runs have records, and from these and the others the ones at its top that put them
-together: what to take, which README.md has as well, and what `fedatlas` is worth for segmentation and FedAvg for findings, setting by
+"""Makes the tables of docs/results.md, and of its page of what is begun, whose runs have records, and from these and the others the ones
+at its top that put them together: what to take, which README.md has as well, and what `fedatlas` is worth for segmentation and FedAvg for findings, setting by
 setting.
 
     .venv/bin/python tools/results_page.py

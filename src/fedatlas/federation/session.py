@@ -921,7 +921,7 @@ def _describe(folder: RunFolder, parties: Parties, net: nn.Module) -> None:
     write_atomic(path, to_json(sealed(info, SEALED)))
 
 
-THEN = "; then "
+THEN = " and then "
 """Stands between the kinds of processor on which a run was trained one after another."""
 
 
@@ -935,7 +935,7 @@ def _note_processor(folder: RunFolder, device: str, tell: Tell) -> None:
     info["machine"]["arithmetic"] = f"{was}{THEN}{now}"
     write_atomic(path, to_json(info))
     tell(
-        f"goes on on another kind of processor ({now}; it was {was}): rounds differently, as another seed would"
+        f"continues on another kind of processor ({now}; it was {was}), which rounds differently, as another seed would"
     )
 
 

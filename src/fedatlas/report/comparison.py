@@ -690,7 +690,7 @@ def _footer(found: Mapping[str, Any]) -> str:
         told = "; ".join(f"{kind or 'not kept'}: {', '.join(arms)}" for kind, arms in kinds.items())
         lines.append(f"Processors of several kinds, which round differently, as another seed would: {told}.")
     elif kind := next(iter(kinds), None):
-        lines.append(f"All runs on one kind of processor: {kind}.")
+        lines.append(f"Processor of all runs: {kind}.")
     totals: dict[int, list[str]] = {}
     for arm, budget in found["budget"].items():
         if budget["total"] is not None:
