@@ -249,6 +249,7 @@ def test_the_card_names_the_sites_that_trained_the_model(
     model = subject(path, f"local/{own}")
     text = card(model, "safetensors", {}, Path("out"))
     assert f"Trained at site {own} alone (method `standalone`" in text
+    assert f"SCAN.nii.gz --model local/{own} -o out/`" in text
     assert f"| {other} (not of this model) |" in text and f"| {tested} (tested only) |" in text
     assert f"Site {own} did not annotate: kidney. The model" in text
     assert re.findall("Few annotated training cases: (.*)\\.", text) == ["liver (3), spleen (3)"]

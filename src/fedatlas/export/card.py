@@ -257,7 +257,8 @@ def _commands(subject: Subject, form: str, found: Mapping[str, Any], out: Path) 
         "```python\nfrom safetensors import safe_open\n\n"
         'with safe_open("model.safetensors", "pt") as file:\n'
         "    about, weights = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}\n```\n\n"
-        f"The run folder predicts with `fedatlas predict runs/{subject.trained.folder.path.name} {name} -o out/`."
+        f"The run folder predicts with `fedatlas predict runs/{subject.trained.folder.path.name} {name} --model {subject.trained.model} "
+        "-o out/`."
     )
 
 
