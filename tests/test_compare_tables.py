@@ -12,7 +12,7 @@ import yaml
 from scipy import stats
 
 from fedatlas.compare import Comparison, Layout, collect, load_comparison, write_table
-from fedatlas.compare.cells import cell_tests, pairs_of, spread_of
+from fedatlas.compare.cells import cell_tests, over_cases, pairs_of
 from fedatlas.compare.running import average
 from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import holm, rows_text
@@ -137,7 +137,16 @@ def test_a_cell_is_the_mean_and_the_sd_over_cases_averaged_over_seeds(tmp_path) 
     assert line(text, "menu")[2] == f"{index.mean():.2f} ± {index.std(ddof=1):.2f}"
     holes = [{("s", case, "c"): value for case, value in of.items()} for of in
              ({"a": 1.0, "b": 4.0, "d": None}, {"a": 3.0, "b": None, "d": None})]  # fmt: skip
-    assert spread_of(holes) == {("s", "c"): (2, pytest.approx(np.std([2, 4], ddof=1)))}
+    assert over_cases(holes) == {("s", "c"): (2, 3.0, pytest.approx(np.std([2, 4], ddof=1)))}
+    gaps = menu(
+        tmp_path / "gaps",
+        seeds=[0, 1],
+        measure={"metric": "asd"},
+        layout={**TABLE, "percent": False, "decimals": 2},
+    )
+    for seed, of in enumerate(([1.0, None], [2.0, 6.0])):  # a case with a value in one seed counts once
+        pretend(gaps, "menu", {"best": {"c1/liver": of}}, seed, "asd")
+    assert line(markdown(collect(gaps)), "menu")[0] == "3.75 (3.18)"
 
 
 def test_underlined_is_what_the_paired_t_test_finds(tmp_path) -> None:
@@ -352,6 +361,33 @@ def test_the_verdict_ranks_what_is_whole(tmp_path) -> None:
     assert "| unet | 1 | **2.0** | – | 2.0 |" in text and "| menu | 1 | **2.0** | **8.0** | **5.0** |" in text
 
 
+def test_the_verdict_says_of_a_further_table_which_means_are_of_less(tmp_path) -> None:
+    """Beside what holds of the first table, too."""
+    table = {"metric": "dice", "model": "last", "title": "Last", "layout": {"columns": "site-class"}}
+    comparison = menu(tmp_path, layout={"columns": "site-class"}, tables=[table])
+    for arm, kidney in (("localized", 0.4), ("menu", 0.5), ("unet", None)):
+        pretend(
+            comparison,
+            arm,
+            {
+                "best": {"c1/liver": [0.6], "c2/kidney": [0.6]},
+                "last": {"c1/liver": [0.6], "c2/kidney": [kidney]},
+            },
+        )
+    told = verdict(collect(comparison))
+    less = "Not ranked, as their means are of less than the others': unet (1 of its cells have no value)."
+    assert f"Last: unet 0.600, menu 0.550, localized 0.500. {less}" in told
+    assert " ".join(told).count("Not ranked") == 1
+
+
+def test_a_class_that_is_scored_at_easy_sites_alone_is_never_bold(tmp_path) -> None:
+    comparison = menu(tmp_path, layout={})
+    for arm, hard in (("localized", 0.4), ("menu", 0.5), ("unet", None)):
+        pretend(comparison, arm, {"best": {"c1/liver": [0.6], "c5/liver": [hard]}})
+    text = markdown(collect(comparison))
+    assert line(text, "unet")[0] == "0.600" and line(text, "menu")[0] == "**0.550**"
+
+
 def test_the_verdict_says_which_arms_are_not_told_apart(tmp_path) -> None:
     comparison = menu(tmp_path, layout={"columns": "site-class"})
     for arm, shift in (("localized", 0.0), ("unet", 0.05), ("menu", -0.3)):
@@ -359,6 +395,17 @@ def test_the_verdict_says_which_arms_are_not_told_apart(tmp_path) -> None:
         pretend(comparison, arm, {"best": {"c1/liver": of}})
     told = verdict(collect(comparison))
     assert told[0].startswith("Best: unet, not told apart from localized. "), told[0]
+    # of both sides: its own reference, and those whose reference it is
+    chain = menu(
+        tmp_path / "chain",
+        layout={"columns": "site-class"},
+        references={"unet": "localized", "menu": "unet"},
+    )
+    for arm, shift in (("localized", 0.0), ("unet", 0.05), ("menu", 0.01)):
+        of = [0.5 + shift, 0.6 - shift, 0.5 + shift, 0.6 - shift, 0.5 + shift, 0.7, 0.5 + shift]
+        pretend(chain, arm, {"best": {"c1/liver": of}})
+    told = verdict(collect(chain))
+    assert told[0].startswith("Best: unet, not told apart from localized and menu. "), told[0]
     pretend(
         alone := menu(tmp_path / "b", layout={"columns": "site-class"}),
         "localized",

@@ -18,9 +18,16 @@ def means_of(values: Values) -> Cells:
     return cell_means({"site": s, "class": c, "value": value} for (s, _, c), value in values.items())
 
 
-def spread_of(values: Iterable[Values]) -> dict[tuple[str, str], tuple[int, float | None]]:
-    """(site, class) -> number of cases with a value, and the SD (n-1) over them, None for fewer than two; a case has
-    the mean over the seeds in which it has a value. values: one per seed."""
+class OverCases(NamedTuple):
+    """Of a cell: the number of cases with a value, their mean, and the SD (n-1) over them; None for fewer than one, or two."""
+
+    n: int
+    mean: float | None
+    sd: float | None
+
+
+def over_cases(values: Iterable[Values]) -> dict[tuple[str, str], OverCases]:
+    """(site, class) -> its cases, of which each has the mean over the seeds in which it has a value. values: one per seed."""
     of_case: dict[tuple[str, str], dict[str, list[float | None]]] = {}
     for of_seed in values:
         for (site, case, name), value in of_seed.items():
@@ -28,7 +35,8 @@ def spread_of(values: Iterable[Values]) -> dict[tuple[str, str], tuple[int, floa
     found = {}
     for cell, cases in of_case.items():
         over = [mean for mean in map(mean_of_defined, cases.values()) if mean is not None]
-        found[cell] = (len(over), float(np.std(over, ddof=1)) if len(over) > 1 else None)
+        sd = float(np.std(over, ddof=1)) if len(over) > 1 else None
+        found[cell] = OverCases(len(over), mean_of_defined(over), sd)
     return found
 
 

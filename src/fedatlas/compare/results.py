@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedatlas.compare.cells import Values, cell_tests, means_of, spread_of
+from fedatlas.compare.cells import Values, cell_tests, means_of, over_cases
 from fedatlas.compare.costs import costs
 from fedatlas.compare.curves import curves
 from fedatlas.compare.forgetting import forgetting
@@ -98,7 +98,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     families: the arms in groups, each of those that are compared with one another. rows: with columns of site and class,
     "arm/site" of every arm of `measure.local` -> the same of this site's local model, with a mean only where it has all
     columns; own: `measure.local`. layout: how all is printed. cases, with layout.cells: row ->
-    "site/class" -> n and SD over cases. tests, with layout.against: see `cell_tests`. Those two have the rows of an arm
+    "site/class" -> `OverCases`. tests, with layout.against: see `cell_tests`. Those two have the rows of an arm
     in its place.
 
     A cell that the first finished arm does not have is not counted for any: an arm that was given more labels is
@@ -244,8 +244,7 @@ def _by_cases(
     if layout.cells == "cases":
         found["cases"] = {
             row: {
-                f"{site}/{name}": {"n": n, "sd": sd}
-                for (site, name), (n, sd) in spread_of(values.values()).items()
+                f"{site}/{name}": over._asdict() for (site, name), over in over_cases(values.values()).items()
             }
             for row, values in rows.items()
         }

@@ -1,7 +1,7 @@
 """The tables of a comparison, as Markdown and as a page."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -281,15 +281,27 @@ def _cell(found: Mapping[str, Any], row: str, key: str, values: Sequence[float],
         below = any(name.startswith(f"{row}/") for name in found["rows"])
         return "" if below else NOT_DEFINED
     text, after = _spread(values, scale, digits), ""
-    cases = found["cases"].get(row, {}).get(key) if found["layout"]["cells"] == "cases" else None
+    cases = _cases(found, row, key)
     if cases is not None:
-        text = f"{scale * np.mean(values):.{digits}f}"
+        text = f"{scale * cases['mean']:.{digits}f}"
         after = "" if cases["sd"] is None else f" ({scale * cases['sd']:.{digits}f})"
     p = found["tests"]["p"].get(row, {}).get(key) if found["layout"]["against"] else None
     if p is not None and p < 0.05:
         text = f"<ins>{text}</ins>"
-    bold = is_whole(found, row, key) and best == round(scale * float(np.mean(values)), digits)
+    bold = is_whole(found, row, key) and best == round(scale * _mean(found, row, key, values), digits)
     return (f"**{text}**" if bold else text) + after
+
+
+def _cases(found: Mapping[str, Any], row: str, key: str) -> Mapping[str, Any] | None:
+    """The cases of a cell, where the layout prints their mean and SD and the cell has a value."""
+    cases = found["cases"].get(row, {}).get(key) if found["layout"]["cells"] == "cases" else None
+    return None if cases is None or cases["mean"] is None else cases
+
+
+def _mean(found: Mapping[str, Any], row: str, key: str, values: Sequence[float]) -> float:
+    """The mean that a cell prints: over its cases, or of its values, one per seed."""
+    cases = _cases(found, row, key)
+    return float(np.mean(values)) if cases is None else cases["mean"]
 
 
 def _heads(found: Mapping[str, Any], keys: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -346,7 +358,7 @@ def _best(
         there = [row for row in rows if row.partition("/")[0] in family]
         for key in columns:
             whole = [
-                round(scale * float(np.mean(rows[row][key])), digits)
+                round(scale * _mean(found, row, key, rows[row][key]), digits)
                 for row in there
                 if rows[row][key] and is_whole(found, row, key)
             ]
@@ -356,15 +368,21 @@ def _best(
 
 
 def is_whole(found: Mapping[str, Any], row: str, key: str) -> bool:
-    """Whether a row can be the best in a column: every seed is finished, and it has a value wherever another row has one, in a mean
-    over columns of every cell."""
+    """Whether a row can be the best in a column: every seed is finished, and it has a value wherever another row has one, in the column
+    of a class at every site, in a mean over columns in every cell."""
     if _seeds_of(found, row) < len(found["seeds"]):
         return False
     if key in (MEAN, EXCLUDE, INCLUDE) and found["arms"].get(row, {}).get("undefined"):
         return False
     everyone = found["arms"] | found["rows"]
-    there = {seed for of in everyone.values() for seed in _by_seed(of, key)}
-    return there == set(_by_seed(everyone[row], key)) != set()
+    at_sites = {cell for of in everyone.values() for cell in of["per_cell"] if cell.partition("/")[2] == key}
+    there = {name: _there(of, [key, *at_sites]) for name, of in everyone.items()}
+    return set().union(*there.values()) == there[row] != set()
+
+
+def _there(arm: Mapping[str, Any], keys: Iterable[str]) -> set[tuple[str, int]]:
+    """Column and seed of every value that an arm has."""
+    return {(key, seed) for key in keys for seed in _by_seed(arm, key)}
 
 
 def unit(found: Mapping[str, Any]) -> tuple[float, int]:

@@ -12,8 +12,8 @@ def verdict(found: Mapping[str, Any]) -> list[str]:
     """Sentences, plain text, from what `compare.collect` found; none where fewer than two arms have a value.
 
     The best arm, of every family of arms that are compared with one another, among those that can be; the means, each family in order,
-    the best first; the differences to their references with their intervals by case; the means of every further table; and what a
-    single seed leaves open.
+    the best first; the differences to their references with their intervals by case; the means of every further table, and which
+    of them are of less than others there alone; and what a single seed leaves open.
     """
     families = _ranked(found)
     if not any(len(family) > 1 for family in families):
@@ -25,7 +25,12 @@ def verdict(found: Mapping[str, Any]) -> list[str]:
         told.append(left)
     if apart := _apart(found):
         told.append(apart)
-    told += [_means(table, of) for table in found["tables"] if (of := _ranked(table))]
+    for table in found["tables"]:
+        if of := _ranked(table):
+            less = _not_whole(
+                table, [[one for one in family if is_whole(found, one[0], MEAN)] for family in of]
+            )
+            told.append(" ".join(filter(None, (_means(table, of), less))))
     if min(len(found["arms"][arm]["seeds"]) for family in families for arm, _ in family) == 1:
         told.append("One seed: how much another seed would change is not known.")
     return told
@@ -74,8 +79,8 @@ def _means(found: Mapping[str, Any], families: list[Family]) -> str:
 
 
 def _not_told_apart(found: Mapping[str, Any], best: str) -> list[str]:
-    """The arms of which the interval of the difference to the best holds 0. Intervals are of differences to an arm's
-    reference, so that nothing is said of two others."""
+    """The reference of the best arm, and the arms of which it is the reference, where the interval of the difference holds 0.
+    Intervals are of differences to an arm's reference, so that nothing is said of two others."""
     if found.get("pairs") != "case":
         return []
     compared = found["compared"]
@@ -84,7 +89,8 @@ def _not_told_apart(found: Mapping[str, Any], best: str) -> list[str]:
         for arm, of in found["bootstrap"].items()
         if of["low"] is not None and of["low"] <= 0 <= of["high"] and of["value"]
     ]
-    return [compared[best]] if best in within else [arm for arm in within if compared[arm] == best]
+    own = [compared[best]] if best in within else []
+    return own + [arm for arm in within if compared[arm] == best]
 
 
 def _apart(found: Mapping[str, Any]) -> str:
