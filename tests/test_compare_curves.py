@@ -97,6 +97,30 @@ def test_a_swing_is_told_from_a_rise(tmp_path) -> None:
     assert curves(comparison, dict.fromkeys(comparison.arms, ())) == {}
 
 
+def test_what_counts_in_a_curve_is_what_the_first_arm_knows(tmp_path) -> None:
+    """An arm that was given more labels, or fewer, is drawn on the same cells."""
+    comparison = menu(tmp_path, layout=dict(PLAIN), measure={"known": False})
+    for arm in ("localized", "menu"):
+        finish(comparison, arm, 0.5)
+        validate(comparison, arm, [0.2, 0.4])
+        for file in (comparison.path(arm, 0) / "rounds").rglob("rows.json"):
+            rows = json.loads(file.read_text())
+            for row in rows:
+                row["known"] = arm == "menu" or row["site"] != "c2"
+            file.write_text(json.dumps(rows))
+    told = curves(comparison, {"localized": [0], "menu": [0], "unet": []})
+    assert told["localized"]["values"] == told["menu"]["values"] == [pytest.approx([0.3, 0.5])]
+
+
+def test_a_table_of_known_classes_names_the_arm_that_knows_them_where_it_is_not_the_first(tmp_path) -> None:
+    comparison = menu(tmp_path, layout=dict(PLAIN), measure={"known": True})
+    finish(comparison, "menu", 0.5)
+    text = markdown(collect(comparison))
+    assert "classes that the case's own site annotates in menu, since localized is not finished" in text
+    finish(comparison, "localized", 0.5)
+    assert "since localized" not in markdown(collect(comparison))
+
+
 def test_tables_with_and_without_post_processing_are_of_one_run(tmp_path) -> None:
     sites = [{"layout": dict(PLAIN), "postprocess": True, "title": "Post"}]
     given = {"seeds": (0, 1), "layout": dict(PLAIN), "tables": sites}

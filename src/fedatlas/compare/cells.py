@@ -13,6 +13,11 @@ Values = dict[tuple[str, str, str], float | None]
 """(site, case, class) -> the value of the metric; labels of whole images have the case "", which is all of them."""
 
 
+def place_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Where a row of scores stands among `Values`."""
+    return row["site"], row["case"], row["class"]
+
+
 def means_of(values: Values) -> Cells:
     """The means over cases."""
     return cell_means({"site": s, "class": c, "value": value} for (s, _, c), value in values.items())

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from fedatlas.compare.cells import place_of
 from fedatlas.compare.plan import Comparison
-from fedatlas.compare.running import Cells, average
+from fedatlas.compare.running import average
 from fedatlas.evaluation.statistics import cell_means, class_means, select
 from fedatlas.federation.file import selects
 from fedatlas.report import markup
@@ -23,7 +24,7 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
 
     metric: that of the tables, if every arm validates it, else the one that selects the best round. seeds: those that
     are finished; rounds, values: per seed the rounds with a value, and it: of the global model on the training grid, averaged
-    as the table is, over all sites and the cells of site and class that the first arm has, of `measure.known`. change:
+    as the table is, over all sites and the values of site, case and class that the first arm has in that seed, of `measure.known`. change:
     per seed the mean absolute difference between neighbouring values; fall: the same of steps for the worse alone, all others being 0. A
     steady gain has a change, and no fall. classes: class -> per seed (round, the mean over sites).
     """
@@ -34,16 +35,23 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
     if not all(metric in evaluation.round_metrics for evaluation in evaluated):
         metric = selects(comparison.first)
     found: dict[str, dict[str, Any]] = {}
-    counted: set[tuple[str, str]] = set()
+    counted: dict[int, set[tuple[str, str, str]]] = {}
     for arm in comparison.arms:
         of_seeds: dict[int, list[tuple[int, float]]] = {}
         of_classes: dict[str, dict[int, list[list[float]]]] = {}
         for seed in seeds[arm]:
-            of_rounds = _cells(comparison.path(arm, seed), metric, comparison.measure.known)
-            counted = counted or {cell for cells in of_rounds.values() for cell in cells}
+            of_rounds = _rows(comparison.path(arm, seed), metric)
+            if seed not in counted:
+                known = comparison.measure.known
+                counted[seed] = {
+                    place_of(row)
+                    for rows in of_rounds.values()
+                    for row in rows
+                    if known in (None, row["known"])
+                }
             kept = {
-                number: {cell: value for cell, value in cells.items() if cell in counted}
-                for number, cells in of_rounds.items()
+                number: cell_means(row for row in rows if place_of(row) in counted[seed])
+                for number, rows in of_rounds.items()
             }
             means = {number: average(comparison, cells) for number, cells in kept.items()}
             points = [(number, value) for number, value in means.items() if value is not None]
@@ -69,13 +77,12 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
     return found
 
 
-def _cells(path: Path, metric: str, known: bool | None) -> dict[int, Cells]:
-    """Round -> its cells of site and class, of every round that was validated."""
+def _rows(path: Path, metric: str) -> dict[int, list[Mapping[str, Any]]]:
+    """Round -> its rows, of every round that was validated."""
     found = {}
     for file in RunFolder(path).files("rows.json"):
-        rows = select(read_json(file), metric=metric)
-        if rows := [row for row in rows if known in (None, row["known"])]:
-            found[int(file.parent.name)] = cell_means(rows)
+        if rows := select(read_json(file), metric=metric):
+            found[int(file.parent.name)] = rows
     return found
 
 

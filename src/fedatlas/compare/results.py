@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedatlas.compare.cells import Values, cell_tests, means_of, over_cases
+from fedatlas.compare.cells import Values, cell_tests, means_of, over_cases, place_of
 from fedatlas.compare.costs import costs
 from fedatlas.compare.curves import curves
 from fedatlas.compare.forgetting import forgetting
@@ -102,13 +102,14 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     in its place.
 
     A cell that the first finished arm does not have is not counted for any: an arm that was given more labels is
-    scored on what all are.
+    scored on what all are. known_of: that arm, which also says which classes a site annotates.
     """
     counted: dict[tuple[str, str, str], bool] = {}
     values: dict[str, dict[int, Values]] = {}
     arms: dict[str, dict[str, Any]] = {}
     own: dict[str, dict[int, Values]] = {}
     by_site = comparison.layout.columns == "site-class"
+    known_of = next(iter(comparison.arms))
     for arm in comparison.arms:
         rows: dict[str, dict[int, list[Mapping[str, Any]]]] = {arm: {}}
         for seed in done.seeds[arm]:
@@ -119,8 +120,9 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
                 for site, of_seed in local_rows(comparison, arm, seed).items():
                     rows.setdefault(f"{arm}/{site}", {})[seed] = of_seed
         if not counted:
+            known_of = arm
             counted = {
-                _place(row): row["known"]
+                place_of(row): row["known"]
                 for of in rows.values()
                 for of_seed in of.values()
                 for row in of_seed
@@ -128,7 +130,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
         wanted = {key for key, known in counted.items() if comparison.measure.known in (None, known)}
         found = {
             name: {
-                seed: {_place(row): row["value"] for row in of_seed if _place(row) in wanted}
+                seed: {place_of(row): row["value"] for row in of_seed if place_of(row) in wanted}
                 for seed, of_seed in of.items()
             }
             for name, of in rows.items()
@@ -172,6 +174,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
         "left_out": bool(comparison.left_out),
         "folds": comparison.folds,
         "known": measure.known,
+        "known_of": known_of,
         "postprocess": measure.postprocess,
         "classes": _classes(comparison, arms | own_rows),
         "arms": arms,
@@ -412,10 +415,6 @@ def _ranks(
             ranks = replace(ranks, friedman=None, critical=None, groups=())
         found.append(asdict(ranks) | {"groups": [list(group) for group in ranks.groups]})
     return found
-
-
-def _place(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    return row["site"], row["case"], row["class"]
 
 
 def _classes(comparison: Comparison, found: Mapping[str, Any]) -> list[str]:

@@ -222,6 +222,9 @@ def heading(found: Mapping[str, Any]) -> str:
         True: ", classes that the case's own site annotates",
         False: ", classes that it does not",
     }
+    first = next(iter(found["arms"]))
+    if found["known"] is not None and found.get("known_of", first) != first:
+        which[found["known"]] += f" in {found['known_of']}, since {first} is not finished"
     sites = f", sites {', '.join(found['sites'])}" if found["sites"] else ""
     sites += ", each site by models trained without it" if found.get("left_out") else ""
     if found.get("folds"):
