@@ -30,7 +30,7 @@ from fedatlas.compare.plan import Comparison, load_comparison
 from fedatlas.compare.records import restore_runs, use_records
 from fedatlas.compare.running import run_comparison, state_of
 from fedatlas.core.errors import FedAtlasError
-from fedatlas.core.options import from_dict, option, options
+from fedatlas.core.options import from_dict, not_known, option, options
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.transport.rounds import read_json
 
@@ -59,8 +59,8 @@ Loaded = Sequence[tuple[Comparison, Sequence[str]]]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a comparison is. rounds: finished ones of those that all its runs have; spent: hours of these rounds, by
-    their logs; running: runs that are begun, with their rounds."""
+    """How far a comparison is. rounds: finished ones of those that all its runs have, without runs of an earlier comparison; spent:
+    hours of these rounds, by their logs; running: runs that are begun, with their rounds, or to be evaluated again."""
 
     finished: int
     runs: int
@@ -72,7 +72,7 @@ class Progress:
     def left(self) -> float | None:
         """Hours that its other rounds take, at the speed of the finished ones; None where there is none."""
         done, of = self.rounds
-        return self.spent / done * (of - done) if done else None
+        return self.spent / done * (of - done) if done else 0.0 if not of else None
 
 
 def load(
@@ -95,40 +95,53 @@ def load(
             workers=workers,
             device=device,
         )
+        for arm in entry.arms or ():
+            if arm not in comparison.arms:
+                raise not_known(f"{queue}: {entry.file}: the arm", arm, comparison.arms)
         arms = entry.arms or tuple(comparison.arms)
         result.append((comparison, tuple(one for arm in arms for one in comparison.trained(arm))))
     return result
 
 
-def progress(comparison: Comparison, arms: Sequence[str]) -> Progress:
-    """How far the chosen arms are, by their run folders. Raises RunFolderError for folders of another configuration."""
+def progress(comparison: Comparison, arms: Sequence[str], seen: set[Path]) -> Progress:
+    """How far the chosen arms are, by their run folders. seen: those of earlier comparisons, which may share runs; those of this one are
+    added. Raises RunFolderError for folders of another configuration."""
     finished, spent, done, total = 0, 0.0, 0, 0
     running = []
     for seed in comparison.seeds:
         for arm in arms:
             state, path = state_of(comparison, arm, seed), comparison.path(arm, seed)
+            finished += state == "finished"
+            if path in seen:
+                continue
+            seen.add(path)
             logs = sorted(path.glob("rounds/[0-9]*/log.json"))
             rounds = comparison.federations[arm][seed].rounds
             made = [log for log in logs if int(log.parent.name)]
             spent += sum(sum(read_json(log)["phases"].values()) for log in logs) / 3600
             done, total = done + len(made), total + rounds
-            finished += state == "finished"
             if state == "begun":
                 running.append(f"{path.name}, round {len(made)} of {rounds}")
+            elif state == "to evaluate":
+                running.append(f"{path.name}, to be evaluated again")
     return Progress(finished, len(arms) * len(comparison.seeds), (done, total), spent, running)
 
 
 def status(queue: Loaded) -> str:
     """A line for every comparison, and the hours of all."""
     lines, left, unknown = [], 0.0, 0
+    seen: set[Path] = set()
     for comparison, arms in queue:
+        name = comparison.name + (f", {comparison.profile}" if comparison.profile else "")
         try:
-            at = progress(comparison, arms)
+            at = progress(comparison, arms, seen)
         except FedAtlasError as error:
-            lines.append(f"{comparison.folder.name}: {str(error).splitlines()[0]}")
+            lines.append(f"{name}: {str(error).splitlines()[0]}")
             continue
         hours = f", about {at.left:.1f} h left" if at.left else "" if at.left == 0 else ", not begun"
-        lines.append(f"{comparison.folder.name}: {at.finished} of {at.runs} runs{hours}")
+        if not at.rounds[1] and at.finished < at.runs:
+            hours = ", the others are counted above"
+        lines.append(f"{name}: {at.finished} of {at.runs} runs{hours}")
         lines += [f"  {run}" for run in at.running]
         left += at.left or 0
         unknown += at.left is None
@@ -153,8 +166,12 @@ def work(queue: Loaded, records: Path | None = None) -> int:
     failed = 0
     keeping = [use_records(comparison, records, _tell) for comparison, _ in queue]
     for place, comparison, arms in turns(queue):
-        print(f"{datetime.now():%H:%M} {comparison.folder.name}, seed {comparison.seeds[0]}", flush=True)
-        failed += len(run_comparison(comparison, arms=arms, tell=_tell, after_run=keeping[place]))
+        print(f"{datetime.now():%H:%M} {comparison.name}, seed {comparison.seeds[0]}", flush=True)
+        try:
+            failed += len(run_comparison(comparison, arms=arms, tell=_tell, after_run=keeping[place]))
+        except FedAtlasError as error:  # its data are not there, those of others may be
+            _tell(f"failed: {error}")
+            failed += len(arms)
     return failed
 
 
@@ -163,12 +180,12 @@ def work_beside(queue: Loaded, records: Path | None, at_once: int) -> int:
     such as for want of memory, is a run that failed."""
     failed = 0
     keeping = [use_records(comparison, records, _tell) for comparison, _ in queue]
-    waiting = [
-        (place, comparison, arm)
-        for place, comparison, arms in turns(queue)
-        for arm in arms
-        if not _finished(comparison, arm)
-    ]
+    once: dict[Path, tuple[int, Comparison, str]] = {}  # comparisons may share runs
+    for place, comparison, arms in turns(queue):
+        for arm in arms:
+            if not _finished(comparison, arm):
+                once.setdefault(comparison.path(arm, comparison.seeds[0]), (place, comparison, arm))
+    waiting = list(once.values())
     print(f"{datetime.now():%H:%M} {len(waiting)} runs to do, {at_once} at a time", flush=True)
     spawn = get_context("spawn")
     running: dict[int, tuple[Any, connection.Connection, tuple[int, Comparison, str]]] = {}
@@ -189,7 +206,7 @@ def work_beside(queue: Loaded, records: Path | None, at_once: int) -> int:
                     text, well = said.recv()
                 except EOFError:
                     text, well = f"{arm}-s{seed}: failed: its process ended with {process.exitcode}", False
-                _tell(f"{datetime.now():%H:%M} {comparison.folder.name}: {text}")
+                _tell(f"{datetime.now():%H:%M} {comparison.name}: {text}")
                 failed += not well
                 if well:
                     keeping[place](arm, seed)
@@ -203,12 +220,12 @@ def work_beside(queue: Loaded, records: Path | None, at_once: int) -> int:
 def train(says: connection.Connection, comparison: Comparison, arm: str) -> None:
     """Trains the one seed of an arm; sends what is to be told of it, and whether it went well. Ctrl-C is for the process that started this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    told: list[str] = []
+    told, run = [""], f"{arm}-s{comparison.seeds[0]}"
     try:
         failed = run_comparison(comparison, arms=[arm], tell=told.append)
-        says.send((told[-1], not failed))
+        says.send((f"{run}: failed: {failed[run]}" if failed else told[-1], not failed))
     except FedAtlasError as error:  # its data are not there
-        says.send((f"{arm}-s{comparison.seeds[0]}: failed: {error}", False))
+        says.send((f"{run}: failed: {error}", False))
 
 
 def _finished(comparison: Comparison, arm: str) -> bool:

@@ -9,12 +9,14 @@ import yaml
 from runs import phantom_federation
 
 from fedatlas.compare.plan import Comparison, load_comparison
+from fedatlas.compare.results import collect
 from fedatlas.compare.running import run_comparison, state_of
 from fedatlas.core.errors import RunFolderError
 from fedatlas.federation import session
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.usable import record_of
+from fedatlas.report.comparison import markdown
 from fedatlas.transport.rounds import RunFolder, read_json
 from fedatlas.transport.store import write_atomic
 
@@ -83,6 +85,17 @@ def test_what_training_sees_may_not_change(trained, run, change) -> None:
         run_federation(federation(trained[0], **change), run, resume=True)
 
 
+def test_an_option_that_did_not_exist_when_it_was_trained_has_its_default(trained, run, monkeypatch) -> None:
+    file = run / "federation.yaml"
+    plain = yaml.safe_load(file.read_text())
+    del plain["evaluation"]["inference"]["merge"]
+    file.write_text(yaml.safe_dump(plain, sort_keys=False))
+    monkeypatch.setattr(RunFolder, "save", lambda *_: pytest.fail("a round was trained"))
+    run_federation(federation(trained[0], **MORE), run, resume=True, tell=lambda text: None)
+    assert ",nsd," in (run / "rows.csv").read_text() and "merge: surest" in file.read_text()
+    assert read_json(run / "run.json")["finished"]
+
+
 def test_a_run_without_its_state_is_left_alone(trained, run) -> None:
     """As one that was restored from a record."""
     (run / "rounds" / "0001" / "state.fa").unlink()
@@ -111,7 +124,8 @@ def test_a_comparison_evaluates_its_runs_again(trained, tmp_path, monkeypatch) -
     assert run_comparison(loaded(), tell=lambda text: None) == {}
     assert state_of(loaded(), "one", 0) == "finished"
     asked = loaded(**MORE)
-    assert state_of(asked, "one", 0) == "begun"
+    assert state_of(asked, "one", 0) == "to evaluate"
+    assert "one: not counted: " in (text := markdown(collect(asked))) and "evaluates it again" in text
     monkeypatch.setattr(RunFolder, "save", lambda *_: pytest.fail("a round was trained"))
     assert run_comparison(asked, tell=lambda text: None) == {}
     assert state_of(asked, "one", 0) == "finished"

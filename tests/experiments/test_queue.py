@@ -35,6 +35,12 @@ def queue(small: dict[str, Any], tmp_path: Path) -> Path:
     return path
 
 
+def beside(*given: str) -> subprocess.CompletedProcess[str]:
+    """Two runs at a time, each in a process of its own."""
+    command = [sys.executable, str(SCRIPT), *given, "--at-once", "2", "--workers", "0"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def test_what_is_missing_is_trained_and_told(queue: Path, tmp_path: Path, capsys) -> None:
     runs = ["--runs", str(tmp_path / "runs")]
     assert QUEUE.main([str(queue), "--status", *runs]) == 0
@@ -64,15 +70,14 @@ def test_runs_beside_each_other_are_the_same(queue: Path, tmp_path: Path, capsys
     broken["arms"]["fedavg"]["sites"] = {values["sites"][0]["name"]: {"path": str(tmp_path / "gone")}}
     text = other.read_text()
     other.write_text(yaml.safe_dump(broken))
-    command = [sys.executable, str(SCRIPT), str(queue), "--runs", str(tmp_path / "beside")]
-    command += ["--records", str(tmp_path / "records"), "--at-once", "2", "--workers", "0"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [str(queue), "--runs", str(tmp_path / "beside"), "--records", str(tmp_path / "records")]
+    done = beside(*command)
     assert done.returncode == 1 and "3 runs to do, 2 at a time" in done.stdout, done.stderr
     assert (
         "two: " in done.stdout and str(tmp_path / "gone") in done.stdout and "one: 2 of 2 runs" in done.stdout
     )
     other.write_text(text)
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = beside(*command)
     assert done.returncode == 0 and "1 runs to do" in done.stdout and "two: 1 of 1 runs" in done.stdout, (
         done.stderr
     )
@@ -81,6 +86,45 @@ def test_runs_beside_each_other_are_the_same(queue: Path, tmp_path: Path, capsys
     assert len(models[0]) == 3
     assert [path.read_bytes() for path in models[0]] == [path.read_bytes() for path in models[1]]
     assert len(list((tmp_path / "records").rglob("*.tar.xz"))) == 3
+
+
+def test_comparisons_that_share_runs_train_and_count_them_once(queue: Path, tmp_path: Path, capsys) -> None:
+    one = yaml.safe_load((tmp_path / "one.yaml").read_text())
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump({**one, "name": "two", "runs": "one"}))
+    entries = [{"file": name, "arms": ["fedprox"], "seeds": 1} for name in ("one.yaml", "two.yaml")]
+    queue.write_text(yaml.safe_dump({"comparisons": entries}))
+    command = [str(queue), "--runs", str(tmp_path / "runs")]
+    assert QUEUE.main([*command, "--status"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        "one: 0 of 1 runs, not begun\ntwo: 0 of 1 runs, the others are counted above\n0.0 hours left, and 1 "
+        in told
+    )
+    done = beside(*command)
+    assert done.returncode == 0, done.stderr
+    assert "1 runs to do" in done.stdout and "one: 1 of 1 runs\ntwo: 1 of 1 runs\n" in done.stdout
+
+
+def test_a_comparison_without_its_data_stops_no_other(queue: Path, tmp_path: Path, capsys) -> None:
+    base = yaml.safe_load((tmp_path / "base.yaml").read_text())
+    for site in base["sites"]:
+        site["path"] = str(tmp_path / "gone")
+    (tmp_path / "lost.yaml").write_text(yaml.safe_dump(base))
+    one = yaml.safe_load((tmp_path / "one.yaml").read_text())
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump({**one, "base": "lost.yaml"}))
+    assert QUEUE.main([str(queue), "--runs", str(tmp_path / "runs")]) == 1
+    told = capsys.readouterr().out
+    assert "failed: nothing was trained, as every run lacks data" in told and "two: 1 of 1 runs" in told
+
+
+def test_the_reason_of_a_failure_beside_others_is_told(queue: Path, tmp_path: Path) -> None:
+    command = [str(queue), "--runs", str(tmp_path / "runs")]
+    assert QUEUE.main(command) == 0
+    base = yaml.safe_load((tmp_path / "base.yaml").read_text())
+    base["local"] |= {"steps": 2}
+    (tmp_path / "base.yaml").write_text(yaml.safe_dump(base))
+    done = beside(*command)
+    assert done.returncode == 1 and "local.steps: 1 there, 2 now" in done.stdout, done.stdout
 
 
 def test_what_has_a_record_is_not_trained_again(queue: Path, tmp_path: Path, capsys) -> None:
@@ -123,6 +167,15 @@ def test_it_starts_as_its_first_lines_say(queue: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(queue), "--status", "--runs", str(tmp_path / "runs")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "one: 0 of 2 runs, not begun" in done.stdout, done.stderr
+
+
+def test_a_misspelt_arm_is_refused_before_anything_is_trained(queue: Path, tmp_path: Path, capsys) -> None:
+    entries = [{"file": "two.yaml"}, {"file": "one.yaml", "arms": ["fedpox"]}]
+    queue.write_text(yaml.safe_dump({"comparisons": entries}))
+    for more in ([], ["--status"], ["--at-once", "2"]):
+        assert QUEUE.main([str(queue), "--runs", str(tmp_path / "runs"), *more]) == 1
+        assert "one.yaml: the arm 'fedpox' does not exist; did you mean 'fedprox'?" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

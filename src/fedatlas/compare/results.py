@@ -43,7 +43,12 @@ def finished(comparison: Comparison) -> Finished:
             states: set[str] = set()
             for one in comparison.trained(arm):
                 try:
-                    states.add(state_of(comparison, one, seed))
+                    states.add(state := state_of(comparison, one, seed))
+                    if state == "to evaluate":
+                        found.problems[arm].append(
+                            f"{comparison.path(one, seed)}: trained, and evaluated with other options than the file has; without "
+                            "--only-table the command evaluates it again, and trains nothing"
+                        )
                 except FedAtlasError as error:
                     states.add("of another configuration")
                     found.problems[arm].append(str(error))

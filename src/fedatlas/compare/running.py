@@ -29,8 +29,10 @@ AfterRun = Callable[[str, int], object]
 """Called with the arm and the seed of a run that was just finished."""
 
 
-def state_of(comparison: Comparison, arm: str, seed: int) -> Literal["finished", "begun", "absent"]:
-    """How far a run is; one that is finished but for a final evaluation with other options is begun. Raises RunFolderError if its
+def state_of(
+    comparison: Comparison, arm: str, seed: int
+) -> Literal["finished", "to evaluate", "begun", "absent"]:
+    """How far a run is; to evaluate: trained, and evaluated with other options than are asked for. Raises RunFolderError if its
     folder is of another configuration."""
     path, federation = comparison.path(arm, seed), comparison.federations[arm][seed]
     info = path / "run.json"
@@ -39,7 +41,7 @@ def state_of(comparison: Comparison, arm: str, seed: int) -> Literal["finished",
     about = read_json(info)
     if not is_of(federation, path):
         if changed_evaluation(RunFolder(path), federation):
-            return "begun"
+            return "begun" if about["finished"] is None else "to evaluate"
         raise RunFolderError(
             f"{path}: belongs to another configuration:\n"
             f"{flat_difference(read_yaml(path / 'federation.yaml'), resolved(federation))}\n"

@@ -824,7 +824,11 @@ def _is_finished(folder: RunFolder, federation: Federation) -> bool:
 def changed_evaluation(folder: RunFolder, federation: Federation) -> list[str]:
     """The keys of the final evaluation in which a run folder differs from a federation, if it differs in nothing else and holds
     the state to go on from; else none. Such a run is evaluated again, with the bits of one that had these options from the start."""
-    keys = list(differences(read_yaml(folder.path / "federation.yaml"), resolved(federation)))
+    written = folder.path / "federation.yaml"
+    was = read_yaml(written)
+    if read_json(folder.path / "run.json")["finished"] is not None:
+        was = resolved(load_federation(written))  # an option that did not exist then has its default
+    keys = list(differences(was, resolved(federation)))
     taken = tuple(f"evaluation.{name}." for name in AFTER_TRAINING)
     trained = folder.complete()
     there = bool(trained) and (folder.rounds / f"{trained[-1]:04d}" / "state.fa").exists()
