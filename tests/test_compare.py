@@ -243,6 +243,7 @@ def test_an_arm_changes_what_it_names_and_nothing_else(small_images, tmp_path) -
         "same": {},
         "other": {"method.name": "fedavg"},
         "mu": {"method": {"mu": 0.25}},
+        "order": {"method.server_momentum": 0.5, "method.name": "fedatlas"},
         "lr": {"local": {"lr": 0.5}, "sites.s1.annotated": ["ring"]},
         "oracle": {"sites": {"*": {"annotated": None}}, "net.name": "densenet121"},
     }
@@ -251,6 +252,7 @@ def test_an_arm_changes_what_it_names_and_nothing_else(small_images, tmp_path) -
     assert found["same"].method == {"name": "fedprox", "mu": 0.5}
     assert found["other"].method == {"name": "fedavg"}
     assert found["mu"].method == {"name": "fedprox", "mu": 0.25} and found["mu"].rounds == 9
+    assert found["order"].method == {"name": "fedatlas", "server_momentum": 0.5}
     assert found["lr"].local.lr == 0.5 and found["lr"].local.optimizer == "adam"
     assert [site.annotated for site in found["lr"].sites] == [("blob", "bar"), ("ring",), ("ring",)]
     assert [site.annotated for site in found["oracle"].sites] == [None] * 3
@@ -267,6 +269,9 @@ def test_an_arm_changes_what_it_names_and_nothing_else(small_images, tmp_path) -
         ({"arms": {"a": {"metod": {"name": "fedavg"}}}}, "arm a: the key 'metod' does not exist; did you mean 'method'"),
         ({"arms": {"a": {"sites.s9.role": "test"}}}, "'s9' does not exist"),
         ({"arms": {"a": {"rounds.more": 1}}}, "rounds is 2 and has no keys"),
+        ({"arms": {"a": {"seed": 3}}}, "arm a: seed: every run has its own, by `seeds` of the comparison; leave it out"),
+        ({"profiles": {"full": {"name": "x"}}}, "name: every run has its own, by the name of the arm; leave it out"),
+        ({"measure": {"sites": []}}, "measure: sites: is empty; leave it out for all sites"),
         ({"arms": {"a/b": {}}}, "the arm 'a/b': a name of letters"),
         ({"profiles": {"full": {"stepps": 3}}}, "did you mean 'steps'"),
         ({"profiles": {"full": {"seeds": 3}}}, "3 seeds were asked for, and the file lists [0, 1]"),

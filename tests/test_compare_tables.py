@@ -435,6 +435,18 @@ def test_an_arm_is_compared_with_the_reference_that_the_file_names(tmp_path) -> 
     assert "Differences to the arm that is named" in text
 
 
+def test_that_patients_may_have_several_cases_is_told(tmp_path) -> None:
+    for patient in (None, "(.*)-"):
+        arms = {arm: {"sites.c1.patient": patient} for arm in ("localized", "menu")}
+        comparison = menu(
+            tmp_path / ("several" if patient else "single"), layout={"columns": "site-class"}, arms=arms
+        )
+        for arm in arms:
+            pretend(comparison, arm, {"best": {"c1/liver": [0.5, 0.6]}})
+        text = markdown(collect(comparison))
+        assert ("of patients with several cases intervals are too narrow" in text) == (patient is not None)
+
+
 def test_arms_of_settings_that_are_not_compared_are_not_ranked_together(tmp_path) -> None:
     """menu is compared with unet, and neither with localized."""
     apart = menu(tmp_path, layout={"columns": "site-class"}, references={"menu": "unet"})

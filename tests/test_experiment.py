@@ -79,8 +79,8 @@ def test_extends_and_overrides(small, tmp_path) -> None:
     site = small["sites"][1]["name"]
     changes = [
         "local.lr=2e-3",
+        "method.tau=2",  # of the method that is named, before or after it
         "method.name=condistfl",
-        "method.tau=2",
         f"sites.{site}.annotated=null",
         "evaluation.every=7",
     ]

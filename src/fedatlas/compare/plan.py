@@ -26,7 +26,7 @@ from fedatlas.federation.file import (
     parse_federation,
     selects,
 )
-from fedatlas.federation.yaml import CHOICES, read_yaml
+from fedatlas.federation.yaml import CHOICES, is_choice, read_yaml
 from fedatlas.report.comparison import MILLIMETRES
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -392,6 +392,8 @@ def load_comparison(
 
 def _with_sites(measure: M, roles: Sequence[tuple[str, str]], file: Path) -> M:
     """With the sites of a role in place of the role. roles: (site, role) of every site."""
+    if measure.sites is not None and not measure.sites:
+        raise FederationError(f"{file}: measure: sites: is empty; leave it out for all sites")
     if not isinstance(measure.sites, str):
         return measure
     sites = tuple(site for site, role in roles if role == measure.sites)
@@ -614,6 +616,10 @@ def _arm(
 ) -> Federation:
     """The federation of an arm: base, what the profile changes, its budget, what the arm changes."""
     raw = copy.deepcopy(dict(base))
+    for key in ("seed", "name"):
+        if any(key in changes for changes in (common, *own)):
+            belongs = "`seeds` of the comparison" if key == "seed" else "the name of the arm"
+            raise FederationError(f"{what}: {key}: every run has its own, by {belongs}; leave it out here")
     change(raw, common, what)
     if budget.rounds:
         raw["rounds"] = budget.rounds
@@ -644,11 +650,11 @@ def _keys(changes: Any, prefix: str = "") -> Iterable[str]:
 def change(raw: dict[str, Any], changes: Mapping[str, Any], what: str) -> None:
     """Changes a raw federation in place. A key is a key of the file, with a mapping that is merged, or a key.path;
     under `sites` names stand for entries, and * for all of them. Another method or net by name replaces the whole
-    block.
+    block, in whatever order its name and its options are given.
 
     Raises FederationError for a path that leads nowhere.
     """
-    for key, value in changes.items():
+    for key, value in sorted(changes.items(), key=lambda item: not is_choice(str(item[0]))):
         _change(raw, str(key).split("."), copy.deepcopy(value), f"{what}: {key}", ())
 
 

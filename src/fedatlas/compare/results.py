@@ -61,7 +61,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     """What the finished runs came to, as plain values; runs that are not finished have none.
 
     As `means` gives it, and budget: arm -> rounds, steps, epochs, total steps. compared: arm -> its reference, the arm that
-    its difference is to. differences: arm -> against that, over `pairs`:
+    its difference is to. patients: may patients have several cases, as `sites[].patient` is set? differences: arm -> against that, over `pairs`:
     "case", each the mean over its classes and the seeds, or, where labels are of whole images, "cell" of site, class
     and seed. bootstrap: arm -> an interval of the difference of the table's means, by case, or by patient where labels
     are of whole images. ranks: of each family of arms that are compared with one another, those of which every seed is
@@ -75,6 +75,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     by_case = any(case for of_arm in values.values() for of_seed in of_arm.values() for _, case, _ in of_seed)
     found["compared"] = comparison.compared
     found["pairs"] = "case" if by_case else "cell"
+    found["patients"] = any(site.patient is not None for site in comparison.first.sites)
     if by_case:
         found |= _by_case(comparison, values)
         cases = {(site, case) for arm in values.values() for of in arm.values() for site, case, _ in of}

@@ -24,7 +24,7 @@ def load_raw(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
             f"{path}: is a comparison file, as it has {'arms' if 'arms' in raw else 'base'}; expected a federation file, which has sites. A "
             f"comparison is trained by: fedatlas compare {path}"
         )
-    for text in overrides:
+    for text in sorted(overrides, key=lambda text: not is_choice(text.partition("=")[0])):
         override(raw, text)
     return raw
 
@@ -166,6 +166,13 @@ def merged(base: Any, over: Any, key: str = "") -> Any:
     if key in CHOICES and over.get("name", base.get("name")) != base.get("name"):
         return over
     return base | {k: merged(base[k], value, k) if k in base else value for k, value in over.items()}
+
+
+def is_choice(path: str) -> bool:
+    """Whether a key.path is the name of one of `CHOICES`, which replaces the whole block: set before options of that choice, in
+    whatever order both are given."""
+    above, _, last = path.rpartition(".")
+    return last == "name" and above.rpartition(".")[2] in CHOICES
 
 
 def override(raw: dict[str, Any], text: str) -> None:

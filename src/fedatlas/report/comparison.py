@@ -491,6 +491,10 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
             "over its classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 cases have neither, a single "
             "case of a site has no interval."
         ]
+        if found.get("patients"):
+            told.append(
+                "A case counts for itself here: of patients with several cases intervals are too narrow and p values too small."
+            )
         return [" ".join(told), Table(head, lines), _without_reference(alone)]
     head = ["arm", "cells", title, "p Wilcoxon", "p t"]
     head += ["difference, 95 % interval by patient", "over"] if of_images else []
