@@ -137,6 +137,12 @@ SETTINGS = (
         {"matched": "standalone-swa-mean-two"},
     ),
     Setting(
+        "[the same, all 18 to 27 cases, both averaged](#organs-that-several-sites-annotate)",
+        "head-neck-annotators",
+        "fedatlas-swa-two-all",
+        {"matched": "standalone-swa-mean-two-all"},
+    ),
+    Setting(
         "[four cases, all four sites annotate each organ](#organs-that-several-sites-annotate)",
         "head-neck-annotators",
         "fedatlas-four",
@@ -235,6 +241,15 @@ TO_TAKE = (
         "head-neck-annotators",
         "fedatlas-swa-two",
         "standalone-swa-mean-two",
+        "merged models, averaged",
+        ONE_MODEL,
+    ),
+    Advice(
+        "the same, with all 18 to 27 cases, 800 local steps",
+        "`fedatlas`, averaged",
+        "head-neck-annotators",
+        "fedatlas-swa-two-all",
+        "standalone-swa-mean-two-all",
         "merged models, averaged",
         ONE_MODEL,
     ),
