@@ -138,15 +138,21 @@ def status(queue: Loaded) -> str:
         except FedAtlasError as error:
             lines.append(f"{name}: {str(error).splitlines()[0]}")
             continue
-        hours = f", about {at.left:.1f} h left" if at.left else "" if at.left == 0 else ", not begun"
-        if not at.rounds[1] and at.finished < at.runs:
-            hours = ", the others are counted above"
-        lines.append(f"{name}: {at.finished} of {at.runs} runs{hours}")
+        lines.append(f"{name}: {at.finished} of {at.runs} runs{_rest(at)}")
         lines += [f"  {run}" for run in at.running]
         left += at.left or 0
         unknown += at.left is None
     more = f", and {unknown} comparisons that are not begun" if unknown else ""
     return "\n".join([*lines, f"{left:.1f} hours left{more}"])
+
+
+def _rest(at: Progress) -> str:
+    """What is left of a comparison."""
+    if at.finished < at.runs and not at.rounds[1]:
+        return ", the others are counted above"
+    if at.left is None:
+        return ", the others are not begun" if at.finished else ", not begun"
+    return f", about {at.left:.1f} h left" if at.left else ""
 
 
 def turns(queue: Loaded) -> Iterator[tuple[int, Comparison, Sequence[str]]]:

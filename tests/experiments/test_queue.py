@@ -103,6 +103,9 @@ def test_comparisons_that_share_runs_train_and_count_them_once(queue: Path, tmp_
     done = beside(*command)
     assert done.returncode == 0, done.stderr
     assert "1 runs to do" in done.stdout and "one: 1 of 1 runs\ntwo: 1 of 1 runs\n" in done.stdout
+    queue.write_text(yaml.safe_dump({"comparisons": [entries[0], {"file": "two.yaml", "seeds": 1}]}))
+    assert QUEUE.main([*command, "--status"]) == 0
+    assert "two: 1 of 2 runs, the others are not begun\n" in capsys.readouterr().out
 
 
 def test_a_comparison_without_its_data_stops_no_other(queue: Path, tmp_path: Path, capsys) -> None:

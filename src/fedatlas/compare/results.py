@@ -125,7 +125,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
             if by_site and arm in comparison.measure.local:
                 for site, of_seed in local_rows(comparison, arm, seed).items():
                     rows.setdefault(f"{arm}/{site}", {})[seed] = of_seed
-        if not counted:
+        if not counted and done.seeds[arm]:
             known_of = arm
             counted = {
                 place_of(row): row["known"]

@@ -224,7 +224,7 @@ def heading(found: Mapping[str, Any]) -> str:
     }
     first = next(iter(found["arms"]))
     if found["known"] is not None and found.get("known_of", first) != first:
-        which[found["known"]] += f" in {found['known_of']}, since {first} is not finished"
+        which[found["known"]] += f" (as in {found['known_of']}, since {first} is not finished)"
     sites = f", sites {', '.join(found['sites'])}" if found["sites"] else ""
     sites += ", each site by models trained without it" if found.get("left_out") else ""
     if found.get("folds"):

@@ -18,7 +18,7 @@ def verdict(found: Mapping[str, Any]) -> list[str]:
     families = _ranked(found)
     if not any(len(family) > 1 for family in families):
         return []
-    whole = [[of for of in family if is_whole(found, of[0], MEAN)] for family in families]
+    whole = _whole(found, families)
     best = [_best(found, family, named=len(families) > 1) for family in whole if len(family) > 1]
     told = [" ".join([*best, _means(found, families)])]
     if left := _not_whole(found, families):
@@ -27,9 +27,7 @@ def verdict(found: Mapping[str, Any]) -> list[str]:
         told.append(apart)
     for table in found["tables"]:
         if of := _ranked(table):
-            less = _not_whole(
-                table, [[one for one in family if is_whole(found, one[0], MEAN)] for family in of]
-            )
+            less = _not_whole(table, _whole(found, of))
             told.append(" ".join(filter(None, (_means(table, of), less))))
     if min(len(found["arms"][arm]["seeds"]) for family in families for arm, _ in family) == 1:
         told.append("One seed: how much another seed would change is not known.")
@@ -58,6 +56,11 @@ def _best(found: Mapping[str, Any], family: Family, *, named: bool) -> str:
     close = _not_told_apart(found, family[0][0])
     best += f", not told apart from {' and '.join(close)}" if close else ""
     return f"Best of {', '.join(arm for arm, _ in family)}: {best}." if named else f"Best: {best}."
+
+
+def _whole(found: Mapping[str, Any], families: Sequence[Family]) -> list[Family]:
+    """The families without the arms whose mean is of less than others' in this table."""
+    return [[of for of in family if is_whole(found, of[0], MEAN)] for family in families]
 
 
 def _not_whole(found: Mapping[str, Any], families: Sequence[Family]) -> str:
