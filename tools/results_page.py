@@ -46,6 +46,24 @@ class Setting:
 
 SETTINGS = (
     Setting(
+        "[head and neck CT, 4,000 local steps](#head-and-neck-ct-with-five-times-the-steps)",
+        "head-neck-longest",
+        "fedatlas",
+        {
+            "matched": "standalone-matched-mean",
+            "fedavg": "fedavg",
+            "condistfl": "condistfl",
+            "condistfl-matched": "condistfl-matched",
+            "centralized": "centralized",
+        },
+    ),
+    Setting(
+        "[the same, both averaged over late rounds](#head-and-neck-ct-with-five-times-the-steps)",
+        "head-neck-longest",
+        "fedatlas-swa",
+        {"matched": "standalone-swa"},
+    ),
+    Setting(
         "[head and neck CT, 1,600 local steps](#head-and-neck-ct-with-twice-the-steps)",
         "head-neck-long",
         "fedatlas",
@@ -86,7 +104,13 @@ SETTINGS = (
         "[in 3D, a net of 5.6 million parameters, 1,600 local steps](#in-3d-on-a-gpu)",
         "head-neck-volumes",
         "fedatlas",
-        {"matched": "standalone-matched-mean", "centralized": "centralized-matched"},
+        {
+            "matched": "standalone-matched-mean",
+            "fedavg": "fedavg",
+            "condistfl": "condistfl",
+            "condistfl-matched": "condistfl-matched",
+            "centralized": "centralized",
+        },
     ),
     Setting(
         "[the same, both averaged over late rounds](#in-3d-on-a-gpu)",
@@ -270,6 +294,15 @@ TO_TAKE = (
         "fedatlas-swa",
         "`fedatlas`, averaged",
         "the models of all sites",
+    ),
+    Advice(
+        "the same, [4,000 local steps](#head-and-neck-ct-with-five-times-the-steps)",
+        "`fedatlas`, averaged",
+        "head-neck-longest",
+        "fedatlas-swa",
+        "standalone-swa",
+        "merged models, averaged",
+        ONE_MODEL,
     ),
     Advice(
         "the same 18 to 27 cases [in 3D](#in-3d-on-a-gpu), a net of 5.6 million parameters, 1,600 local steps",
