@@ -808,7 +808,7 @@ def test_tests_pair_by_case_and_need_six(tmp_path, cases: int) -> None:
             pretend(comparison, arm, seed, {"best": values[arm, seed]})
     found = collect(comparison)
     apart, interval = found["differences"]["condistfl"], found["bootstrap"]["condistfl"]
-    assert apart["n"] == interval["cases"] == cases, "seeds and classes are no cases"
+    assert apart["n"] == interval["n"] == cases, "seeds and classes are no cases"
     means = {arm: np.mean(found["arms"][arm]["mean"]) for arm in found["arms"]}
     assert interval["value"] == pytest.approx(means["condistfl"] - means["fedavg"])
     of_case = []
@@ -839,7 +839,7 @@ def test_forgetting_is_local_against_global_where_the_class_is(tmp_path) -> None
     pretend(comparison, "condistfl", 0, {"best": globally, "local/siim": globally})
     found = collect(comparison)["forgetting"]
     assert found["fedavg"]["sites"] == pytest.approx({"siim": -0.75, "montgomery": -0.3})
-    assert found["fedavg"]["value"] == pytest.approx(-0.525) and found["fedavg"]["cases"] == 8
+    assert found["fedavg"]["value"] == pytest.approx(-0.525) and found["fedavg"]["n"] == 8
     assert found["fedavg"]["low"] < -0.525 < found["fedavg"]["high"] < 0
     assert found["condistfl"]["value"] == found["condistfl"]["low"] == found["condistfl"]["high"] == 0
     text = markdown(collect(comparison))

@@ -1,16 +1,16 @@
-"""Intervals over resamples of cases, against a literal version with loops."""
+"""Intervals over resamples of cases, and of patients, against a literal version with loops."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from fedatlas.compare.resampling import Cell, interval_by_case
+from fedatlas.compare.resampling import Cell, interval_of
 
 COLUMNS = ("liver", "spleen")
 
 
-def cells(own: dict[tuple[str, str], dict[str, float]]) -> list[Cell]:
+def cells(own: dict[tuple[str, str], dict[str, list[float]]]) -> list[Cell]:
     """Mean over the columns of the mean over the sites."""
     sites_of = {name: sum(of == name for _, of in own) for name in COLUMNS}
     return [
@@ -37,7 +37,12 @@ def literal(of: Sequence[Cell], rng: np.random.Generator, draws: int) -> tuple[f
             for cell in of:
                 if cell.column == name:
                     times = dict(zip(cases[cell.site], drawn[cell.site][draw], strict=True))
-                    values = [value for case, value in cell.values.items() for _ in range(times[case])]
+                    values = [
+                        value
+                        for case, of_case in cell.values.items()
+                        for _ in range(times[case])
+                        for value in of_case
+                    ]
                     if values:
                         means.append(np.mean(values))
             if means:
@@ -47,25 +52,26 @@ def literal(of: Sequence[Cell], rng: np.random.Generator, draws: int) -> tuple[f
     return float(low), float(high)
 
 
-def test_the_interval_is_that_of_a_literal_version() -> None:
-    """At site b one case of four has a spleen, so that a third of the resamples have none there."""
+@pytest.mark.parametrize("most", [1, 4])
+def test_the_interval_is_that_of_a_literal_version(most: int) -> None:
+    """At site b one case of four has a spleen, so that a third of the resamples have none there. most: cases of a patient."""
     rng = np.random.default_rng(0)
     own = {
-        (site, name): {f"{site}{i}": float(rng.normal()) for i in range(n)}
+        (site, name): {f"{site}{i}": rng.normal(size=1 + i % most).tolist() for i in range(n)}
         for (site, name), n in {("a", "liver"): 5, ("a", "spleen"): 5, ("b", "liver"): 4, ("b", "spleen"): 1}.items()
     }  # fmt: skip
-    found = interval_by_case(cells(own), np.random.default_rng(7), draws=400)
+    found = interval_of(cells(own), np.random.default_rng(7), draws=400)
     assert (found["low"], found["high"]) == pytest.approx(literal(cells(own), np.random.default_rng(7), 400))
-    assert found["low"] < found["value"] < found["high"] and found["cases"] == 9
+    assert found["low"] < found["value"] < found["high"] and found["n"] == 9
 
 
 def test_a_cell_without_a_case_leaves_its_weight_to_its_column() -> None:
     """Livers differ by 0 and spleens by 1 in every case, so that the mean is 1/2 whatever is drawn."""
     own = {
-        ("a", "liver"): dict.fromkeys("abcd", 0.0),
-        ("a", "spleen"): dict.fromkeys("abcd", 1.0),
-        ("b", "liver"): dict.fromkeys("efg", 0.0),
-        ("b", "spleen"): {"e": 1.0},
+        ("a", "liver"): {case: [0.0] for case in "abcd"},
+        ("a", "spleen"): {case: [1.0, 1.0] for case in "abcd"},
+        ("b", "liver"): {case: [0.0] for case in "efg"},
+        ("b", "spleen"): {"e": [1.0]},
     }
-    found = interval_by_case(cells(own), np.random.default_rng(0))
+    found = interval_of(cells(own), np.random.default_rng(0))
     assert (found["low"], found["high"]) == pytest.approx((0.5, 0.5))

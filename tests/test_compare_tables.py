@@ -12,7 +12,7 @@ import yaml
 from scipy import stats
 
 from fedatlas.compare import Comparison, Layout, collect, load_comparison, write_table
-from fedatlas.compare.cells import cell_tests, over_cases, pairs_of
+from fedatlas.compare.cells import UnitOf, cell_tests, over_cases, pairs_of
 from fedatlas.compare.running import average
 from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import holm, rows_text
@@ -182,20 +182,42 @@ def test_underlined_is_what_the_paired_t_test_finds(tmp_path) -> None:
     assert "<b><u>85.00</u></b> (" in page and "ins&gt;" not in page
 
 
+CASES = UnitOf("case", {})
+
+
+def test_pairs_of_patients_are_means_over_their_cases() -> None:
+    """p1 has two cases, of one of which only one row has a value; p2 has one."""
+
+    def of(**cases: float | None) -> dict[tuple[str, str, str], float | None]:
+        return {("s", case, "c"): value for case, value in cases.items()}
+
+    one, other = of(p1_a=1.0, p1_b=3.0, p1_c=None, p2_a=0.5), of(p1_a=0.0, p1_b=0.0, p1_c=1.0, p2_a=0.25)
+    patients = UnitOf("patient", {"s": re.compile("^(p.)_")})
+    found = pairs_of({0: one}, {0: other}, patients)["s", "c"]
+    assert found.one == [2.0, 0.5] and found.other == [0.0, 0.25] and found.lost == 0
+    assert patients("elsewhere", "p1_a") == "p1_a" and patients("s", "unlike") == "unlike"
+
+
 def test_pairs_are_of_the_seeds_that_both_have() -> None:
     def of(**cases: float | None) -> dict[tuple[str, str, str], float | None]:
         return {("s", case, "c"): value for case, value in cases.items()}
 
     one = {0: of(a=1.0, b=2.0, d=None, e=None), 1: of(a=3.0, b=None, d=None, e=5.0), 2: of(a=99.0)}
     other = {0: of(a=0.0, b=1.0, d=None, e=1.0), 1: of(a=1.0, b=7.0, d=None, e=None)}
-    found = pairs_of(one, other)["s", "c"]
+    found = pairs_of(one, other, CASES)["s", "c"]
     assert found.one == [2.0, 2.0] and found.other == [0.5, 1.0], "a of both seeds, b of the first"
     assert found.lost == 1, "e; d has no value in either"
-    assert pairs_of(one, {}) == {}
-    few = cell_tests(Layout(against="x", columns="site-class"), {"row": one}, other)  # type: ignore[call-arg]
-    assert few == {"made": 0, "p": {}, "few": {"row": {"s/c": 2}}, "lost": {"row": {"s/c": 1}}}
+    assert pairs_of(one, {}, CASES) == {}
+    few = cell_tests(Layout(against="x", columns="site-class"), {"row": one}, other, CASES)  # type: ignore[call-arg]
+    assert few == {
+        "unit": "case",
+        "made": 0,
+        "p": {},
+        "few": {"row": {"s/c": 2}},
+        "lost": {"row": {"s/c": 1}},
+    }
     same = {0: of(**{str(n): 0.5 for n in range(6)})}
-    made = cell_tests(Layout(against="x", columns="site-class"), {"row": same}, same)  # type: ignore[call-arg]
+    made = cell_tests(Layout(against="x", columns="site-class"), {"row": same}, same, CASES)  # type: ignore[call-arg]
     assert made["p"] == {"row": {"s/c": 1.0}} and made["few"] == made["lost"] == {}
 
 
@@ -435,16 +457,37 @@ def test_an_arm_is_compared_with_the_reference_that_the_file_names(tmp_path) -> 
     assert "Differences to the arm that is named" in text
 
 
-def test_that_patients_may_have_several_cases_is_told(tmp_path) -> None:
-    for patient in (None, "(.*)-"):
+def test_cases_of_a_patient_are_paired_and_drawn_together(tmp_path) -> None:
+    """Of sixteen cases seven are of one patient, case-1 and case-10 to case-15, and on these alone the arms differ."""
+    found, texts = {}, {}
+    for patient in (None, r"-(\d)"):
         arms = {arm: {"sites.c1.patient": patient} for arm in ("localized", "menu")}
         comparison = menu(
-            tmp_path / ("several" if patient else "single"), layout={"columns": "site-class"}, arms=arms
+            tmp_path / f"{bool(patient)}", layout={"columns": "site-class", "against": "localized"}, arms=arms
         )
         for arm in arms:
-            pretend(comparison, arm, {"best": {"c1/liver": [0.5, 0.6]}})
-        text = markdown(collect(comparison))
-        assert ("of patients with several cases intervals are too narrow" in text) == (patient is not None)
+            better = [0.1 if arm == "menu" and (n == 1 or n > 9) else 0.0 for n in range(16)]
+            pretend(comparison, arm, {"best": {"c1/liver": [0.5 + value for value in better]}})
+        found[patient] = collect(comparison)
+        texts[patient] = markdown(found[patient])
+    one, several = found.values()
+    assert (one["pairs"], several["pairs"]) == ("case", "patient")
+    assert (one["differences"]["menu"]["n"], several["differences"]["menu"]["n"]) == (16, 10)
+    assert several["differences"]["menu"]["mean"] == pytest.approx(0.01), "one patient of ten"
+    by_case, by_patient = (of["bootstrap"]["menu"] for of in (one, several))
+    assert by_case["value"] == by_patient["value"] == pytest.approx(0.1 * 7 / 16), (
+        "the table's mean is over cases"
+    )
+    assert (
+        by_patient["low"] == 0 < by_case["low"]
+        and by_patient["high"] > by_case["high"]
+        and by_patient["n"] == 10
+    )
+    before, after = texts.values()
+    assert "| arm | cases | difference to localized | 95 % interval by case |" in before
+    assert "| arm | patients | difference to localized | 95 % interval by patient |" in after
+    assert "over resamples of the patients of every site" in after and "over the patients of a cell" in after
+    assert "95 % interval by patient: menu +0.044" in verdict(several)[1]
 
 
 def test_arms_of_settings_that_are_not_compared_are_not_ranked_together(tmp_path) -> None:

@@ -1,11 +1,12 @@
-"""Cells of site and class by their cases: the spread over cases, and the tests of one row of a table against another."""
+"""Cells of site and class by their cases: what is paired, the spread over cases, and the tests of one row of a table against another."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedatlas.compare.plan import Layout
+from fedatlas.compare.plan import Comparison, Layout
 from fedatlas.compare.running import Cells
 from fedatlas.evaluation.statistics import LEAST_PAIRS, cell_means, holm, mean_of_defined, paired
 
@@ -16,6 +17,27 @@ Values = dict[tuple[str, str, str], float | None]
 def place_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Where a row of scores stands among `Values`."""
     return row["site"], row["case"], row["class"]
+
+
+class UnitOf(NamedTuple):
+    """(site, case) -> what is paired and resampled. name: "case", or "patient" where sites say how a case's name tells its patient.
+    patterns: site -> the expression that finds it."""
+
+    name: str
+    patterns: Mapping[str, re.Pattern[str]]
+
+    def __call__(self, site: str, case: str) -> str:
+        """The patient, or the case itself."""
+        found = self.patterns[site].search(case) if site in self.patterns else None
+        return case if found is None or found[1] is None else found[1]
+
+
+def unit_of(comparison: Comparison) -> UnitOf:
+    """By `sites[].patient`. A site's own table of patients stays at the site, so that its cases are themselves here."""
+    patterns = {
+        site.name: re.compile(site.patient) for site in comparison.first.sites if site.patient is not None
+    }
+    return UnitOf("patient" if patterns else "case", patterns)
 
 
 def means_of(values: Values) -> Cells:
@@ -46,48 +68,50 @@ def over_cases(values: Iterable[Values]) -> dict[tuple[str, str], OverCases]:
 
 
 class Pairs(NamedTuple):
-    """Of a cell, case by case: the values of both rows, and in how many cases only one row has a value."""
+    """Of a cell, case by case, or patient by patient: the values of both rows, and in how many of them only one row has a value."""
 
     one: list[float]
     other: list[float]
     lost: int
 
 
-def pairs_of(one: Mapping[int, Values], other: Mapping[int, Values]) -> dict[tuple[str, str], Pairs]:
-    """(site, class) -> pairs by case, each the mean over the seeds in which both rows have a value, of the cells that
+def pairs_of(
+    one: Mapping[int, Values], other: Mapping[int, Values], unit: UnitOf
+) -> dict[tuple[str, str], Pairs]:
+    """(site, class) -> pairs, each the mean over the cases of the unit and the seeds in which both rows have a value, of the cells that
     `one` has. one, other: seed -> values."""
     both: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
     single: dict[tuple[str, str], set[str]] = {}
     for seed in one:
         for (site, case, name), value in one[seed].items() if seed in other else ():
             cell, reference = (site, name), other[seed].get((site, case, name))
-            pairs = both.setdefault(cell, {})
+            pairs, of = both.setdefault(cell, {}), unit(site, case)
             if value is not None and reference is not None:
-                pairs.setdefault(case, []).append((value, reference))
+                pairs.setdefault(of, []).append((value, reference))
             elif value is not None or reference is not None:
-                single.setdefault(cell, set()).add(case)
+                single.setdefault(cell, set()).add(of)
     found = {}
-    for cell, cases in both.items():
-        means = [np.mean(pairs, axis=0) for pairs in cases.values()]
-        lost = len(single.get(cell, set()) - set(cases))
+    for cell, units in both.items():
+        means = [np.mean(pairs, axis=0) for pairs in units.values()]
+        lost = len(single.get(cell, set()) - set(units))
         found[cell] = Pairs([float(a) for a, _ in means], [float(b) for _, b in means], lost)
     return found
 
 
 def cell_tests(
-    layout: Layout, rows: Mapping[str, Mapping[int, Values]], against: Mapping[int, Values]
+    layout: Layout, rows: Mapping[str, Mapping[int, Values]], against: Mapping[int, Values], unit: UnitOf
 ) -> dict[str, Any]:
     """Paired t tests, two-sided, of every cell of rows (name -> seed -> values) against the same cell of another row.
 
-    made: how many. p: row -> "site/class" -> p value, adjusted as `layout.correction` says. few: row -> "site/class" ->
-    pairs, where they are fewer than LEAST_PAIRS and nothing is tested. lost: row -> "site/class" -> cases left out
+    unit: what is paired. made: how many. p: row -> "site/class" -> p value, adjusted as `layout.correction` says. few: row -> "site/class" ->
+    pairs, where they are fewer than LEAST_PAIRS and nothing is tested. lost: row -> "site/class" -> those left out
     because only one of both has a value there.
     """
     p: dict[tuple[str, str], float] = {}
     few: dict[str, dict[str, int]] = {}
     lost: dict[str, dict[str, int]] = {}
     for row, values in rows.items():
-        for (site, name), pairs in pairs_of(values, against).items():
+        for (site, name), pairs in pairs_of(values, against, unit).items():
             key = f"{site}/{name}"
             if len(pairs.one) >= LEAST_PAIRS:
                 p[row, key] = paired(pairs.one, pairs.other)["t"]
@@ -100,4 +124,4 @@ def cell_tests(
     by_row: dict[str, dict[str, float]] = {}
     for (row, key), value in p.items():
         by_row.setdefault(row, {})[key] = value
-    return {"made": len(p), "p": by_row, "few": few, "lost": lost}
+    return {"unit": unit.name, "made": len(p), "p": by_row, "few": few, "lost": lost}

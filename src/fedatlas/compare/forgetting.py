@@ -1,12 +1,13 @@
 """What local models forget of the classes that their sites do not annotate."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedatlas.compare.cells import UnitOf, unit_of
 from fedatlas.compare.plan import Comparison
-from fedatlas.compare.resampling import Cell, interval_by_case
+from fedatlas.compare.resampling import Cell, interval_of
 from fedatlas.compare.running import all_rows, kept_model
 from fedatlas.core.contract import sends_of
 from fedatlas.core.seeds import seed_of
@@ -23,7 +24,7 @@ def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> di
     seeds: arm -> those of which the run is finished. global, local: the mean of the metric of the model of `measure`,
     and of the local ones, over cells of seed, local model, site and class, each the mean over the site's cases where
     the class is there; the classes of a local model are those that its site does not annotate for the first finished
-    arm. value, low, high, cases, reason: of local - global, see `interval_by_case`. sites: site of the local model ->
+    arm. value, low, high, n, reason: of local - global, see `interval_of`. sites: site of the local model ->
     its own mean of local - global.
     """
     measure, found = comparison.measure, {}
@@ -35,7 +36,7 @@ def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> di
         method = make_method(comparison.federation(arm))
         if any({"model", "classes"} <= set(kinds) for kinds in sends_of(method).values()):
             continue
-        both: list[tuple[str, Cell, Cell]] = []
+        both: list[tuple[str, _Both]] = []
         for seed in seeds[arm]:
             path = comparison.path(arm, seed)
             if not annotated:
@@ -54,30 +55,43 @@ def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> di
                     reference = whole.get((site, name), {})
                     shared = [case for case in values if case in reference]
                     if name not in own and shared:
-                        pair = ({case: of[case] for case in shared} for of in (values, reference))
-                        both.append((owner, *(Cell(site, 1.0, of) for of in pair)))  # type: ignore[arg-type]
+                        of_case = {case: (values[case], reference[case]) for case in shared}
+                        both.append((owner, _Both(site, of_case)))
         if both:
             found[arm] = _of_arm(comparison, arm, both)
     return found
 
 
-def _of_arm(comparison: Comparison, arm: str, both: Sequence[tuple[str, Cell, Cell]]) -> dict[str, Any]:
-    apart = [
-        (
-            owner,
-            Cell(local.site, 1.0, {case: local.values[case] - whole.values[case] for case in local.values}),
-        )
-        for owner, local, whole in both
-    ]
+class _Both(NamedTuple):
+    """A cell of a site's cases. values: case -> the local model's, and the global one's."""
+
+    site: str
+    values: Mapping[str, tuple[float, float]]
+
+    def apart(self, unit: UnitOf) -> Cell:
+        """local - global."""
+        found: dict[str, list[float]] = {}
+        for case, (local, whole) in self.values.items():
+            found.setdefault(unit(self.site, case), []).append(local - whole)
+        return Cell(self.site, 1.0, found)
+
+
+def _of_arm(comparison: Comparison, arm: str, both: Sequence[tuple[str, _Both]]) -> dict[str, Any]:
     rng = np.random.default_rng(seed_of("forgetting", comparison.name, arm))
+    unit = unit_of(comparison)
 
-    def mean(cells: Sequence[Cell]) -> float | None:
-        return mean_of_defined(float(np.mean(list(cell.values.values()))) for cell in cells)
+    def mean(what: Callable[[tuple[float, float]], float], owner: str | None = None) -> float | None:
+        return mean_of_defined(
+            float(np.mean([what(of) for of in cell.values.values()]))
+            for name, cell in both
+            if owner in (None, name)
+        )
 
-    owners = dict.fromkeys(owner for owner, _ in apart)
     return {
-        "global": mean([whole for _, _, whole in both]),
-        "local": mean([local for _, local, _ in both]),
-        "sites": {owner: mean([cell for name, cell in apart if name == owner]) for owner in owners},
-        **interval_by_case([cell for _, cell in apart], rng),
+        "global": mean(lambda of: of[1]),
+        "local": mean(lambda of: of[0]),
+        "sites": {
+            owner: mean(lambda of: of[0] - of[1], owner) for owner in dict.fromkeys(name for name, _ in both)
+        },
+        **interval_of([cell.apart(unit) for _, cell in both], rng, unit=unit.name),
     }

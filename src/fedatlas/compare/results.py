@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedatlas.compare.cells import Values, cell_tests, means_of, over_cases, place_of
+from fedatlas.compare.cells import UnitOf, Values, cell_tests, means_of, over_cases, place_of, unit_of
 from fedatlas.compare.costs import costs
 from fedatlas.compare.curves import curves
 from fedatlas.compare.forgetting import forgetting
 from fedatlas.compare.intervals import bootstrap
 from fedatlas.compare.plan import Comparison
-from fedatlas.compare.resampling import Cell, interval_by_case
+from fedatlas.compare.resampling import Cell, interval_of
 from fedatlas.compare.running import Cells, Tell, average, local_rows, rows_of, state_of
 from fedatlas.core.errors import FedAtlasError
 from fedatlas.core.labels import LabelSpace
@@ -61,11 +61,11 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     """What the finished runs came to, as plain values; runs that are not finished have none.
 
     As `means` gives it, and budget: arm -> rounds, steps, epochs, total steps. compared: arm -> its reference, the arm that
-    its difference is to. patients: may patients have several cases, as `sites[].patient` is set? differences: arm -> against that, over `pairs`:
-    "case", each the mean over its classes and the seeds, or, where labels are of whole images, "cell" of site, class
-    and seed. bootstrap: arm -> an interval of the difference of the table's means, by case, or by patient where labels
+    its difference is to. differences: arm -> against that, over `pairs`:
+    "case", or "patient" where `sites[].patient` is set, each the mean over its classes and the seeds (and a patient's cases), or, where labels are of whole images, "cell" of site, class
+    and seed. bootstrap: arm -> an interval of the difference of the table's means, by these cases or patients, and by patient where labels
     are of whole images. ranks: of each family of arms that are compared with one another, those of which every seed is
-    finished, over cells of site and class, each the mean over seeds; with fewer than LEAST_PAIRS cases no test. tables: `means` of the further tables. costs,
+    finished, over cells of site and class, each the mean over seeds; with fewer than LEAST_PAIRS cases or patients no test. tables: `means` of the further tables. costs,
     forgetting, curves: as the functions of these names give them; local: which local models those are, as `evaluation.local`.
     """
     done = finished(comparison)
@@ -74,12 +74,14 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     found["budget"] = {arm: _budget_of(comparison.federation(arm)) for arm in comparison.arms}
     by_case = any(case for of_arm in values.values() for of_seed in of_arm.values() for _, case, _ in of_seed)
     found["compared"] = comparison.compared
-    found["pairs"] = "case" if by_case else "cell"
-    found["patients"] = any(site.patient is not None for site in comparison.first.sites)
+    unit = unit_of(comparison)
+    found["pairs"] = unit.name if by_case else "cell"
     if by_case:
-        found |= _by_case(comparison, values)
-        cases = {(site, case) for arm in values.values() for of in arm.values() for site, case, _ in of}
-        found["ranks"] = _ranks(comparison, cells, tested=len(cases) >= LEAST_PAIRS)
+        found |= _by_case(comparison, values, unit)
+        units = {
+            (site, unit(site, case)) for arm in values.values() for of in arm.values() for site, case, _ in of
+        }
+        found["ranks"] = _ranks(comparison, cells, tested=len(units) >= LEAST_PAIRS)
     else:
         found["differences"] = _by_cell(comparison, cells)
         found["ranks"] = _ranks(comparison, cells)
@@ -259,7 +261,7 @@ def _by_cases(
         }
     if layout.against is not None:
         others = {row: values for row, values in rows.items() if row.partition("/")[0] != layout.against}
-        found["tests"] = cell_tests(layout, others, arms[layout.against])
+        found["tests"] = cell_tests(layout, others, arms[layout.against], unit_of(comparison))
     return found
 
 
@@ -352,39 +354,42 @@ def _tested(apart: Mapping[str, Mapping[Any, float | None]]) -> dict[str, dict[s
     return {arm: asdict(found) for arm, found in differences(nothing, apart).items()}
 
 
-def _by_case(comparison: Comparison, values: Mapping[str, Mapping[int, Values]]) -> dict[str, dict[str, Any]]:
-    """Differences of the arms to their references, paired by case, each the mean over its classes and the seeds; and the
-    interval of the difference of the table's means, by case."""
-    of_case: dict[str, dict[tuple[str, str], float | None]] = {}
+def _by_case(
+    comparison: Comparison, values: Mapping[str, Mapping[int, Values]], unit: UnitOf
+) -> dict[str, dict[str, Any]]:
+    """Differences of the arms to their references, paired by case or patient, each the mean over its classes and the seeds; and the
+    interval of the difference of the table's means, by the same."""
+    of_unit: dict[str, dict[tuple[str, str], float | None]] = {}
     intervals: dict[str, dict[str, Any]] = {}
     for arm, of_reference in comparison.compared.items():
-        apart: dict[tuple[int, str, str], dict[str, float]] = {}
+        apart: dict[tuple[int, str, str], dict[str, list[float]]] = {}
         for seed, found in values[arm].items():
             for (site, case, name), value in found.items():
                 reference = values[of_reference].get(seed, {}).get((site, case, name))
                 if value is not None and reference is not None:
-                    apart.setdefault((seed, site, name), {})[case] = value - reference
+                    of_cell = apart.setdefault((seed, site, name), {})
+                    of_cell.setdefault(unit(site, case), []).append(value - reference)
         every: dict[tuple[str, str], list[float]] = {}
-        for (_, site, _), cases in apart.items():
-            for case, value in cases.items():
-                every.setdefault((site, case), []).append(value)
-        of_case[arm] = {key: mean_of_defined(found) for key, found in every.items()}
+        for (_, site, _), units in apart.items():
+            for name, of in units.items():
+                every.setdefault((site, name), []).extend(of)
+        of_unit[arm] = {key: mean_of_defined(found) for key, found in every.items()}
         rng = np.random.default_rng(seed_of("comparison", comparison.name, arm))
         if apart:
-            intervals[arm] = interval_by_case(_weighted(comparison, apart), rng)
-    return {"differences": _tested(of_case), "bootstrap": intervals}
+            intervals[arm] = interval_of(_weighted(comparison, apart), rng, unit=unit.name)
+    return {"differences": _tested(of_unit), "bootstrap": intervals}
 
 
 def _weighted(
-    comparison: Comparison, apart: Mapping[tuple[int, str, str], Mapping[str, float]]
+    comparison: Comparison, apart: Mapping[tuple[int, str, str], Mapping[str, Sequence[float]]]
 ) -> list[Cell]:
     """The cells of (seed, site, class) with the weights that they have in the table's mean."""
     if comparison.layout.average == "sites":
         classes = Counter((seed, site) for seed, site, _ in apart)
         sites = Counter(seed for seed, _ in classes)
         return [
-            Cell(site, 1 / (classes[seed, site] * sites[seed]), cases, column=(seed, site))
-            for (seed, site, _), cases in apart.items()
+            Cell(site, 1 / (classes[seed, site] * sites[seed]), units, column=(seed, site))
+            for (seed, site, _), units in apart.items()
         ]
     sites_of = Counter((seed, name) for seed, _, name in apart)
     columns = Counter(seed for seed, _ in sites_of)
@@ -395,10 +400,10 @@ def _weighted(
         Cell(
             site,
             1 / (sites_of[seed, name] * columns[seed]),
-            cases,
+            units,
             column=(seed, site, name) if own else (seed, name),
         )
-        for (seed, site, name), cases in apart.items()
+        for (seed, site, name), units in apart.items()
     ]
 
 

@@ -13,6 +13,8 @@ from fedatlas.report.markup import render
 from fedatlas.report.tables import Metric, described
 
 MEAN, EXCLUDE, INCLUDE = "mean", "exclude*", "include*"
+BY_CASE = ("case", "patient")
+"""What is paired and resampled where cases are scored; else cells are paired."""
 LOWER = frozenset({"hd95", "hd", "asd", "rve", "hd_rows", "ece", "ece_mass", "brier"})
 """Metrics of which the lower value is the better one."""
 MILLIMETRES = frozenset({"hd95", "hd", "asd"})
@@ -194,7 +196,7 @@ def _tests(found: Mapping[str, Any]) -> list[str]:
     told = []
     if tests["made"]:
         told.append(
-            f"Underlined: p < 0.05 in the two-sided paired t test over the cases of a cell against {layout['against']}; "
+            f"Underlined: p < 0.05 in the two-sided paired t test over the {tests['unit']}s of a cell against {layout['against']}; "
             f"{tests['made']} tests{adjusted}."
         )
     few: dict[str, dict[str, None]] = {}
@@ -202,16 +204,18 @@ def _tests(found: Mapping[str, Any]) -> list[str]:
         for key, count in of_row.items():
             few.setdefault(key, {})[str(count)] = None
     if few and not tests["made"]:
-        told.append("Nothing is tested: no cell has 6 pairs of cases.")
+        told.append(f"Nothing is tested: no cell has 6 pairs of {tests['unit']}s.")
     elif few:
         cells = ", ".join(f"{key} {' or '.join(counts)}" for key, counts in few.items())
-        told.append(f"Not tested, with fewer than 6 pairs of cases: {cells}.")
+        told.append(f"Not tested, with fewer than 6 pairs of {tests['unit']}s: {cells}.")
     if tests["lost"]:
         rows = "; ".join(
             f"{row} {', '.join(f'{key} {count}' for key, count in of_row.items())}"
             for row, of_row in tests["lost"].items()
         )
-        told.append(f"Cases left out of the pairs, as only one of the two models has a value there: {rows}.")
+        told.append(
+            f"{tests['unit'].capitalize()}s left out of the pairs, as only one of the two models has a value there: {rows}."
+        )
     return told
 
 
@@ -449,7 +453,7 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
         return []
     references = list(dict.fromkeys(found["compared"].values()))
     of = references[0] if len(references) == 1 else "the arm that is named"
-    by_case, of_images = found.get("pairs") == "case", bool(found["bootstrap"])
+    by_case, of_images = found.get("pairs") in BY_CASE, bool(found["bootstrap"])
     scale, digits = unit(found)
     lines, alone = [], {}
     for arm, apart in found["differences"].items():
@@ -484,18 +488,15 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
         return [_without_reference(alone)]
     title = f"difference to {references[0]}" if len(references) == 1 else "difference"
     if by_case:
-        head = ["arm", "cases", title, "95 % interval by case", "p Wilcoxon", "p t"]
-        told = [
+        drawn = found["pairs"]
+        head = ["arm", f"{drawn}s", title, f"95 % interval by {drawn}", "p Wilcoxon", "p t"]
+        told = (
             f"Differences to {of}: of the means above over what both arms have, with an interval over resamples of the "
-            "cases of every site, the trained models held fixed. The tests pair by case, each the mean of its differences "
-            "over its classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 cases have neither, a single "
-            "case of a site has no interval."
-        ]
-        if found.get("patients"):
-            told.append(
-                "A case counts for itself here: of patients with several cases intervals are too narrow and p values too small."
-            )
-        return [" ".join(told), Table(head, lines), _without_reference(alone)]
+            f"{drawn}s of every site, the trained models held fixed. The tests pair by {drawn}, each the mean of its differences "
+            f"over its {'cases, ' if drawn == 'patient' else ''}classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 {drawn}s have neither, a single "
+            f"{drawn} of a site has no interval."
+        )
+        return [told, Table(head, lines), _without_reference(alone)]
     head = ["arm", "cells", title, "p Wilcoxon", "p t"]
     head += ["difference, 95 % interval by patient", "over"] if of_images else []
     told = [
@@ -540,6 +541,7 @@ def _forgetting(found: Mapping[str, Any]) -> list[str | Table]:
     of_arms, metric = found["forgetting"], found["metric"]
     if not of_arms:
         return []
+    drawn = found["pairs"]
     scale, digits = unit(found)
     owners = list(dict.fromkeys(owner for of_arm in of_arms.values() for owner in of_arm["sites"]))
 
@@ -559,10 +561,10 @@ def _forgetting(found: Mapping[str, Any]) -> list[str | Table]:
     told = (
         f"Forgetting: {metric} of each site's local model ({LOCAL[found.get('local', 'last')]}) on the classes that the site does not "
         "annotate, and of the global model on the same: the mean over seeds, local models, classes and the sites of the "
-        "test cases, where the class is there; the interval resamples cases. On the right the difference of every local "
+        f"test cases, where the class is there; the interval resamples {drawn}s. On the right the difference of every local "
         "model alone."
     )
-    head = ["arm", "global", "local", "local - global", "95 % interval by case"]
+    head = ["arm", "global", "local", "local - global", f"95 % interval by {drawn}"]
     return [told, Table([*head, *(f"of {owner}" for owner in owners)], lines)]
 
 

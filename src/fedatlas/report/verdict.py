@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas.report.comparison import LOWER, MEAN, heading, is_whole, unit
+from fedatlas.report.comparison import BY_CASE, LOWER, MEAN, heading, is_whole, unit
 
 
 def verdict(found: Mapping[str, Any]) -> list[str]:
     """Sentences, plain text, from what `compare.collect` found; none where fewer than two arms have a value.
 
     The best arm, of every family of arms that are compared with one another, among those that can be; the means, each family in order,
-    the best first; the differences to their references with their intervals by case; the means of every further table, and which
+    the best first; the differences to their references with their intervals by case or patient; the means of every further table, and which
     of them are of less than others there alone; and what a single seed leaves open.
     """
     families = _ranked(found)
@@ -84,7 +84,7 @@ def _means(found: Mapping[str, Any], families: list[Family]) -> str:
 def _not_told_apart(found: Mapping[str, Any], best: str) -> list[str]:
     """The reference of the best arm, and the arms of which it is the reference, where the interval of the difference holds 0.
     Intervals are of differences to an arm's reference, so that nothing is said of two others."""
-    if found.get("pairs") != "case":
+    if found.get("pairs") not in BY_CASE:
         return []
     compared = found["compared"]
     within = [
@@ -97,8 +97,8 @@ def _not_told_apart(found: Mapping[str, Any], best: str) -> list[str]:
 
 
 def _apart(found: Mapping[str, Any]) -> str:
-    """The differences to the arms' references that have an interval by case."""
-    if found.get("pairs") != "case":
+    """The differences to the arms' references that have an interval by case or patient."""
+    if found.get("pairs") not in BY_CASE:
         return ""
     (scale, digits), parts = unit(found), []
     for arm in found["differences"]:
@@ -107,7 +107,7 @@ def _apart(found: Mapping[str, Any]) -> str:
             value, low, high = (f"{scale * interval[key]:+.{digits}f}" for key in ("value", "low", "high"))
             parts.append((found["compared"][arm], f"{arm} {value} ({low} to {high})"))
     told = [
-        f"Difference to {reference}, 95 % interval by case: {', '.join(text for of, text in parts if of == reference)}."
+        f"Difference to {reference}, 95 % interval by {found['pairs']}: {', '.join(text for of, text in parts if of == reference)}."
         for reference in dict.fromkeys(of for of, _ in parts)
     ]
     return " ".join(told)
