@@ -4,8 +4,8 @@
     python -m benchmarks.gpu --device cpu --small # the same code on small inputs, where there is no GPU
 
 Every net takes its steps in float32, bf16 and fp16, with tensors in the usual and in channels-last order, and through
-`torch.compile`. Batches are copied from ordinary and from pinned memory. The paper of ConDistFL reports 1.102 and
-1.135 times the seconds of FedAvg, at 38.0 and 78.8 GB, for MedNeXt-S and -B at 128^3 with two patches per step. Last, one
+`torch.compile`. Batches are copied from ordinary and from pinned memory. The paper of ConDistFL reports 1.102
+times the hours of FedAvg for its training on CT (MedNeXt, 128^3) and 1.135 for that on radiographs (DeepLabV3+). Last, one
 real run of the head and neck federation, if its data are given (`--data DIR`), twice: do its bits repeat?
 
 Without a GPU it says so and ends with 2.

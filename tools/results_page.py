@@ -173,6 +173,18 @@ SETTINGS = (
         {"matched": "standalone-matched-mean-four", "fedavg": "fedavg-four"},
     ),
     Setting(
+        "[unequal sites: 10, 3, 2 and 1 labelled cases](#sites-of-unequal-size)",
+        "head-neck-unequal",
+        "fedatlas-down",
+        {"matched": "standalone-matched-down", "fedavg": "fedavg-down"},
+    ),
+    Setting(
+        "[the same, 1, 2, 3 and 10](#sites-of-unequal-size)",
+        "head-neck-unequal",
+        "fedatlas-up",
+        {"matched": "standalone-matched-mean-up"},
+    ),
+    Setting(
         "[a protocol that nobody trained on](#a-protocol-that-nobody-trained-on)",
         "head-neck-unseen",
         "fedatlas",
