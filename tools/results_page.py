@@ -33,6 +33,15 @@ OPPONENTS = {
 }
 """What `fedatlas` is compared with -> the head of its column."""
 
+ON_A_GPU = {
+    "matched": "standalone-matched-mean",
+    "fedavg": "fedavg",
+    "condistfl": "condistfl",
+    "condistfl-matched": "condistfl-matched",
+    "centralized": "centralized",
+}
+"""The arm of each in the two comparisons that were run on a GPU."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -49,13 +58,7 @@ SETTINGS = (
         "[head and neck CT, 4,000 local steps](#head-and-neck-ct-with-five-times-the-steps)",
         "head-neck-longest",
         "fedatlas",
-        {
-            "matched": "standalone-matched-mean",
-            "fedavg": "fedavg",
-            "condistfl": "condistfl",
-            "condistfl-matched": "condistfl-matched",
-            "centralized": "centralized",
-        },
+        ON_A_GPU,
     ),
     Setting(
         "[the same, both averaged over late rounds](#head-and-neck-ct-with-five-times-the-steps)",
@@ -104,13 +107,7 @@ SETTINGS = (
         "[in 3D, a net of 5.6 million parameters, 1,600 local steps](#in-3d-on-a-gpu)",
         "head-neck-volumes",
         "fedatlas",
-        {
-            "matched": "standalone-matched-mean",
-            "fedavg": "fedavg",
-            "condistfl": "condistfl",
-            "condistfl-matched": "condistfl-matched",
-            "centralized": "centralized",
-        },
+        ON_A_GPU,
     ),
     Setting(
         "[the same, both averaged over late rounds](#in-3d-on-a-gpu)",
