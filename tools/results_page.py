@@ -179,7 +179,7 @@ SETTINGS = (
         "[the same, 1, 2, 3 and 10](#sites-of-unequal-size)",
         "head-neck-unequal",
         "fedatlas-up",
-        {"matched": "standalone-matched-mean-up"},
+        {"matched": "standalone-matched-mean-up", "fedavg": "fedavg-up"},
     ),
     Setting(
         "[a protocol that nobody trained on](#a-protocol-that-nobody-trained-on)",
