@@ -185,13 +185,17 @@ def test_underlined_is_what_the_paired_t_test_finds(tmp_path) -> None:
 CASES = UnitOf("case", {})
 
 
+def one_cell(**cases: float | None) -> dict[tuple[str, str, str], float | None]:
+    """Values of a cell."""
+    return {("s", case, "c"): value for case, value in cases.items()}
+
+
 def test_pairs_of_patients_are_means_over_their_cases() -> None:
-    """p1 has two cases, of one of which only one row has a value; p2 has one."""
-
-    def of(**cases: float | None) -> dict[tuple[str, str, str], float | None]:
-        return {("s", case, "c"): value for case, value in cases.items()}
-
-    one, other = of(p1_a=1.0, p1_b=3.0, p1_c=None, p2_a=0.5), of(p1_a=0.0, p1_b=0.0, p1_c=1.0, p2_a=0.25)
+    """p1 has three cases, of one of which only one row has a value; p2 has one."""
+    one, other = (
+        one_cell(p1_a=1.0, p1_b=3.0, p1_c=None, p2_a=0.5),
+        one_cell(p1_a=0.0, p1_b=0.0, p1_c=1.0, p2_a=0.25),
+    )
     patients = UnitOf("patient", {"s": re.compile("^(p.)_")})
     found = pairs_of({0: one}, {0: other}, patients)["s", "c"]
     assert found.one == [2.0, 0.5] and found.other == [0.0, 0.25] and found.lost == 0
@@ -199,11 +203,12 @@ def test_pairs_of_patients_are_means_over_their_cases() -> None:
 
 
 def test_pairs_are_of_the_seeds_that_both_have() -> None:
-    def of(**cases: float | None) -> dict[tuple[str, str, str], float | None]:
-        return {("s", case, "c"): value for case, value in cases.items()}
-
-    one = {0: of(a=1.0, b=2.0, d=None, e=None), 1: of(a=3.0, b=None, d=None, e=5.0), 2: of(a=99.0)}
-    other = {0: of(a=0.0, b=1.0, d=None, e=1.0), 1: of(a=1.0, b=7.0, d=None, e=None)}
+    one = {
+        0: one_cell(a=1.0, b=2.0, d=None, e=None),
+        1: one_cell(a=3.0, b=None, d=None, e=5.0),
+        2: one_cell(a=99.0),
+    }
+    other = {0: one_cell(a=0.0, b=1.0, d=None, e=1.0), 1: one_cell(a=1.0, b=7.0, d=None, e=None)}
     found = pairs_of(one, other, CASES)["s", "c"]
     assert found.one == [2.0, 2.0] and found.other == [0.5, 1.0], "a of both seeds, b of the first"
     assert found.lost == 1, "e; d has no value in either"
@@ -216,7 +221,7 @@ def test_pairs_are_of_the_seeds_that_both_have() -> None:
         "few": {"row": {"s/c": 2}},
         "lost": {"row": {"s/c": 1}},
     }
-    same = {0: of(**{str(n): 0.5 for n in range(6)})}
+    same = {0: one_cell(**{str(n): 0.5 for n in range(6)})}
     made = cell_tests(Layout(against="x", columns="site-class"), {"row": same}, same, CASES)  # type: ignore[call-arg]
     assert made["p"] == {"row": {"s/c": 1.0}} and made["few"] == made["lost"] == {}
 
