@@ -1,6 +1,6 @@
 """Runs every benchmark, or those that are named, each in a process of its own, and prints what it found.
 
-Options, from the first argument that begins with "-", go to the one that is named.
+Options, from the first argument that begins with "-", go to the one that is named. The first that fails ends it, with its exit status.
 """
 
 import subprocess
@@ -16,4 +16,6 @@ if __name__ == "__main__":
     names, options = sys.argv[1:first], sys.argv[first:]
     for module in names or MODULES:
         print(f"== {module}", flush=True)
-        subprocess.run([sys.executable, "-W", "ignore", "-m", f"benchmarks.{module}", *options], check=True)
+        done = subprocess.run([sys.executable, "-W", "ignore", "-m", f"benchmarks.{module}", *options])
+        if done.returncode:
+            sys.exit(done.returncode)
