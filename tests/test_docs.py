@@ -237,6 +237,31 @@ def test_the_complete_federation_file_for_scans_works(tmp_path) -> None:
     assert (tmp_path / "run" / "rows.csv").exists()
 
 
+def test_what_the_results_advise_is_switched_on_as_they_say() -> None:
+    """The pieces of YAML are accepted beside the complete file, and the loss in the second is that of `fedatlas`."""
+    from fedatlas.methods.fedatlas import NO_CLASS_LOST
+
+    page = (ROOT / "docs" / "how-to" / "bring-your-data.md").read_text()
+    (text,) = [
+        text for text in re.findall(r"```yaml\n(.*?)```", page, re.S) if text.startswith("name: abdomen ")
+    ]
+    results = (ROOT / "docs" / "results.md").read_text()
+    part = results[results.index("### How to switch it on") :]
+    pieces = [yaml.safe_load(piece) for piece in re.findall(r"```yaml\n(.*?)```", part, re.S)]
+    one, merged = pieces
+    for piece in pieces:
+        whole = yaml.safe_load(text)
+        for key, value in piece.items():
+            whole[key] = value if key == "method" else whole.get(key, {}) | value
+        federation = parse_federation(whole, base=ROOT)
+        assert federation.local.schedule == "constant"
+        assert federation.method["swa_start"] == 0.5
+    assert federation.evaluation.inference.merge == "mean"
+    assert (one["method"]["name"], merged["method"]["name"]) == ("fedatlas", "standalone")
+    loss = {"name": "marginal_dice_ce_exclusion", "options": NO_CLASS_LOST}
+    assert merged["method"]["loss"] == loss
+
+
 def test_complete_files_begin_with_the_methods_that_are_advised() -> None:
     page = (ROOT / "docs" / "how-to" / "bring-your-data.md").read_text()
     texts = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.S) if text.startswith("name: ")]
@@ -329,10 +354,27 @@ def test_what_to_take_is_what_the_tables_say() -> None:
     assert readme == made.filled_readme(readme, page), "run tools/results_page.py"
     rows = made.table_of(page, "to-take").strip().splitlines()[2:]
     for row, advice in zip(rows, made.TO_TAKE, strict=True):
-        value, low, high = (float(number) for number in re.findall(r"[+-]\.\d+", row))
+        value, low, high = (float(number) for number in re.findall(r"[+-]\.\d+", row.split(" | ")[3]))
         assert low <= value <= high
         means = [made.mean_of(page, advice.place, arm) for arm in (advice.ours, advice.other)]
         assert value == pytest.approx(means[0] - means[1], abs=0.0016)
+
+
+def test_means_on_validation_cases_are_of_their_table_else_of_the_best_round() -> None:
+    made = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "results_page.py")))
+    means = "| arm | seeds | liver | mean |\n| --- | --- | --- | --- |\n| a | 3 | 0.1 | 0.900 ± 0.001 |\n"
+    of_cases = f"**Validation cases, Dice: dice, model last**\n\n{means.replace('900', '700')}| b | 3 | 0.1 | **0.650 ± 0.002** |\n\n"
+    rounds = "Validation over the rounds: auroc.\n\n| arm | evaluated rounds | best | last |\n| --- | --- | --- | --- |\n| a | 12 | 0.8 ± 0.1 | 0.6 ± 0.1 |\n\n"
+    page = "".join(
+        f"<!-- {place} -->\n\n{means}\n{tables}<!-- /{place} -->\n"
+        for place, tables in (("both", rounds + of_cases), ("rounds", rounds), ("neither", ""))
+    )
+    assert made.validation_of(page, "both", "a") == 0.7
+    assert made.validation_of(page, "both", "b") == 0.65
+    assert made.validation_of(page, "rounds", "a") == 0.8
+    assert made.validation_of(page, "neither", "a") is None
+    with pytest.raises(ValueError, match="the table rounds has no mean of b on validation cases"):
+        made.validation_of(page, "rounds", "b")
 
 
 def test_a_number_that_the_tables_lack_is_named() -> None:

@@ -332,6 +332,15 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
+        "[sites of unequal size](#sites-of-unequal-size): 10, 3, 2 and 1 labelled cases",
+        "`fedatlas`",
+        "head-neck-unequal",
+        "fedatlas-down",
+        "standalone-matched-down",
+        "merged models, the surest decides",
+        ONE_MODEL,
+    ),
+    Advice(
         "[classes that overlap](#chest-radiographs-2d-overlapping-classes)",
         "`fedatlas`",
         "chest-xray-seg-long",
@@ -449,6 +458,24 @@ def mean_of(page: str, place: str, arm: str) -> float:
     return float(found[1])
 
 
+def validation_of(page: str, place: str, arm: str) -> float | None:
+    """An arm's mean on validation cases: of its models that are scored on test cases, or, where the place has no table of these, of the
+    best round. None where it has neither. Raises ValueError where it has one without the arm."""
+    for title, cells in (
+        ("Validation cases, Dice: ", r".*\| \**(\d\.\d+)[^|]*\|$"),
+        ("Validation over the rounds: ", r"(\d\.\d+) "),
+    ):
+        table = table_of(page, place).partition(title)[2].partition("\n\n")[2].partition("\n\n")[0]
+        if table:
+            found = re.search(rf"^\| {re.escape(arm)} \| \d+ \| {cells}", table, re.MULTILINE)
+            if found is None:
+                raise ValueError(
+                    f"docs/results.md: the table {place} has no mean of {arm} on validation cases"
+                )
+            return float(found[1])
+    return None
+
+
 @dataclass(frozen=True)
 class Answer:
     """A table at the top of the page: where it stands, as the tables of comparisons stand at the name of theirs; its measure; the method
@@ -489,10 +516,15 @@ ANSWERS = (
 
 def to_take(page: str) -> str:
     """The table that says what to take. Raises ValueError where the page lacks one of its numbers."""
-    lines = ["| for | take | against | lead | at prediction |", "|---|---|---|---|---|"]
+    lines = [
+        "| for | take | against | lead | on validation cases | at prediction |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in TO_TAKE:
         by = _shown(above(page, row.place, row.ours, row.other))
-        lines.append(f"| {row.given} | {row.take} | {row.called} | {by} | {row.needs} |")
+        ours, other = (validation_of(page, row.place, arm) for arm in (row.ours, row.other))
+        seen = "–" if ours is None or other is None else _short(ours - other)
+        lines.append(f"| {row.given} | {row.take} | {row.called} | {by} | {seen} | {row.needs} |")
     return "\n".join(lines)
 
 
