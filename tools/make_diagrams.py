@@ -7,6 +7,7 @@ runs; everything else is text.
 
 import re
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -25,6 +26,7 @@ from fedatlas.report.figures.arms import Curve
 OUT = Path(__file__).parents[1] / "docs" / "pictures"
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 INK, MUTED, GRID, PAPER = "#1b2128", "#57616c", "#c3cad2", "#ffffff"
+STRIPE = "#f4f6f8"
 SITE, SERVER, WIRE, LEFT_OUT = "#dbeafd", "#fdebd0", "#e3f5ec", "#eceff2"
 """What is at a site, at the server, on the way between them; and what takes no part."""
 
@@ -312,47 +314,52 @@ def privacy() -> Drawing:
 
 
 def gains() -> Drawing:
-    """By how much one model of all sites is above other ways to train, setting by setting, as the page's table has it."""
+    """By how much one model of all sites is above other ways to train: a row for each setting of the page's table, and beside each other a
+    field for each of the others, all of one scale."""
     page = PAGE.read_text()
     found = [
         {name: above(page, setting.place, setting.ours, other) for name, other in setting.others.items()}
         for setting in SETTINGS
     ]
-    shown = [by for differences in found for by in differences.values()]
-    least, most = floor(100 * min(low for _, low, _ in shown)), ceil(100 * max(high for _, _, high in shown))
-    left, top, row, head = 400, 46, 24, 34
-    unit = 500 / (most - least)
-    bottom = top + row * len(shown) + head * len(SETTINGS)
-    d = Drawing(916, bottom + 62, "One model of all sites, trained by fedatlas, against other ways to train")
-    zero = left - least * unit
-    for points in range(least, most + 1):
-        x = zero + unit * points
-        d.lines.append(
-            f'<line x1="{x:g}" y1="{top - 12}" x2="{x:g}" y2="{bottom}" stroke="{GRID if points else INK}"/>'
-        )
-        d.text(x, bottom + 20, f"{points:+d}" if points else "0", colour=MUTED)
+    unit, gap, row, left, top = 15, 44, 25, 16 + max(7.3 * len(plain(one.asked)) for one in SETTINGS), 116
+    bottom = top + row * len(SETTINGS)
+    d = Drawing(0, bottom + 58, "One model of all sites, trained by fedatlas, against other ways to train")
+    for number, setting in enumerate(SETTINGS):
+        y = top + row * (number + 0.5)
+        if number % 2:  # a stripe; it is as wide as all fields, which end where d.width will
+            d.lines.append(f'<rect x="0" y="{y - row / 2:g}" width="100%" height="{row}" fill="{STRIPE}"/>')
+        d.text(left - 12, y + 4.5, plain(setting.asked), at="end")
+    x = left + gap / 2
+    for name, called in OPPONENTS.items():
+        told = [differences.get(name) for differences in found]
+        least = min(-1, floor(100 * min(by[1] for by in told if by)))
+        most = max(1, ceil(100 * max(by[2] for by in told if by)))
+        zero, middle = x - unit * least, x + unit * (most - least) / 2
+        head = textwrap.wrap(plain(called), max(12, unit * (most - least) // 8))
+        for number, line in enumerate(head):
+            d.text(middle, top - 14 - 17 * (len(head) - 1 - number), line, bold=True)
+        for points in range(least, most + 1):
+            at = zero + unit * points
+            d.lines.append(
+                f'<line x1="{at:g}" y1="{top}" x2="{at:g}" y2="{bottom}" stroke="{GRID if points else INK}"/>'
+            )
+            if points % 5 == 0 or (points in (least, most) and 2 <= abs(points) <= 4):
+                d.text(at, bottom + 18, f"{points:+d}" if points else "0", colour=MUTED)
+        for number, by in enumerate(told):
+            if by is None:
+                continue
+            value, low, high = (100 * unit * one for one in by)
+            y = top + row * (number + 0.5)
+            d.bar(zero + low, y - 1.5, high - low, 3, INK)
+            d.bar(zero + value - 3, y - 6, 6, 12, SERVER)
+        x += unit * (most - least) + gap
+    d.width = ceil(x)
     d.text(
-        left + 250,
-        bottom + 42,
-        "difference of the mean Dice, in points (95 % interval over cases)",
+        (left + x) / 2,
+        bottom + 44,
+        "fedatlas less the other, mean Dice in points (95 % interval over cases): right of 0 fedatlas is better",
         colour=MUTED,
     )
-    d.text(zero + 6, top - 20, "fedatlas is better", at="start", colour=MUTED)
-    y = top - row / 2
-    for setting, differences in zip(SETTINGS, found, strict=True):
-        y += head
-        d.text(left - 16, y + 4.5, plain(setting.asked), at="end", bold=True)
-        for name, called in OPPONENTS.items():
-            if name not in differences:
-                continue
-            y += row
-            value, low, high = differences[name]
-            d.text(left - 16, y + 4.5, plain(called), at="end")
-            d.bar(zero + 100 * unit * low, y - 1.5, 100 * unit * (high - low), 3, INK)
-            d.bar(zero + 100 * unit * value - 4, y - 7, 8, 14, SERVER)
-            behind = high < 0  # then the number stands on the free side
-            place, side = (zero + 100 * unit * (low if behind else high), -10 if behind else 10)
-            d.text(place + side, y + 4.5, f"{100 * value:+.1f}", at="end" if behind else "start")
     return d
 
 
