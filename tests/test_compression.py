@@ -271,6 +271,21 @@ def test_with_feedback_the_sum_of_what_arrives_is_the_sum_of_what_was_meant(
     assert gaps[-1] < without / 10
 
 
+@pytest.mark.parametrize(("kind", "within"), [("bf16", 0.01), ("int8", 0.02), ("topk", 1e-6)])
+def test_running_statistics_follow_those_of_the_site_and_are_not_fed_back(kind: str, within: float) -> None:
+    """In every round a site measures them anew: the receiver's come to be these, and what was left out is not counted again."""
+    measured = {"norm.running_var": torch.rand(500, generator=rng()) + 0.01, "norm.weight": torch.ones(500)}
+    held = {"norm.running_var": torch.ones(500), "norm.weight": torch.ones(500)}
+    residual = None
+    for _ in range(30):
+        packed, residual = with_feedback(difference(measured, held), residual, kind, fraction=0.01)
+        held = apply(held, restore(packed, held))
+        assert list(residual) == ["norm.weight"]
+        assert float(held["norm.running_var"].min()) > 0
+    near = (held["norm.running_var"] - measured["norm.running_var"]).abs()
+    assert float(near.max()) <= within
+
+
 def test_a_residual_of_another_model_is_refused() -> None:
     given = delta()
     for change in (

@@ -240,6 +240,8 @@ class Method(ABC):
     """True: sites train alone, and a site's own model has seen no other's cases."""
     pooled: ClassVar[bool] = False
     """True: the federation's sites are merged into one that holds the union of their cases."""
+    own_tensors: ClassVar[bool] = False
+    """True: beside the model that it is sent, a site trains from tensors of its own, or of its group, which its answer holds, too."""
     loss: ClassVar[Any] = None
     """The choice of its supervised loss, commonly an option; None: it has none."""
 

@@ -30,6 +30,7 @@ from fedatlas.federation.session import Finished, Running, gather_local
 from fedatlas.phantoms.noise import write_images, write_pictures, write_scans
 from fedatlas.transport.egress import NetForms, bytes_of
 from fedatlas.transport.local import keeping_workers
+from fedatlas.transport.protection.compression import sent_bytes
 from fedatlas.transport.rounds import Round, RunFolder, run
 
 FEW, MORE = 2, 6
@@ -73,22 +74,6 @@ def bytes_per_round(design: Design, training: int, everyone: int) -> dict[str, A
         "bytes_per_round": (down + up) * training,
         "evaluation_bytes": model * everyone if comm.down == "none" else 0,
     }
-
-
-def sent_bytes(model: Mapping[str, Tensor], kind: str, fraction: float) -> int:
-    """The bytes of a model's values as `fedatlas.transport.protection.compression` sends them; kind: as in `comm`."""
-    total = 0
-    for tensor in model.values():
-        n = tensor.numel()
-        if kind == "none" or not tensor.is_floating_point():
-            total += n * tensor.element_size()
-        elif kind == "bf16":
-            total += 2 * n
-        elif kind == "int8":
-            total += n + 4 * (tensor.shape[0] if tensor.ndim > 1 else 1)
-        else:
-            total += min(6 * max(1, math.ceil(fraction * n)), 4 * n)
-    return total
 
 
 def masked_bytes(model: Mapping[str, Tensor]) -> int:

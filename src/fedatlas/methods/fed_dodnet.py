@@ -100,6 +100,10 @@ class FedDoDNet(Weighted):
         return SENDS_OWNED if self.own else SENDS
 
     @property
+    def own_tensors(self) -> bool:
+        return bool(self.own)
+
+    @property
     def summed(self) -> Weighting | None:
         return None if self.own else self.weights
 

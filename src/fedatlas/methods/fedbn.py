@@ -63,6 +63,7 @@ class FedBN(Weighted):
 
     state: ClassVar[type[State]] = OwnState
     sends: ClassVar[dict[str, str]] = SENDS
+    own_tensors: ClassVar[bool] = True
 
     norms: Literal["all", "batch"] = option(
         "all", "Which normalisation layers a site keeps: all, or batch normalisation only, as published."

@@ -80,6 +80,7 @@ class FedCRLD(Weighted):
     state: ClassVar[type[State]] = CRLDState
     tasks: ClassVar[tuple[str, ...]] = ("segmentation",)
     sends: ClassVar[dict[str, str]] = SENDS
+    own_tensors: ClassVar[bool] = True
 
     lambda_ce: float = option(0.2, "Weight of the cross-entropy with the momentum model's predictions.", ge=0)
     lambda_mse: float = option(

@@ -112,6 +112,10 @@ class FedMENU(Weighted):
     loss: LossChoice = option(LossChoice(name="marginal_dice_ce_exclusion"), "The loss of S1.")
     local: Local = option(Local(), "Training at a site between two exchanges; S1 and S2 alike.")
 
+    @property
+    def own_tensors(self) -> bool:
+        return make_strategy(self.strategy).own_tensors
+
     def start(self, net: nn.Module, clients: Clients) -> MENUState:
         menu = menu_of(net, agd=self.agd != "none")
         return MENUState(

@@ -50,6 +50,7 @@ class FedNorm(Weighted):
 
     state: ClassVar[type[State]] = GroupState
     sends: ClassVar[dict[str, str]] = SENDS
+    own_tensors: ClassVar[bool] = True
 
     groups: dict[str, list[str]] = option(
         {}, "Group -> the names of its sites; sites that no group names are a group together."

@@ -52,6 +52,7 @@ class LocalParts(Weighted):
 
     state: ClassVar[type[State]] = LocalPartsState
     sends: ClassVar[dict[str, str]] = SENDS
+    own_tensors: ClassVar[bool] = True
 
     keep: list[str] = option(
         ["head"], "The parts of the net that a site keeps, by name; the rest of a net is `rest`."

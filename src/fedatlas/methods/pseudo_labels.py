@@ -150,6 +150,10 @@ class PseudoLabels(Method):
         return _exclusive(inner.supervised(space)) if isinstance(inner, Supervised) else self.loss
 
     @property
+    def own_tensors(self) -> bool:
+        return self.method.own_tensors
+
+    @property
     def nets(self) -> Mapping[str, NetSpec]:
         return self.method.nets
 

@@ -154,6 +154,8 @@ class Strategy:
     nets: ClassVar[Mapping[str, NetSpec]] = {}
     personal: ClassVar[bool] = False
     """Whether whole models of single sites are sent."""
+    own_tensors: ClassVar[bool] = False
+    """As `Method.own_tensors`."""
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell of a net and of the training sites. Raises FederationError where they do not fit."""
@@ -290,6 +292,8 @@ class ControlVariates(Stepped):
 class OwnNormalisation(Strategy):
     """FedBN, of the layers that a site trains."""
 
+    own_tensors = True
+
     def __init__(self, method: FedBN) -> None:
         self.method = method
 
@@ -328,6 +332,8 @@ class OwnNormalisation(Strategy):
 
 class GroupNormalisation(Strategy):
     """FedNorm, of the layers that a group trains."""
+
+    own_tensors = True
 
     def __init__(self, method: FedNorm) -> None:
         self.method = method

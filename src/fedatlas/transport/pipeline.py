@@ -126,6 +126,15 @@ def terms_of(
             f"comm.up is {comm.up}: method {name} answers with changes in a form of its own, which is not compressed "
             "again; use none"
         )
+    if comm.up == "topk" and (method.own_tensors or len(model_functions) > 1):
+        why = (
+            "trains from tensors that are a site's own, or its group's, so that what it answers is no change of the model it is sent"
+            if method.own_tensors
+            else f"answers models by {', '.join(sorted(model_functions))}, one of which is not asked in every round"
+        )
+        raise FederationError(
+            f"comm.up is topk: method {name} {why}; what topk leaves out would then be lost, or counted twice; use int8, bf16 or none"
+        )
     if secure_sum:
         if weights is None:
             raise FederationError(
@@ -420,7 +429,8 @@ class SitePipeline:
         if self.member:
             return self.member.masked(value["model"], value["n"], received.for_stages)
         if self.terms.compresses(function, received.arguments):
-            value = value | {"model": stages.compressed(value["model"], sent, self.terms.comm, memory)}
+            packed = stages.compressed(function, value["model"], sent, self.terms.comm, memory)
+            value = value | {"model": packed}
         return value
 
     def _check(self, value: Any, kinds: Mapping[str, str], received: Received) -> None:

@@ -151,18 +151,22 @@ class HeldHere:
 #
 # In the place of the tensors of a model travels {"difference": compressed}, of the model that the site received.
 
-RESIDUAL = "exchange.residual"
-"""The key of a site's memory with what compression has left out so far."""
+RESIDUAL = "exchange.residual."
+"""With the name of a function, the key of a site's memory with what compression has left out of its answers so far."""
 
 
-def compressed(model: Tensors, received: Tensors, comm: Comm, memory: dict[str, Tree]) -> dict[str, Any]:
-    """At a site: the form in which its model is sent. memory: the site's, which keeps what compression leaves out."""
-    before: Any = memory.get(RESIDUAL) if comm.feedback else None
+def compressed(
+    function: str, model: Tensors, received: Tensors, comm: Comm, memory: dict[str, Tree]
+) -> dict[str, Any]:
+    """At a site: the form in which the model is sent that a function answers. memory: the site's, which keeps what compression leaves
+    out."""
+    key = RESIDUAL + function
+    before: Any = memory.get(key) if comm.feedback else None
     packed, residual = compression.with_feedback(
         difference(model, received), before, comm.up, fraction=comm.fraction
     )
     if comm.feedback:
-        memory[RESIDUAL] = residual  # type: ignore[assignment]
+        memory[key] = residual  # type: ignore[assignment]
     return {"difference": packed}
 
 

@@ -2,8 +2,12 @@
 
 The sender packs the `difference` of two models; the receiver, who holds the old one, restores it and adds it with
 `apply` (both are in `difference.py`). Both sides run the same `restore` on the same bytes and so hold the same model, bit
-for bit. What compression left out is kept by the sender and added to its next difference (`with_feedback`), so that it
-is delayed and not lost.
+for bit. What compression left out of a site's change is kept by the site and added to its next one (`with_feedback`), so that
+it is delayed and not lost. The server feeds nothing back: what the sites hold is where their changes begin, so that rounding of
+what it sends is over with the round, and only the kinds that round are for it; of what `topk` leaves out most would be lost.
+
+Feedback is for changes that add up from round to round. Running statistics of batch normalisation do not: in every round a site
+measures anew how far they are from those that it was sent. They have no feedback, and `topk` sends them whole.
 
 Error feedback: Seide, Fu, Droppo, Li, Yu. 1-bit stochastic gradient descent and its application to
 data-parallel distributed training of speech DNNs. Interspeech 2014. Karimireddy, Rebjock, Stich, Jaggi. Error
@@ -19,7 +23,7 @@ Kinds, and the bytes of each number where a float32 has 4:
     topk: the k = max(1, ceil(fraction * n)) numbers of largest |x| of the n of a tensor; of equal ones, those
         of lower index. Each takes 6 bytes: an int32 index into the flat tensor and the value in bfloat16,
         which at equal bytes keeps a third more numbers than float32 values would. A tensor that takes no more
-        bytes whole (6k >= 4n) is sent whole and exactly, in float32.
+        bytes whole (6k >= 4n), and a running statistic, is sent whole and exactly, in float32.
 
 Shapes: N numbers of all floating tensors, in the order of the sorted names; R rows of them.
 """
@@ -53,12 +57,12 @@ class Comm:
     """Sends only the change from the receiver's model, compressed."""
 
     up: Literal["none", "bf16", "int8", "topk"] = option("none", "Compression of what the sites send.")
-    down: Literal["none", "bf16", "int8", "topk"] = option("none", "Compression of what the server sends.")
+    down: Literal["none", "bf16", "int8"] = option("none", "Compression of what the server sends.")
     fraction: float = option(
         0.01, "topk: share of each tensor's numbers that is sent, the largest; at least one.", gt=0, le=1
     )
     feedback: bool = option(
-        True, "Whether what compression left out is kept and added to the next difference."
+        True, "Whether a site keeps what compression of its change left out, and adds it to the next one."
     )
 
 
@@ -98,12 +102,29 @@ def restore(packed: Tree, like: Mapping[str, Tensor]) -> Tensors:
     return {name: restored[name] for name in like}
 
 
+def sent_bytes(model: Mapping[str, Tensor], kind: str, fraction: float) -> int:
+    """The bytes of a model's values as they are sent; kind: as in `Comm`, "none" among them."""
+    total = 0
+    for name, tensor in model.items():
+        n = tensor.numel()
+        if kind == "none" or not tensor.is_floating_point():
+            total += n * tensor.element_size()
+        elif kind == "bf16":
+            total += 2 * n
+        elif kind == "int8":
+            total += n + 4 * _rows(tensor.shape)
+        else:
+            count = _kept(name, tensor.shape, fraction)
+            total += 4 * n if count is None else 6 * count
+    return total
+
+
 def with_feedback(
     difference: Mapping[str, Tensor], residual: Mapping[str, Tensor] | None, kind: str, *, fraction: float
 ) -> tuple[dict[str, Tree], Tensors]:
     """`compress` of the difference plus what earlier ones left out, and what is now left out.
 
-    residual: floating tensors by name, in float32, as the last call returned it; None: nothing was left out.
+    residual: floating tensors by name, in float32, without running statistics, as the last call returned it; None: nothing was left out.
 
     The new residual is the sum minus what the receiver restores from it, which float32 holds exactly: nothing
     is lost but the rounding of the one addition. Neither argument is changed. Memory: two models in float32,
@@ -111,19 +132,23 @@ def with_feedback(
 
     Raises what `compress` raises, and NameMismatch for a residual that is of another model.
     """
-    floating = {name: tensor for name, tensor in difference.items() if tensor.is_floating_point()}
+    adding = {
+        name: tensor
+        for name, tensor in difference.items()
+        if tensor.is_floating_point() and not _is_statistic(name)
+    }
     total: Tensors = dict(difference)
     if residual is not None:
-        expected = {name: as_difference(tensor) for name, tensor in floating.items()}
+        expected = {name: as_difference(tensor) for name, tensor in adding.items()}
         require_same(expected, residual, asked="error feedback, what earlier rounds left out")
-        total |= {name: _local(tensor) + _local(residual[name]) for name, tensor in floating.items()}
+        total |= {name: _local(tensor) + _local(residual[name]) for name, tensor in adding.items()}
     packed = compress(total, kind, fraction=fraction)
     left: Tensors = {}
     for name, tensor in _restored(packed, _Form.of(total), total):
-        if name in floating:
+        if name in adding:
             # a total is let go when its residual is made
             left[name] = torch.sub(_local(total.pop(name)), tensor, out=tensor)
-    return packed, {name: left[name] for name in floating}
+    return packed, {name: left[name] for name in adding}
 
 
 @dataclass(frozen=True)
@@ -230,7 +255,7 @@ def _pack_topk(
     kept: list[Tensor] = []
     whole: list[Tensor] = []
     for name, shape in shapes.items():
-        flat, count = _flat(values[name], name), _kept(shape, fraction)
+        flat, count = _flat(values[name], name), _kept(name, shape, fraction)
         if count is None:
             whole.append(flat)
             continue
@@ -256,7 +281,7 @@ def _unpack_topk(packed: dict[str, Any], shapes: Mapping[str, torch.Size]) -> It
     fraction = packed["fraction"]
     if not isinstance(fraction, float) or not 0 < fraction <= 1:
         raise WireError(f"restoring a difference: fraction is {fraction!r}; allowed: above 0, up to 1")
-    counts = {name: _kept(shape, fraction) for name, shape in shapes.items()}
+    counts = {name: _kept(name, shape, fraction) for name, shape in shapes.items()}
     sparse = sum(count for count in counts.values() if count is not None)
     indices = _checked(packed, "indices", torch.int32, sparse)
     values = _checked(packed, "values", torch.bfloat16, sparse)
@@ -342,11 +367,16 @@ def _checked(fields: Mapping[str, Any], key: str, dtype: torch.dtype, numel: int
     return value.detach().cpu()
 
 
-def _kept(shape: torch.Size, fraction: float) -> int | None:
+def _is_statistic(name: str) -> bool:
+    """Is a tensor with this name a running mean or variance of batch normalisation?"""
+    return name.rpartition(".")[2] in ("running_mean", "running_var")
+
+
+def _kept(name: str, shape: torch.Size, fraction: float) -> int | None:
     """How many numbers topk keeps of a tensor; None: it is sent whole."""
     numel = shape.numel()
     count = max(1, math.ceil(fraction * numel))
-    return None if 6 * count >= 4 * numel else count
+    return None if _is_statistic(name) or 6 * count >= 4 * numel else count
 
 
 def _rows(shape: torch.Size) -> int:
