@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import random
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,7 +99,7 @@ def scaffold_round(x: Tensors, c: Tensors, toys: list[Toy], local: Local) -> tup
         toy.memory[MEMORY] = new
         ends.append(tensors_of(net))
     mean = {name: torch.stack([end[name] for end in ends]).mean(0) for name in x}
-    return mean, moved(c, changes, 1.0)
+    return mean, moved(c, [(str(i), change) for i, change in enumerate(changes)], {}, len(toys))[0]
 
 
 def test_two_rounds_by_hand() -> None:
@@ -132,9 +133,36 @@ def test_sites_of_unequal_curvature_reach_the_common_optimum() -> None:
 
 def test_the_mean_control_is_over_the_sites_that_train_a_parameter() -> None:
     c = {"w": torch.tensor([1.0]), "idle": torch.tensor([5.0]), "one": torch.tensor([0.0])}
-    changes = [{"w": torch.tensor([2.0])}, {"w": torch.tensor([4.0]), "one": torch.tensor([8.0])}]
-    out = moved(c, changes, share=0.5)  # half of the sites answered
-    assert {name: float(value) for name, value in out.items()} == {"w": 2.5, "idle": 5.0, "one": 4.0}
+    changes = [
+        ("x", {"w": torch.tensor([2.0])}),
+        ("y", {"w": torch.tensor([4.0]), "one": torch.tensor([9.0])}),
+    ]
+    out, untrained = moved(
+        c, changes, {}, sites=4
+    )  # half of the sites answered; the others' c_i are 0, as in Eq. (5)
+    assert {name: float(value) for name, value in out.items()} == {"w": 2.5, "idle": 10.0, "one": 3.0}
+    assert untrained == {"x": ["idle", "one"], "y": ["idle"]}
+
+
+def test_c_is_the_mean_of_the_c_i_whoever_is_lost_and_whatever_a_site_trains() -> None:
+    """Against the definition, over rounds in which any sites answer and train any parameters of theirs."""
+    generator = random.Random(7)
+    mine = {"a": "pq", "b": "p", "c": "r", "d": ""}  # nobody is told that d trains nothing until it answers
+    c = {name: torch.zeros(1) for name in "pqr"}
+    c_i: dict[str, dict[str, float]] = {site: {} for site in mine}
+    answered, untrained = set(), {}
+    for _ in range(40):
+        changes = []
+        for site in sorted(generator.sample(sorted(mine), generator.randint(1, 4))):
+            new = {name: generator.uniform(-1, 1) for name in mine[site] if generator.random() < 0.7}
+            changes.append((site, {n: torch.tensor([v - c_i[site].get(n, 0)]) for n, v in new.items()}))
+            c_i[site] |= new
+            answered.add(site)
+        c, untrained = moved(c, changes, untrained, sites=len(mine))
+        for name, value in c.items():
+            count = len([site for site in mine if name in c_i[site] or site not in answered])
+            total = sum(of.get(name, 0.0) for of in c_i.values())
+            assert float(value) == pytest.approx(total / count if count else 0.0, abs=1e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])

@@ -14,15 +14,17 @@ Differences from the paper: all sites take part in every round; S are those that
 optimizer with any schedule: c - c_i is added to the gradient before it is clipped and before the optimizer sees it.
 Option II is then no gradient any more; the default `control: steps` is the mean of g_i over the local steps, which is
 option II exactly for plain SGD with a constant rate. A parameter that gets no gradient from a batch is not moved by
-that batch, and one that a site never trains is not part of its answer: c is the mean over those that train it. Buffers
-have no control; they are averaged plainly.
+that batch, and one that a site never trains is not part of its answer: c is the mean over the other sites, of which one that has
+never answered counts with a c_i of 0, as in Eq. (5). Buffers have no control; they are averaged plainly.
 
 The mean counts every site alike, as in the paper. In the first round all c are 0: with eta_g = 1 it is FedAvg with
 equal weights.
 """
 
 import dataclasses
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from torch import nn
@@ -41,12 +43,18 @@ MEMORY = "scaffold.control"
 """The key of a site's memory with c_i, by the names of the parameters that it has trained."""
 
 
+@dataclass(frozen=True)
+class ScaffoldState(StepState):
+    """Its only moment is c. untrained: site that has answered -> the parameters that it has never trained."""
+
+    untrained: dict[str, list[str]] = field(default_factory=dict)
+
+
 @options
 class Scaffold(Supervised):
     """FedAvg with control variates that correct the drift of every site (Karimireddy 2020)."""
 
-    state: ClassVar[type[State]] = StepState
-    """Its only moment is c."""
+    state: ClassVar[type[State]] = ScaffoldState
     sends: ClassVar[dict[str, str]] = {"model": "model", "control": "some", "n": "cases"}
 
     eta_g: float = option(1.0, "eta_g: step of the server along the mean change; 1 takes the mean.", gt=0)
@@ -56,18 +64,22 @@ class Scaffold(Supervised):
         "start, option I, the gradient at the global model over as many further batches.",
     )
 
-    def start(self, net: nn.Module, clients: Clients) -> StepState:
-        return started(net, initial=(0.0,), per_class=False)  # c = 0
+    def start(self, net: nn.Module, clients: Clients) -> ScaffoldState:
+        state = started(net, initial=(0.0,), per_class=False)  # c = 0
+        return ScaffoldState(state.model, moments=state.moments)
 
-    def round(self, state: StepState, clients: Clients) -> StepState:
+    def round(self, state: ScaffoldState, clients: Clients) -> ScaffoldState:
         (c,) = state.moments
         replies = clients.call(
             self.local_update, model=state.model, c=c, round=state.round, rounds=state.rounds
         )
         mean = average(replies.each("model"), [1] * len(replies.sites))
-        c = moved(c, replies.each("control"), len(replies.sites) / len(clients.sites))
+        changes = zip(replies.sites, replies.each("control"), strict=True)
+        c, untrained = moved(c, changes, state.untrained, len(clients.sites))
         return stepped(
-            dataclasses.replace(state, moments=(c,)), mean, lambda Delta, c: (self.eta_g * Delta, c)
+            dataclasses.replace(state, moments=(c,), untrained=untrained),
+            mean,
+            lambda Delta, c: (self.eta_g * Delta, c),
         )
 
     @at_site
@@ -111,18 +123,31 @@ def renewed(site: Site, new: Tensors) -> Tensors:
     return {name: value - kept[name] if name in kept else value for name, value in new.items()}
 
 
-def moved(c: Tensors, changes: Iterable[Tensors], share: float) -> Tensors:
-    """c + share * (the mean change of a parameter's control over the sites that have one), Eq. (5)."""
+def moved(
+    c: Tensors, changes: Iterable[tuple[str, Tensors]], untrained: Mapping[str, Sequence[str]], sites: int
+) -> tuple[Tensors, dict[str, list[str]]]:
+    """c after a round, Eq. (5), and `untrained`: of each parameter c is the sum of all c_i over the number of sites that are not known to
+    leave it alone. Where all train it that is c + |S|/N mean(c_i+ - c_i).
+
+    changes: a site that answered, and c_i+ - c_i of what it has trained. untrained: as before the round; sites: N.
+    """
     total: Tensors = {}
-    count: dict[str, int] = {}
-    for change in changes:
+    count: Counter[str] = Counter()
+    known = dict(untrained)
+    for site, change in changes:
+        known[site] = [name for name in known.get(site, c) if name not in change]
+        count.update(change.keys())
         for name, value in change.items():
             total[name] = total[name] + value.double() if name in total else value.double()
-            count[name] = count.get(name, 0) + 1
-    return {
-        name: (old.double() + share * total[name] / count[name]).to(old.dtype) if name in total else old
-        for name, old in c.items()
-    }
+    idle_before, idle = (Counter(n for names in of.values() for n in names) for of in (untrained, known))
+    after = {}
+    for name, old in c.items():
+        before, now = sites - idle_before[name], sites - idle[name]
+        value = old.double() * (before / now) if before != now and now else old.double()
+        if name in total:
+            value = value + (count[name] / now) * total[name] / count[name]
+        after[name] = value.to(old.dtype)
+    return after, {site: list(names) for site, names in known.items()}
 
 
 class Control:

@@ -285,8 +285,12 @@ class ControlVariates(Stepped):
     def after(
         self, kept: Mapping[str, Any], model: Tensors, replies: Replies, mean: Averaging, clients: Clients
     ) -> tuple[Tensors, dict[str, Any]]:
-        c = moved(kept["moment"], replies.each("control"), len(replies.sites) / len(clients.sites))
-        return self.walked(c, model, mean(replies.each("model")), lambda Delta, c: (self.eta_g * Delta, c))
+        changes = zip(replies.sites, replies.each("control"), strict=True)
+        c, untrained = moved(kept["moment"], changes, kept.get("untrained", {}), len(clients.sites))
+        walked, after = self.walked(
+            c, model, mean(replies.each("model")), lambda Delta, c: (self.eta_g * Delta, c)
+        )
+        return walked, {**after, "untrained": untrained}
 
 
 class OwnNormalisation(Strategy):
