@@ -43,6 +43,17 @@ def run(trained: tuple[dict[str, Any], Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained[1], tmp_path / "run"))
 
 
+def test_a_finished_run_whose_rounds_are_gone_is_not_trained_again(trained, run) -> None:
+    plain, _ = trained
+    shutil.rmtree(run / "rounds")
+    before = (run / "rows.csv").read_bytes()
+    with pytest.raises(
+        RunFolderError, match=r"run.json says that the run is finished, and .* put the rounds back"
+    ):
+        run_federation(federation(plain), run, resume=True, tell=lambda text: None)
+    assert (run / "rows.csv").read_bytes() == before and not list(run.glob("rounds/*"))
+
+
 def test_it_has_the_values_of_a_run_with_these_options(trained, run, tmp_path, monkeypatch) -> None:
     plain, _ = trained
     run_federation(federation(plain, **MORE), tmp_path / "fresh", tell=lambda text: None)

@@ -56,6 +56,10 @@ def test_findings_of_whole_images_have_no_outline(small_images, tmp_path, capsys
     name, *more = verb
     assert main([name, str(tmp_path), *more, "--postprocess"]) == 1
     assert "processes outlines" in capsys.readouterr().err
+    if name == "evaluate":
+        assert main([name, str(tmp_path), *more, "--test-labels", "lab"]) == 1
+        said = capsys.readouterr().err
+        assert "--test-labels lab: is of folders of scans" in said and "--reading table=labels.csv" in said
     small_images["evaluation"] = {"postprocess": {}}
     (tmp_path / "federation.yaml").write_text(yaml.safe_dump(small_images))
     assert main(["check", str(tmp_path / "federation.yaml")]) == 1

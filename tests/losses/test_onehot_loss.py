@@ -65,7 +65,9 @@ def slow(z: Tensor, target: Tensor, channels: str, pooled: bool, softmax: bool) 
     p, y = {}, {}
     for b in range(3):
         annotated = [c for c in range(1, 4) if KNOWN[b, c]]
-        kept = {"known": [0, *annotated], "foreground": annotated, "all": [0, 1, 2, 3]}[channels]
+        kept = {"known": [0, *annotated] if annotated else [], "foreground": annotated, "all": [0, 1, 2, 3]}[
+            channels
+        ]
         for c in kept:
             label = [int(t) if int(t) in annotated else 0 for t in target[b].flatten()]
             logits = z[b].flatten(1)
@@ -115,6 +117,21 @@ def test_unknown_channels_have_no_gradient_and_no_say(activation: Literal["sigmo
         assert (grad[~KNOWN] == 0).all() and grad.isfinite().all()
         assert (grad[KNOWN][:-1] != 0).any()
         torch.testing.assert_close(value(moved, target, KNOWN), got)
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_a_sample_that_annotates_nothing_teaches_nothing(activation: Literal["sigmoid", "softmax"]) -> None:
+    """Neither in a batch nor alone: that nothing was annotated does not make all of it background."""
+    z, target = case(2)
+    assert not KNOWN[2, 1:].any()
+    z.requires_grad_()
+    reverse = lambda *given: rce(*given, form="official")  # noqa: E731
+    for value in (DiceBCE(activation=activation), rce, reverse):
+        (grad,) = torch.autograd.grad(value(z, target, KNOWN), z)
+        assert (grad[2] == 0).all() and (grad[0] != 0).any()
+        alone = value(z[2:], target[2:], KNOWN[2:])
+        (grad,) = torch.autograd.grad(alone, z)
+        assert float(alone.detach()) == 0 and (grad == 0).all()
 
 
 def test_foreground_trains_no_background_and_all_trains_everything() -> None:

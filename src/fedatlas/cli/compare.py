@@ -4,10 +4,14 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fedatlas.cli import shared
 from fedatlas.cli.progress import Progress
 from fedatlas.core.errors import FedAtlasError
+
+if TYPE_CHECKING:
+    from fedatlas.compare import Comparison
 
 NAME = "compare"
 SENTENCE = "Train several arms with several seeds under one budget, and make their tables."
@@ -62,6 +66,10 @@ def call(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and value < (1 if name == "seeds" else 0):
             raise FedAtlasError(f"--{name} {value}: must be at least {1 if name == 'seeds' else 0}")
+    if arguments.only_table and arguments.arms:
+        raise FedAtlasError(
+            f"--arms {arguments.arms}: chooses what is trained, and --only-table trains nothing; leave one of them out"
+        )
     comparison = load_comparison(
         arguments.files,
         profile=arguments.profile,
@@ -76,7 +84,9 @@ def call(arguments: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     progress = Progress(0, sys.stderr if arguments.json else sys.stdout)
     after_run = use_records(comparison, arguments.records, progress.tell)
-    if not arguments.only_table:
+    if arguments.only_table:
+        _require_finished(comparison)
+    else:
         arms = arguments.arms.split(",") if arguments.arms else None
         try:
             failed = run_comparison(
@@ -97,3 +107,16 @@ def call(arguments: argparse.Namespace) -> int:
     for name in failed:
         print(f"failed: {name}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _require_finished(comparison: "Comparison") -> None:
+    """Raises FedAtlasError where the tables would hold nothing, and would replace what a page says."""
+    from fedatlas.compare.running import state_of
+
+    runs = [(arm, seed) for arm, of in comparison.federations.items() for seed in of]
+    if not any(state_of(comparison, arm, seed) == "finished" for arm, seed in runs):
+        where = comparison.path(*runs[0]).parent
+        raise FedAtlasError(
+            f"--only-table: none of the {len(runs)} runs is finished in {where}, and the tables would hold nothing; give the folder of "
+            "the runs by --runs, or that of their records by --records"
+        )

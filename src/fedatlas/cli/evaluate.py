@@ -18,9 +18,11 @@ def options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--data", type=Path, required=True, help="a folder as a site has it; its layout: --format"
     )
-    made.add_argument("--table", default="dataset.json", help="file in that folder with the label table")
-    made.add_argument("--labels", default="labelsTr", help="folder of training labels in it")
-    made.add_argument("--test-labels", default="labelsTs", help="folder of test labels in it")
+    made.add_argument(
+        "--table", help="of scans: file in that folder with the label table (default: dataset.json)"
+    )
+    made.add_argument("--labels", help="of scans: folder of training labels in it (default: labelsTr)")
+    made.add_argument("--test-labels", help="of scans: folder of test labels in it (default: labelsTs)")
     made.add_argument(
         "--format",
         help="layout of the folder, one that `fedatlas list datasets` names; default: csv for findings of whole images, "
@@ -54,7 +56,8 @@ def call(arguments: argparse.Namespace) -> int:
         )
     if of_images:
         shared.only_of_voxels(arguments)
-    names = ("model", "out", "device", "anyway", "format", "table", "labels", "test_labels")
+    names = ("model", "out", "device", "anyway", "format")
+    tables = {name: given for name in shared.OF_SCANS if (given := getattr(arguments, name)) is not None}
     with Counter(arguments.quiet) as counter:
         rows, ignored = evaluate_folder(
             arguments.run,
@@ -65,6 +68,7 @@ def call(arguments: argparse.Namespace) -> int:
             warn=shared.warn,
             seen=counter.seen,
             **{name: getattr(arguments, name) for name in names},
+            **tables,
         )
     if arguments.json:
         print(json.dumps({"rows": rows, "ignored": ignored}, indent=1))

@@ -57,12 +57,23 @@ def trained_model(made: argparse.ArgumentParser, postprocess: str) -> None:
     as_json(made)
 
 
+OF_SCANS = ("table", "labels", "test_labels")
+"""Options of `evaluate` that name what lies in a folder of scans."""
+
+
 def only_of_voxels(arguments: argparse.Namespace) -> None:
     """Raises FedAtlasError where a run of findings of whole images is asked for what outlines alone have."""
     if arguments.postprocess:
         raise FedAtlasError(
             f"--postprocess: processes outlines, and {arguments.run} is a run of findings of whole images; leave it out"
         )
+    for name in OF_SCANS:
+        if getattr(arguments, name, None) is not None:
+            flag = f"--{name.replace('_', '-')} {getattr(arguments, name)}"
+            raise FedAtlasError(
+                f"{flag}: is of folders of scans, and {arguments.run} is a run of findings of whole images; of these "
+                "--reading names the table, as in --reading table=labels.csv"
+            )
 
 
 def require_known(arguments: argparse.Namespace) -> None:

@@ -490,6 +490,11 @@ def _run(
     if resume and (path / "run.json").exists() and (others := differing_versions(read_run(path))):
         tell(f"{path}: was begun with other versions ({others}); numbers may differ from those of one run")
     if resume and not folder.complete():
+        if (path / "run.json").exists() and read_run(path)["finished"] is not None:
+            raise RunFolderError(
+                f"{path}: its run.json says that the run is finished, and {folder.rounds} holds no complete round to go on from; "
+                "put the rounds back from a copy, or begin a new run with --id"
+            )
         tell(f"{path}: nothing to resume, begins with the first round")
     with folder.explained(), writers(federation.log, federation.name, path, tell) as write:
 

@@ -7,7 +7,8 @@ learning with noisy labels, 2019.
 
 A target is a class index [B, *S], or [B, C, *S] in [0, 1] with one channel per class, where channels may overlap and
 a voxel may have none. Its background, channel 0, is what no annotated class has: a voxel of a class that its sample does
-not annotate counts as background. Where a target has channels, channel 0 stands as given beside that.
+not annotate counts as background. Where a target has channels, channel 0 stands as given beside that. A sample that annotates nothing
+says nothing of the background either, and takes no part.
 
 Shapes: B batch, C classes with the background, *S spatial.
 """
@@ -50,7 +51,7 @@ class DiceBCE:
     )
     channels: Literal["known", "foreground", "all"] = option(
         "known",
-        "The channels that are trained: known: the background and the annotated classes; foreground: the annotated "
+        "The channels that are trained: known: the annotated classes, and with them the background; foreground: the annotated "
         "classes alone; all: every class, what is not annotated being background.",
     )
     head_weights: HeadWeights = option(
@@ -81,7 +82,7 @@ class DiceBCE:
 
     def __call__(self, outputs: Outputs, target: Tensor, known: Tensor) -> Tensor:
         """A scalar; 0, with a gradient of 0, where no channel is trained. outputs: logits [B, C, *S], or one per head;
-        target: [B, *S] class index or [B, C, *S] in [0, 1]; known: [B, C] bool, column 0 counting as True.
+        target: [B, *S] class index or [B, C, *S] in [0, 1]; known: [B, C] bool, column 0 is not looked at.
 
         The cross-entropy is the mean over (sample, channel) pairs and voxels, the Dice that of `dice.dice_loss`.
         Raises FederationError for more or fewer heads than `head_weights` has.
@@ -107,9 +108,7 @@ class DiceBCE:
         """[B, C] bool, the channels that `channels` names. known: [B, C]."""
         if self.channels == "all":
             return torch.ones_like(known)
-        valid = known.clone()
-        valid[:, 0] = self.channels == "known"
-        return valid
+        return _with_background(known, _annotates(known) & (self.channels == "known"))
 
     def _of_head(self, z: Tensor, y: Tensor, valid: Tensor) -> Tensor:
         p = z.sigmoid() if self.activation == "sigmoid" else _softmax(z, valid)
@@ -143,8 +142,7 @@ def rce(
 
     outputs, target, known: as `DiceBCE.__call__` takes them.
     """
-    y, valid = channel_target(target, known), known.clone()
-    valid[:, 0] = True
+    y, valid = channel_target(target, known), _with_background(known, _annotates(known))
     log_y = y if form == "official" else y.log().clamp(min=log_zero)
     terms = []
     for weight, head in weighted(outputs, head_weights):
@@ -198,8 +196,20 @@ def weighted(outputs: Outputs, weights: HeadWeights) -> list[tuple[float, Tensor
 
 
 def _softmax(z: Tensor, valid: Tensor) -> Tensor:
-    """The softmax of z [B, C, *S] over the channels that are valid [B, C]; 0 in the others."""
-    return z.masked_fill(_as(~valid, z), -math.inf).softmax(1)
+    """The softmax of z [B, C, *S] over the background and the channels that are valid [B, C]; 0 in the others."""
+    return z.masked_fill(_as(~_with_background(valid, True), z), -math.inf).softmax(1)
+
+
+def _annotates(known: Tensor) -> Tensor:
+    """[B] bool: does a sample annotate any class? known: [B, C], the background in column 0."""
+    return known[:, 1:].any(1)
+
+
+def _with_background(valid: Tensor, background: Tensor | bool) -> Tensor:
+    """valid [B, C] with another column 0: [B], or one value for all."""
+    other = valid.clone()
+    other[:, 0] = background
+    return other
 
 
 def _as(rows: Tensor, like: Tensor) -> Tensor:
