@@ -1,5 +1,6 @@
 """`fedatlas check`: what it finds in a federation as a whole, and what it says a run will cost."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import yaml
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.federation.check import check_federation_file, text_of
+from fedatlas.federation.design import Experiment
+from fedatlas.federation.file import parse_federation
 from fedatlas.federation.forecast import masked_bytes
 from fedatlas.transport import wire
 from fedatlas.transport.protection import compression, secure
@@ -51,6 +54,45 @@ def test_sites_with_unknown_classes_are_told_together(small, tmp_path) -> None:
     with pytest.raises(FederationError) as told:
         checked(small | {"labels": {"names": ["background", "pancreas"]}}, tmp_path)
     assert [line[:8] for line in str(told.value).splitlines()] == ["site s0:", "site s1:", "site s2:"]
+
+
+def test_two_spellings_of_a_class_are_told(small, tmp_path) -> None:
+    """Unless the file says what the classes are, or a site has both and so tells them apart."""
+    small = copied(small, tmp_path)
+    tables = [Path(site["path"]) / "dataset.json" for site in small["sites"]]
+    labels = [set(json.loads(table.read_text())["labels"]) - {"background"} for table in tables]
+    table, own = tables[1], labels[1]
+    name = min(own & (labels[0] | labels[2]))
+    table.write_text(table.read_text().replace(f'"{name}"', f'"{name[:-1]}"'))
+    (said,) = [text for text in texts(checked(small, tmp_path), fatal=False) if "are they the same?" in text]
+    assert f"'{name}'" in said and f"'{name[:-1]}'" in said and "aliases" in said and "labels.names" in said
+    small["labels"] = {"names": ["background", *sorted({name[:-1]}.union(*labels))]}
+    assert not [text for text in texts(checked(small, tmp_path), fatal=False) if "are they the same?" in text]
+
+
+def test_a_class_that_cases_for_validation_alone_annotate_is_told(small, tmp_path) -> None:
+    small = copied(small, tmp_path)
+    sources = Experiment(parse_federation(small, base=Path()), tmp_path / "cache").sources
+    spaces = {name: source.labels for name, source in sources.items()}
+    site, c = next(
+        (name, c)
+        for name, own in spaces.items()
+        for c in own.annotated
+        if sum(c in of.annotated for of in spaces.values()) == 1
+    )
+    root = Path(next(one["path"] for one in small["sites"] if one["name"] == site))
+    held = {item.case.name for item in sources[site].items["validation"]}  # type: ignore[attr-defined]
+    class_name = spaces[site].space.names[c]
+    table = json.loads((root / "dataset.json").read_text())
+    names = [name for name in table["labels"] if name != "background"]
+    cases = [item.case.name for items in sources[site].items.values() for item in items]  # type: ignore[attr-defined]
+    table["annotated"] = {case: [n for n in names if case in held or n != class_name] for case in cases}
+    (root / "dataset.json").write_text(json.dumps(table))
+    found = checked(small, tmp_path)
+    assert [
+        text for text in texts(found, fatal=False) if f"no training case annotates '{class_name}'" in text
+    ]
+    assert not texts(found, fatal=True)
 
 
 def give_scan(scan: Path, target: Path) -> None:

@@ -1,11 +1,12 @@
 """What is built from a federation file: label space, method, nets, and the data of the sites that lie here."""
 
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib import metadata
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,11 +18,12 @@ from fedatlas.core.contract import functions_of, sends_of
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.memory import require_memory
+from fedatlas.core.names import may_be_same
 from fedatlas.core.options import not_known
 from fedatlas.core.seeds import seed_of
 from fedatlas.core.tensors import n_bytes
 from fedatlas.data.datasets.shared.listing import Problem
-from fedatlas.data.index import label_space_of
+from fedatlas.data.index import label_space_of, naming_of
 from fedatlas.data.site_data import SiteData, pool
 from fedatlas.evaluation.evaluate import own_score
 from fedatlas.federation import initial as first
@@ -260,7 +262,42 @@ class Experiment(Design):
     def check(self) -> list[Problem]:
         """Reads every image of every site; the problems found, worst first."""
         problems = self.task.check(self.federation, self.indexes, self.space)
+        problems += [*self._two_spellings(), *self._seen_in_validation_alone()]
         return sorted(problems, key=lambda problem: not problem.fatal)
+
+    def _two_spellings(self) -> Iterator[Problem]:
+        """Classes that may be one, where the file leaves it to the sites what the classes are."""
+        if self.federation.labels.names is not None:
+            return
+        at = {
+            name: {index.name for index in self.indexes if name in index.brings} for name in self.space.names
+        }
+        for one, other in combinations([self.space.names[c] for c in self.space.foreground], 2):
+            if may_be_same(one, other) and not at[one] & at[other]:  # a site that has both tells them apart
+                where = [f"{name!r} (site {', '.join(sorted(at[name]))})" for name in (one, other)]
+                remedy = "if they are, give `aliases` to the sites of one of them; if not, list both in `labels.names`"
+                yield Problem(
+                    "(all)", "", f"{' and '.join(where)} are two classes; are they the same?", remedy, False
+                )
+
+    def _seen_in_validation_alone(self) -> Iterator[Problem]:
+        """Classes of scans of which every annotated case became one for validation."""
+        if self.space.level == "image":
+            return
+        taught = set[int]().union(*(source.labels.annotated for source in self.training.values()))
+        annotated = set[int]()
+        for index in self.indexes:
+            known = naming_of(index, self.space)[0].known
+            annotated |= {
+                c
+                for case in index.cases
+                if index.trains and case.split != "test"
+                for c in known(case.annotated)
+            }
+        for c in sorted(annotated - taught):
+            what = f"no training case annotates {self.space.names[c]!r}, cases for validation do"
+            remedy = "name the cases for validation by `split`, or annotate it in further cases"
+            yield Problem("(all)", "", what, remedy, False)
 
     def prepare(self, tell: Callable[[str], None] = lambda text: None) -> None:
         """Fills the cache of every site."""

@@ -13,9 +13,10 @@ import yaml
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import BACKGROUND
+from fedatlas.core.names import key
 from fedatlas.federation.file import Federation, parse_federation
 from fedatlas.planning.description import Description
-from fedatlas.planning.names import Ask, Merged, key, merged
+from fedatlas.planning.names import Ask, Merged, merged
 from fedatlas.planning.rules import Machine, Proposal, proposals
 
 WIDTH = 100

@@ -4,28 +4,13 @@ Names that differ in capitals, blanks, hyphens and underscores alone are one cla
 with a proposal, as is a label that nobody drew and an organ that one site draws whole and another by sides.
 """
 
-import difflib
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 from fedatlas.core.errors import FederationError
-from fedatlas.core.labels import SHORT_SIDES
+from fedatlas.core.names import LESIONS, key, may_be_same, plain
 from fedatlas.planning.description import Description, Named
-
-LESIONS = ("tumor", "lesion", "cancer", "metastasis", "cyst", "nodule", "mass")
-SPELLINGS = (("oe", "e"), ("ae", "e"), ("our", "or"), ("tumors", "tumor"))
-SIDES = ("left", "right")
-PLACES = (
-    "superior", "inferior", "sup", "inf", "upper", "lower", "anterior", "posterior", "ant", "post", "ventral", "dorsal",
-    "cranial", "caudal", "medial", "lateral", "med", "lat", "internal", "external", "int", "ext", "inner", "outer",
-    "proximal", "distal", "prox", "dist", "central", "peripheral", "superficial", "deep", "ascending", "descending",
-    "minimus", "medius", "maximus", "minor", "major",
-)  # fmt: skip
-"""Words that tell apart what is otherwise called the same."""
-NEAR = 0.86
-"""From this similarity on two names are asked about (difflib's ratio)."""
 
 
 @dataclass
@@ -74,22 +59,6 @@ def merged(sites: Sequence[Description], ask: Ask, *, findings: bool = False) ->
         for question in finder(found, labels):
             question.choices[ask(question)][1](found)
     return found
-
-
-def plain(name: str) -> str:
-    """A name without capitals, hyphens and underscores."""
-    return " ".join(re.sub(r"[_\-./\s]+", " ", name).lower().split())
-
-
-def key(name: str) -> str:
-    """What is equal for names that most likely mean the same: sides first, one spelling, singular."""
-    words = []
-    for word in plain(name).split():
-        word = SHORT_SIDES.get(word, word)
-        for british, american in SPELLINGS:
-            word = word.replace(british, american) if len(word) > 4 else word
-        words.append(word[:-1] if len(word) > 4 and word.endswith("s") and word[-2] not in "sui" else word)
-    return " ".join(sorted(words, key=lambda word: (word not in SIDES, word)))
 
 
 def _alike(sites: Sequence[Description], findings: bool) -> Merged:
@@ -149,7 +118,7 @@ def _same(found: Merged, drawn: Drawn) -> Iterator[Question]:
     for one, other in combinations(found.names, 2):
         if one not in found.names or other not in found.names or set(found.at(one)) & set(found.at(other)):
             continue  # a site that has both tells them apart
-        if not _may_be_same(one, other):
+        if not may_be_same(one, other):
             continue
 
         def join(merged: Merged, one: str = one, other: str = other) -> None:
@@ -159,21 +128,6 @@ def _same(found: Merged, drawn: Drawn) -> Iterator[Question]:
             f"{one!r} (site {', '.join(found.at(one))}) and {other!r} (site {', '.join(found.at(other))}): are they the same?",
             ((f"yes: one class, {one}", join), ("no: two classes", _nothing)),
         )
-
-
-def _may_be_same(one: str, other: str) -> bool:
-    a, b = key(one), key(other)
-    if a == b:
-        return True
-    differ = set(a.split()) ^ set(b.split())
-    prefixes = {prefix for word in differ for prefix in ("hypo", "hyper") if word.startswith(prefix)}
-    if (
-        differ & {*SIDES, *LESIONS, *PLACES}
-        or len(prefixes) > 1
-        or re.findall(r"\d+", a) != re.findall(r"\d+", b)
-    ):
-        return False
-    return min(len(a), len(b)) > 4 and difflib.SequenceMatcher(None, a, b).ratio() >= NEAR
 
 
 def _generic(found: Merged, drawn: Drawn) -> Iterator[Question]:
