@@ -1,5 +1,5 @@
-"""Draws the diagrams of docs/explanation, and what docs/results.md measures, as docs/pictures/*.svg: boxes, arrows, bars and
-lines. What is a default of a method is read from its class, what was measured from that page's tables, or from the records of
+"""Draws the diagrams of docs/explanation, and what the pages docs/results-*.md measure, as docs/pictures/*.svg: boxes, arrows, bars and
+lines. What is a default of a method is read from its class, what was measured from the tables of these pages, or from the records of
 runs; everything else is text.
 
     .venv/bin/python tools/make_diagrams.py
@@ -14,7 +14,7 @@ from html import escape
 from math import ceil, floor
 from pathlib import Path
 
-from results_page import OPPONENTS, PAGE, SETTINGS, above, mean_of
+from results_page import OPPONENTS, SETTINGS, above, everything, mean_of
 
 from fedatlas.compare.curves import curves
 from fedatlas.compare.plan import load_comparison
@@ -316,7 +316,7 @@ def privacy() -> Drawing:
 def gains() -> Drawing:
     """By how much one model of all sites is above other ways to train: a row for each setting of the page's table, and beside each other a
     field for each of the others, all of one scale."""
-    page = PAGE.read_text()
+    page = everything()
     found = [
         {name: above(page, setting.place, setting.ours, other) for name, other in setting.others.items()}
         for setting in SETTINGS
@@ -431,7 +431,7 @@ class Levels:
 
 def budget() -> Drawing:
     """What four times as many local steps do to each way to train, on radiographs with overlapping classes."""
-    page = PAGE.read_text()
+    page = everything()
     d = Drawing(760, 440, "Mean Dice on radiographs after 200 and after 800 local steps")
     field = Levels(d, 150, 430, range(82, 93, 2))
     field.grid()
@@ -501,7 +501,7 @@ validation cases, which is the surest with two cases and the mean with four; wit
 
 def cases() -> Drawing:
     """What more labelled cases are worth, on head and neck CT with 800 local steps."""
-    page = PAGE.read_text()
+    page = everything()
     d = Drawing(760, 440, "Mean Dice on head and neck CT over the labelled cases at every site")
     field = Levels(d, 150, 430, range(48, 69, 2))
     field.grid()

@@ -1,5 +1,5 @@
-"""Makes the tables of docs/results.md, and of its page of what is begun, whose runs have records, and from these and the others the ones
-at its top that put them together: what to take, which README.md has as well, and what `fedatlas` is worth for segmentation and FedAvg for findings, setting by
+"""Makes the tables of the pages docs/results-*.md whose runs have records, and from these and the others the ones of docs/results.md that put
+them together: what to take, which README.md has as well, and what `fedatlas` is worth for segmentation and FedAvg for findings, setting by
 setting.
 
     .venv/bin/python tools/results_page.py
@@ -18,7 +18,8 @@ from fedatlas.federation.yaml import read_yaml
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
-BEGUN = ROOT / "docs" / "results-one-seed.md"
+"""The page that puts all others together."""
+PAGES = sorted((ROOT / "docs").glob("results*.md"))
 README = ROOT / "README.md"
 RECORDED = sorted(path for path in ROOT.glob("experiments/*/records/*") if path.is_dir())
 """Folders of records, each of the runs of one name and profile."""
@@ -55,19 +56,19 @@ class Setting:
 
 SETTINGS = (
     Setting(
-        "[head and neck CT, 4,000 local steps](#head-and-neck-ct-with-five-times-the-steps)",
+        "[head and neck CT, 4,000 local steps](results-ct.md#head-and-neck-ct-with-five-times-the-steps)",
         "head-neck-longest",
         "fedatlas",
         ON_A_GPU,
     ),
     Setting(
-        "[the same, both averaged over late rounds](#head-and-neck-ct-with-five-times-the-steps)",
+        "[the same, both averaged over late rounds](results-ct.md#head-and-neck-ct-with-five-times-the-steps)",
         "head-neck-longest",
         "fedatlas-swa",
         {"matched": "standalone-swa"},
     ),
     Setting(
-        "[head and neck CT, 1,600 local steps](#head-and-neck-ct-with-twice-the-steps)",
+        "[head and neck CT, 1,600 local steps](results-ct.md#head-and-neck-ct-with-twice-the-steps)",
         "head-neck-long",
         "fedatlas",
         {
@@ -79,7 +80,7 @@ SETTINGS = (
         },
     ),
     Setting(
-        "[the same, 800 local steps](#head-and-neck-ct-strict-partial-labels)",
+        "[the same, 800 local steps](results-ct.md#head-and-neck-ct-strict-partial-labels)",
         "head-neck",
         "fedatlas",
         {
@@ -92,31 +93,31 @@ SETTINGS = (
         },
     ),
     Setting(
-        "[the same, all averaged over late rounds](#the-mean-of-late-rounds)",
+        "[the same, all averaged over late rounds](results-ct.md#the-mean-of-late-rounds)",
         "head-neck-swa",
         "fedatlas-swa",
         {"matched": "standalone-swa", "fedavg": "fedavg-swa", "centralized": "centralized-swa"},
     ),
     Setting(
-        "[the same, all averaged, a net of twice the filters](#a-larger-net)",
+        "[the same, all averaged, a net of twice the filters](results-ct.md#a-larger-net)",
         "head-neck-wide",
         "fedatlas-swa-wide",
         {"matched": "standalone-swa-wide"},
     ),
     Setting(
-        "[in 3D, a net of 5.6 million parameters, 1,600 local steps](#in-3d-on-a-gpu)",
+        "[in 3D, a net of 5.6 million parameters, 1,600 local steps](results-ct.md#in-3d-on-a-gpu)",
         "head-neck-volumes",
         "fedatlas",
         ON_A_GPU,
     ),
     Setting(
-        "[the same, both averaged over late rounds](#in-3d-on-a-gpu)",
+        "[the same, both averaged over late rounds](results-ct.md#in-3d-on-a-gpu)",
         "head-neck-volumes",
         "fedatlas-swa",
         {"matched": "standalone-swa"},
     ),
     Setting(
-        "[four labelled cases at each site](#few-labelled-cases)",
+        "[four labelled cases at each site](results-ct.md#few-labelled-cases)",
         "head-neck-few",
         "fedatlas-4",
         {
@@ -128,19 +129,19 @@ SETTINGS = (
         },
     ),
     Setting(
-        "[the same, both averaged over late rounds](#few-labelled-cases)",
+        "[the same, both averaged over late rounds](results-ct.md#few-labelled-cases)",
         "head-neck-few",
         "fedatlas-swa-4",
         {"matched": "standalone-swa-mean-4"},
     ),
     Setting(
-        "[two labelled cases at each site](#few-labelled-cases)",
+        "[two labelled cases at each site](results-ct.md#few-labelled-cases)",
         "head-neck-few",
         "fedatlas-2",
         {"matched": "standalone-matched-2", "alone": "standalone-2", "fedavg": "fedavg-2"},
     ),
     Setting(
-        "[four cases, two annotators of each organ](#organs-that-several-sites-annotate)",
+        "[four cases, two annotators of each organ](results-ct.md#organs-that-several-sites-annotate)",
         "head-neck-annotators",
         "fedatlas-two",
         {
@@ -152,49 +153,49 @@ SETTINGS = (
         },
     ),
     Setting(
-        "[the same, both averaged over late rounds](#organs-that-several-sites-annotate)",
+        "[the same, both averaged over late rounds](results-ct.md#organs-that-several-sites-annotate)",
         "head-neck-annotators",
         "fedatlas-swa-two",
         {"matched": "standalone-swa-mean-two"},
     ),
     Setting(
-        "[the same, all 18 to 27 cases, both averaged](#organs-that-several-sites-annotate)",
+        "[the same, all 18 to 27 cases, both averaged](results-ct.md#organs-that-several-sites-annotate)",
         "head-neck-annotators",
         "fedatlas-swa-two-all",
         {"matched": "standalone-swa-mean-two-all"},
     ),
     Setting(
-        "[four cases, all four sites annotate each organ](#organs-that-several-sites-annotate)",
+        "[four cases, all four sites annotate each organ](results-ct.md#organs-that-several-sites-annotate)",
         "head-neck-annotators",
         "fedatlas-four",
         {"matched": "standalone-matched-mean-four", "fedavg": "fedavg-four"},
     ),
     Setting(
-        "[unequal sites: 10, 3, 2 and 1 labelled cases](#sites-of-unequal-size)",
+        "[unequal sites: 10, 3, 2 and 1 labelled cases](results-ct.md#sites-of-unequal-size)",
         "head-neck-unequal",
         "fedatlas-down",
         {"matched": "standalone-matched-down", "fedavg": "fedavg-down"},
     ),
     Setting(
-        "[the same, 1, 2, 3 and 10](#sites-of-unequal-size)",
+        "[the same, 1, 2, 3 and 10](results-ct.md#sites-of-unequal-size)",
         "head-neck-unequal",
         "fedatlas-up",
         {"matched": "standalone-matched-mean-up", "fedavg": "fedavg-up"},
     ),
     Setting(
-        "[a protocol that nobody trained on](#a-protocol-that-nobody-trained-on)",
+        "[a protocol that nobody trained on](results-ct.md#a-protocol-that-nobody-trained-on)",
         "head-neck-unseen",
         "fedatlas",
         {"matched": "standalone-matched-mean", "alone": "standalone"},
     ),
     Setting(
-        "[abdominal MR, three cases at each site](#abdominal-mr-four-folds)",
+        "[abdominal MR, three cases at each site](results-others.md#abdominal-mr-four-folds)",
         "abdomen-mr",
         "fedatlas",
         {"matched": "standalone-matched"},
     ),
     Setting(
-        "[radiographs, overlapping classes](#chest-radiographs-2d-overlapping-classes)",
+        "[radiographs, overlapping classes](results-others.md#chest-radiographs-2d-overlapping-classes)",
         "chest-xray-seg-long",
         "fedatlas",
         {
@@ -225,25 +226,25 @@ ARMS_OF_FINDINGS = {
 
 FINDINGS = (
     Setting(
-        "[generated radiographs, 1000 images at each site](#is-federation-worth-it-for-findings)",
+        "[generated radiographs, 1000 images at each site](results-findings.md#is-federation-worth-it-for-findings)",
         "phantom-xray-pays",
         "fedavg",
         ARMS_OF_FINDINGS,
     ),
     Setting(
-        "[the same, 100 images](#is-federation-worth-it-for-findings)",
+        "[the same, 100 images](results-findings.md#is-federation-worth-it-for-findings)",
         "phantom-xray-pays",
         "fedavg-n100",
         {name: f"{arm}-n100" for name, arm in ARMS_OF_FINDINGS.items()},
     ),
     Setting(
-        "[one finding at each site, 1000 images](#one-finding-at-each-site)",
+        "[one finding at each site, 1000 images](results-findings.md#one-finding-at-each-site)",
         "phantom-xray-one-class",
         "fedavg",
         ARMS_OF_FINDINGS,
     ),
     Setting(
-        "[the same, four times the steps](#one-finding-at-each-site)",
+        "[the same, four times the steps](results-findings.md#one-finding-at-each-site)",
         "phantom-xray-one-class",
         "fedavg-long",
         {name: f"{arm}-long" for name, arm in ARMS_OF_FINDINGS.items() if name != "fedpsl"},
@@ -269,8 +270,8 @@ class Advice:
 ONE_MODEL = "one model"
 TO_TAKE = (
     Advice(
-        "each organ [annotated at two sites](#organs-that-several-sites-annotate), four labelled cases at each site",
-        "`fedatlas`, [averaged](#the-mean-of-late-rounds)",
+        "each organ [annotated at two sites](results-ct.md#organs-that-several-sites-annotate), four labelled cases at each site",
+        "`fedatlas`, [averaged](results-ct.md#the-mean-of-late-rounds)",
         "head-neck-annotators",
         "fedatlas-swa-two",
         "standalone-swa-mean-two",
@@ -287,7 +288,7 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "nearly every organ [annotated at one site](#few-labelled-cases), four labelled cases at each",
+        "nearly every organ [annotated at one site](results-ct.md#few-labelled-cases), four labelled cases at each",
         "`fedatlas`, averaged",
         "head-neck-few",
         "fedatlas-swa-4",
@@ -296,7 +297,7 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "the same, with [18 to 27 cases](#the-mean-of-late-rounds), 800 local steps",
+        "the same, with [18 to 27 cases](results-ct.md#the-mean-of-late-rounds), 800 local steps",
         "merged models, averaged; `fedatlas`, averaged, if there is to be one model",
         "head-neck-swa",
         "standalone-swa",
@@ -305,7 +306,7 @@ TO_TAKE = (
         "the models of all sites",
     ),
     Advice(
-        "the same, [4,000 local steps](#head-and-neck-ct-with-five-times-the-steps)",
+        "the same, [4,000 local steps](results-ct.md#head-and-neck-ct-with-five-times-the-steps)",
         "`fedatlas`, averaged",
         "head-neck-longest",
         "fedatlas-swa",
@@ -314,7 +315,7 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "the same 18 to 27 cases [in 3D](#in-3d-on-a-gpu), a net of 5.6 million parameters, 1,600 local steps",
+        "the same 18 to 27 cases [in 3D](results-ct.md#in-3d-on-a-gpu), a net of 5.6 million parameters, 1,600 local steps",
         "`fedatlas`, averaged",
         "head-neck-volumes",
         "fedatlas-swa",
@@ -323,7 +324,7 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "organs on images of [a hospital that does not train](#a-protocol-that-nobody-trained-on)",
+        "organs on images of [a hospital that does not train](results-ct.md#a-protocol-that-nobody-trained-on)",
         "`fedatlas`",
         "head-neck-unseen",
         "fedatlas",
@@ -332,7 +333,7 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "[sites of unequal size](#sites-of-unequal-size): 10, 3, 2 and 1 labelled cases",
+        "[sites of unequal size](results-ct.md#sites-of-unequal-size): 10, 3, 2 and 1 labelled cases",
         "`fedatlas`",
         "head-neck-unequal",
         "fedatlas-down",
@@ -341,7 +342,7 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "[classes that overlap](#chest-radiographs-2d-overlapping-classes)",
+        "[classes that overlap](results-others.md#chest-radiographs-2d-overlapping-classes)",
         "`fedatlas`",
         "chest-xray-seg-long",
         "fedatlas",
@@ -350,7 +351,7 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "[findings of whole images](#is-federation-worth-it-for-findings) (generated radiographs), three of six at each of four sites",
+        "[findings of whole images](results-findings.md#is-federation-worth-it-for-findings) (generated radiographs), three of six at each of four sites",
         "`fedavg`",
         "phantom-xray-pays",
         "fedavg",
@@ -359,7 +360,7 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "the same, [one of four findings at each site](#one-finding-at-each-site)",
+        "the same, [one of four findings at each site](results-findings.md#one-finding-at-each-site)",
         "every site alone",
         "phantom-xray-one-class",
         "standalone",
@@ -431,7 +432,7 @@ def difference(page: str, place: str, arm: str, reference: str) -> tuple[float, 
     of_findings = rf"{start}[^|]*\|[^|]*\|[^|]*\| {number} \({number} to {number}\) \|"
     found = of_cases or re.search(of_findings, table, re.MULTILINE)
     if found is None:
-        raise ValueError(f"docs/results.md: the table {place} has no difference of {arm} to {reference}")
+        raise ValueError(f"the pages of results: the table {place} has no difference of {arm} to {reference}")
     value, low, high = map(float, found.groups())
     return value, low, high
 
@@ -454,7 +455,7 @@ def mean_of(page: str, place: str, arm: str) -> float:
     row = rf"^\| {re.escape(arm)} \| \d+ \|.*\| \**(\d\.\d+)[^|]*\|$"
     found = re.search(row, first_table(page, place), re.MULTILINE)
     if found is None:
-        raise ValueError(f"docs/results.md: the table {place} has no mean of {arm}")
+        raise ValueError(f"the pages of results: the table {place} has no mean of {arm}")
     return float(found[1])
 
 
@@ -470,7 +471,7 @@ def validation_of(page: str, place: str, arm: str) -> float | None:
             found = re.search(rf"^\| {re.escape(arm)} \| \d+ \| {cells}", table, re.MULTILINE)
             if found is None:
                 raise ValueError(
-                    f"docs/results.md: the table {place} has no mean of {arm} on validation cases"
+                    f"the pages of results: the table {place} has no mean of {arm} on validation cases"
                 )
             return float(found[1])
     return None
@@ -540,17 +541,22 @@ def _short(value: float) -> str:
     return re.sub(r"^([+-])0\.", r"\1.", f"{value:+.3f}")
 
 
-def filled(page: str) -> str:
-    """The page with the tables at its top as its other tables say. Raises ValueError where a place for one of them is lacking."""
-    tables = {"to-take": to_take(page)} | {answer.place: answer.made(page) for answer in ANSWERS}
+def everything() -> str:
+    """What all pages of results say, as one text."""
+    return "\n".join(page.read_text() for page in PAGES)
+
+
+def filled(page: str, text: str) -> str:
+    """docs/results.md with its tables as those in `text`, of all pages, say. Raises ValueError where a place for one of them is lacking."""
+    tables = {"to-take": to_take(text)} | {answer.place: answer.made(text) for answer in ANSWERS}
     for place, table in tables.items():
         page = _with_table(page, place, table)
     return page
 
 
-def filled_readme(readme: str, page: str) -> str:
-    """README.md with the table of what to take as the page of results has it."""
-    return _with_table(readme, "to-take", to_take(page).replace("](#", "](docs/results.md#"))
+def filled_readme(readme: str, text: str) -> str:
+    """README.md with the table of what to take as docs/results.md has it."""
+    return _with_table(readme, "to-take", to_take(text).replace("](results", "](docs/results"))
 
 
 def _with_table(text: str, place: str, table: str) -> str:
@@ -561,6 +567,6 @@ def _with_table(text: str, place: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    make_tables((PAGE, BEGUN))
-    PAGE.write_text(filled(PAGE.read_text()))
-    README.write_text(filled_readme(README.read_text(), PAGE.read_text()))
+    make_tables(PAGES)
+    PAGE.write_text(filled(PAGE.read_text(), everything()))
+    README.write_text(filled_readme(README.read_text(), everything()))

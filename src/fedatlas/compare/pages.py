@@ -12,8 +12,8 @@ from fedatlas.report.comparison import html, markdown
 from fedatlas.report.verdict import verdict
 from fedatlas.transport.store import write_atomic
 
-PUBLISHED = ("docs", "results.md")
-"""The page that holds nothing but what the profile `full` finished."""
+PUBLISHED = ("docs", "results")
+"""The folder of the pages that hold nothing but what the profiles `full` and `long` finished, and how their names begin."""
 
 
 def write_page(comparison: Comparison, found: Mapping[str, Any], tell: Tell = lambda text: None) -> Path:
@@ -57,7 +57,12 @@ def write_table(comparison: Comparison, found: Mapping[str, Any], page: Path) ->
 
 def check_page(comparison: Comparison, page: Path) -> None:
     """FederationError for a page of results and another profile than full, or long, which has more steps."""
-    if page.resolve().parts[-2:] == PUBLISHED and comparison.profile not in ("full", "long"):
+    folder, name = page.resolve().parts[-2:]
+    if (
+        folder == PUBLISHED[0]
+        and name.startswith(PUBLISHED[1])
+        and comparison.profile not in ("full", "long")
+    ):
         raise FederationError(
             f"--table {page}: holds only what the profiles full and long finished, and this is "
             f"{comparison.profile or 'no profile of a comparison file'}; write to another file"
