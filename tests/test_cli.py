@@ -468,6 +468,12 @@ def test_options_may_stand_before_and_between_what_a_verb_is_given(
         (["predict", "run", "scan", "--overwite"], "--overwite: not known; did you mean --overwrite?"),
         (["check", "f.yaml", "more"], "fedatlas check: error: more: not known"),
         (["check", "f.yaml", "rounds=3"], "a key of the file is overridden by -o rounds=3"),
+        (
+            ["check", "f.yaml", "-o", "sites={a:", "1}"],
+            "1}: not known; quote a value that has spaces, as -o 'sites={a: …'",
+        ),
+        (["check", "-o", "sites=[a,", "b]", "f.yaml"], "quote a value that has spaces, as -o 'sites=[a, …'"),
+        (["check", "-o", "sites=[a]", "f.yaml", "b"], "error: b: not known (the usage"),
         (["deploy", "init", "f.yaml", "-o", "d", "rounds=3"], "is overridden by --override rounds=3"),
         (["list", "methods", "more"], "fedatlas list: error: more: not known"),
         (["deploy", "init", "f.yaml", "-o", "d", "--hots", "x"], "did you mean --host?"),

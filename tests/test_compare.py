@@ -286,12 +286,31 @@ def test_an_arm_changes_what_it_names_and_nothing_else(small_images, tmp_path) -
         ({"measure": {"splits": "test"}}, "did you mean 'split'"),
         ({"seeds": [1, 1]}, "holds one twice"),
         ({"base": "nowhere.yaml"}, "no such file"),
+        ({"arms": {"a": {"method.name": "fedpox"}}}, "comparison.yaml: arm a: the method 'fedpox' does not exist; did you"),
+        ({"arms": {"a": {"net.name": "cmn"}}}, "comparison.yaml: arm a: the net 'cmn' does not exist; did you mean 'cnn'"),
+        ({"arms": {"a": {"labels.names": ["x", "x"]}}}, "comparison.yaml: arm a: labels.names: x is given twice"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told_before_anything_is_trained(small_images, tmp_path, changes, told) -> None:
     with pytest.raises(FederationError) as error:
         loaded(tmp_path, small_images, **changes)
     assert told in str(error.value)
+
+
+def test_files_that_are_no_comparison(tmp_path, capsys) -> None:
+    file, other = tmp_path / "x.yaml", tmp_path / "y.yaml"
+    expected = "; expected a comparison file, which begins with its `name`, its `base` (a federation file) and its `arms`"
+    for content, text in (
+        (b"", "is empty"),
+        (b"- a", "holds a list"),
+        (b"\xff", "is no text, its byte 0 is not UTF-8"),
+    ):
+        file.write_bytes(content)
+        assert main(["compare", str(file)]) == 1
+        assert f"error: {file}: {text}{expected}" in capsys.readouterr().err
+    file.write_text("")
+    assert main(["compare", str(file), str(other)]) == 1, "several are federation files"
+    assert f"error: {file}: is empty; expected a federation file, " in capsys.readouterr().err
 
 
 def test_a_profile_is_asked_for(file) -> None:

@@ -25,19 +25,20 @@ def parse(small: dict[str, Any], **changes: Any):
         ("local", {"lr": -1}, r"local\.lr: got -1; input should be greater than 0"),
         ("local", {"steps": None}, "steps is None and epochs is None"),
         ("local", 3, "local: got 3; expected a mapping with the keys optimizer"),
-        ("method", {"name": "fedavgg"}, r"fedavgg.*did you mean 'fedavg'\?"),
-        ("method", {"name": "fedprox", "muu": 1}, r"'muu' does not exist; did you mean 'mu'\?"),
+        ("method", {"name": "fedavgg"}, r"^f\.yaml: the method 'fedavgg' does not exist; did you mean 'fedavg'\?"),
+        ("method", {"name": "fedprox", "muu": 1}, r"'muu' does not exist; did you mean 'mu'\? of method fedprox, known: mu,"),
         ("method", {"name": "fedavg", "local": {}}, "the file's own key `local`"),
         ("method", {"mu": 1}, "method.name: missing"),
-        ("net", {"name": "unett"}, r"unett.*did you mean 'unet'\?"),
-        ("net", {"name": "unet", "filter": [1]}, r"'filter' does not exist; did you mean 'filters'\?"),
+        ("net", {"name": "unett"}, r"^f\.yaml: the net 'unett' does not exist; did you mean 'unet'\?"),
+        ("net", {"name": "unet", "filter": [1]}, r"'filter' does not exist; did you mean 'filters'\? of net unet, known: "),
+        ("labels", {"names": ["liver"]}, r"^f\.yaml: labels\.names: exclusive classes begin with 'background', got \['liver'\]"),
         ("rounds", 0, "rounds: got 0"),
         ("name", "a/b", "name: got 'a/b'"),
         ("sites", [], "sites: has 0 entries"),
-        ("evaluation", {"metrics": ["dise"]}, r"'dise' does not exist; did you mean 'dice'\?"),
+        ("evaluation", {"metrics": ["dise"]}, r"metrics: for segmentation the metric 'dise' does not exist; did you mean 'dice'\? known: [^;]*hd_rows$"),
         ("preprocessing", {"orientation": "RAX"}, "orientation is 'RAX'"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said(small, key: str, value: Any, text: str) -> None:
     with pytest.raises(FederationError, match=text):
         parse(small, **{key: value})
@@ -59,8 +60,17 @@ def test_files_that_are_none(tmp_path) -> None:
         load_federation(tmp_path / "x.yaml")
     with pytest.raises(FederationError, match="the key 'a' is given twice"):
         load_federation(write(tmp_path / "x.yaml", "a: 1\na: 2\n"))
-    with pytest.raises(FederationError, match="a mapping of keys, got list"):
-        load_federation(write(tmp_path / "x.yaml", "[1]"))
+    expected = "; expected a federation file, which begins as `name: trial`"
+    for content, text in (("", "is empty"), ("[1]", "holds a list"), ("hello", "holds 'hello'")):
+        with pytest.raises(FederationError, match=f"x.yaml: {text}{expected}"):
+            load_federation(write(tmp_path / "x.yaml", content))
+    (tmp_path / "x.yaml").write_bytes(b"name: \xff")
+    with pytest.raises(FederationError, match=f"is no text, its byte 6 is not UTF-8{expected}"):
+        load_federation(tmp_path / "x.yaml")
+    with pytest.raises(FederationError, match=f": is a folder{expected}"):
+        load_federation(tmp_path)
+    with pytest.raises(FederationError, match="not valid YAML: month must be in 1..12"):
+        load_federation(write(tmp_path / "x.yaml", "name: 2020-13-45"))
     with pytest.raises(FederationError, match="not valid YAML"):
         load_federation(write(tmp_path / "x.yaml", "a: [1"))
     with pytest.raises(FederationError, match="extends itself"):
@@ -171,9 +181,17 @@ def test_a_name_in_the_place_of_a_block_is_told_how(small, tmp_path) -> None:
         ("preprocessing.spacing=4", r"spacing: got 4; expected a list, as \[4, 4, 4\]"),
         ("preprocessing.patch=64", r"patch: got 64; expected a list, as \[64, 64\]"),
         ("augmentation.mirror=0", r"mirror: got 0; expected a list, as \[0\]"),
-    ):
+        ("method.name=fedpox", "^-o method.name=fedpox: the method 'fedpox' does not exist; did you mean 'fedprox'"),
+        ("net.name=unett", "^-o net.name=unett: the net 'unett' does not exist; did you mean 'unet'"),
+        ("method.mu=1", "^-o method.mu=1: the key 'mu' does not exist; of method fedavg, known: swa_start,"),
+        ("labels.names=[a]", r"^-o labels.names=\[a\]: labels.names: exclusive classes begin with 'background'"),
+        ("rounds=2020-13-45", "^-o rounds=2020-13-45: rounds: got '2020-13-45'"),
+    ):  # fmt: skip
         with pytest.raises(FederationError, match=text):
             load_federation(file, [key])
+    del small["method"]
+    with pytest.raises(FederationError, match="^-o method.mu=1: method.name: missing"):
+        load_federation(write(tmp_path / "f.yaml", small), ["method.mu=1"])
 
 
 def test_display_names_decide_nothing_and_name_known_classes() -> None:

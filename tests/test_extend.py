@@ -293,7 +293,10 @@ def test_what_the_new_file_says_stands_before_the_run(
 @pytest.mark.parametrize(
     ("content", "more", "said"),
     [
-        ("", (), "a federation file is a mapping of keys, got NoneType"),
+        ("", (), "is empty; expected a federation file, which begins as `name: trial`"),
+        ("- a", (), "holds a list; expected a federation file"),
+        ("hello", (), "holds 'hello'; expected a federation file"),
+        ("a: 2020-13-45", (), "not valid YAML: month must be in 1..12"),
         ("{}", (), "says nothing new; give `sites`"),
         ("a: [", (), "not valid YAML"),
         ({"roundz": 3}, (), "'roundz' does not exist; did you mean 'rounds'"),

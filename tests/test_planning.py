@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from set_cases import scan as write_scan
 from fedatlas.cli import main
 from fedatlas.core.errors import DataError, FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.core.names import key
 from fedatlas.data.checks import check_federation, shared_scans
 from fedatlas.federation.design import Design, Experiment
 from fedatlas.federation.file import load_federation, parse_federation
@@ -30,21 +32,33 @@ from fedatlas.federation.forecast import (
     makespan,
 )
 from fedatlas.planning.description import SPREAD, VALUES, Description, describe, read_description, written
-from fedatlas.planning.names import Merged, Question, key, merged
+from fedatlas.planning.names import Merged, Question, merged
 from fedatlas.planning.plan import descriptions
 from fedatlas.planning.recognise import recognised
 from fedatlas.planning.rules import (
     Machine,
+    Proposal,
     fitted,
     intensities,
     pooled,
     proposals,
     target_spacing,
     topology,
-    values_of,
 )
 
 CPU, GPU = Machine("cpu", 1 << 30, 2), Machine("cuda", 8 << 30)
+
+
+def values_of(found: Sequence[Proposal]) -> dict[str, Any]:
+    """The proposals as plain values of a federation file."""
+    plain: dict[str, Any] = {}
+    for proposal in found:
+        block, _, key = proposal.key.partition(".")
+        if key:
+            plain.setdefault(block, {})[key] = proposal.value
+        else:
+            plain[block] = proposal.value
+    return plain
 
 
 def told(

@@ -153,9 +153,9 @@ def test_a_file_where_no_server_may_run(tmp_path: Path, undrawn: None, capsys) -
     ("more", "said"),
     [
         (["nowhere"], "nowhere: no such folder"),
-        (["run", "--every", "0"], "allowed are 1 second or more"),
-        (["run", "--every", "nan"], "allowed are 1 second or more"),
-        (["run", "--port", "70000"], "ports from 0 to 65535"),
+        (["run", "--every", "0"], "error: --every 0: allowed are 1 second or more"),
+        (["run", "--every", "nan"], "error: --every nan: allowed are 1 second or more"),
+        (["run", "--port", "70000"], "error: --port 70000: allowed are ports from 0 to 65535"),
         (["run", "--out", "run/run.json/page.html"], "run.json"),
     ],
 )

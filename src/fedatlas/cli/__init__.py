@@ -107,13 +107,17 @@ class _Verb(argparse.ArgumentParser):
                 self._intermixed = False
         if unknown:  # said here, where the usage names what the verb takes
             self.error(
-                f"{' '.join(unknown)}: not known{self._hint(unknown[0])} (the usage above shows what is allowed)"
+                f"{' '.join(unknown)}: not known{self._hint(unknown[0], found)} (the usage above shows what is allowed)"
             )
         return found, unknown
 
-    def _hint(self, given: str) -> str:
-        """A hint at how a key of the file is overridden, or at the option whose name is nearest to the one that was given."""
+    def _hint(self, given: str, found: argparse.Namespace) -> str:
+        """A hint at how a key of the file is overridden, or at the option whose name is nearest to the one that was given. found:
+        what was understood of the command line."""
         flags = [action.option_strings[0] for action in self._actions if action.dest == "override"]
+        for text in found.override if flags else ():
+            if any(text.count(opened) > text.count(closed) for opened, closed in ("{}", "[]")):
+                return f"; quote a value that has spaces, as {flags[0]} '{text} …'"
         if flags and re.match(r"[A-Za-z][\w.-]*=", given):
             return f"; a key of the file is overridden by {flags[0]} {given}"
         near = difflib.get_close_matches(given.partition("=")[0], self._option_string_actions, n=1)

@@ -27,10 +27,10 @@ def call(arguments: argparse.Namespace) -> int:
     from fedatlas.core.errors import FedAtlasError
     from fedatlas.report.watch import Watched, server, write
 
-    if not arguments.every >= 1 or not 0 <= arguments.port <= 65535:
-        raise FedAtlasError(
-            f"--every {arguments.every:g}, --port {arguments.port}: allowed are 1 second or more, and ports from 0 to 65535"
-        )
+    if not arguments.every >= 1:
+        raise FedAtlasError(f"--every {arguments.every:g}: allowed are 1 second or more")
+    if not 0 <= arguments.port <= 65535:
+        raise FedAtlasError(f"--port {arguments.port}: allowed are ports from 0 to 65535")
     shared.require_page(arguments.out)
     watched = Watched(arguments.run, arguments.every)
     if arguments.out is None:

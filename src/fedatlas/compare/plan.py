@@ -26,7 +26,7 @@ from fedatlas.federation.file import (
     parse_federation,
     selects,
 )
-from fedatlas.federation.yaml import CHOICES, is_choice, read_yaml
+from fedatlas.federation.yaml import CHOICES, COMPARISON, FILE, is_choice, read_yaml
 from fedatlas.report.comparison import MILLIMETRES
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -348,7 +348,7 @@ def load_comparison(
 
     Raises FederationError naming the file, the key, what was got and what is allowed.
     """
-    raw = read_yaml(files[0])
+    raw = read_yaml(files[0], expected=COMPARISON if len(files) == 1 else FILE)
     if len(files) == 1 and ("arms" in raw or "base" in raw):
         given = _from_file(files[0], raw, profile, data, seeds)
     else:

@@ -82,11 +82,14 @@ def options(cls: type[T]) -> type[T]:
     return dataclass(frozen=True, kw_only=True, config=_CONFIG)(cls)  # type: ignore[return-value]
 
 
-def not_known(what: str, name: str, known: Iterable[str]) -> FederationError:
-    """The error for a name that does not exist: it names the nearest one and lists all."""
+def not_known(what: str, name: str, known: Iterable[str], of: str = "") -> FederationError:
+    """The error for a name that does not exist: it names the nearest one and lists all. of: what has these names, as "method
+    fedavg", where `what` does not say it."""
     names = list(known)
     hint = did_you_mean(name.rpartition(".")[2], names)
-    return FederationError(f"{what} {name!r} does not exist;{hint} known: {', '.join(names) or 'none'}")
+    return FederationError(
+        f"{what} {name!r} does not exist;{hint}{of and f' of {of},'} known: {', '.join(names) or 'none'}"
+    )
 
 
 def from_dict(
@@ -107,12 +110,13 @@ def from_dict(
 
 def blamed(loc: Iterable[Any], source: str, given: Mapping[str, str] | None, inside: str = "") -> str:
     """Who gave a key, for a message. given: key -> how it was given, for those that the source did not give, as
-    overrides. inside: the block of the source in which `loc` begins, as "method"."""
-    key = ".".join(map(str, (*([inside] if inside else []), *loc)))
+    overrides. inside: the block of the source in which `loc` begins, and the name that it has there, as "method fedavg"."""
+    block = inside.partition(" ")[0]
+    key = ".".join(map(str, (*([block] if block else []), *loc)))
     for mine, text in (given or {}).items():
         if key == mine or key.startswith(f"{mine}.") or mine.startswith(f"{key}."):
             return text
-    return f"{source}: {inside}" if inside else source
+    return f"{source}: {block}" if block else source
 
 
 def _on_defaults(cls: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +147,7 @@ def explain(
 ) -> list[str]:
     """What is wrong with the values for an `@options` class, a line each: the key by its path, what was got,
     what is allowed. source: where the values came from, as a file; given, inside: see `blamed`."""
-    lines, every = [], error.errors()
+    lines, every, block = [], error.errors(), inside.partition(" ")[0]
     for item in every:
         loc = tuple(item["loc"])
         if item["type"] == "too_short" and any(
@@ -154,7 +158,8 @@ def explain(
         where = f"{what}: {'.'.join(_told(loc))}"
         kind = item["type"]
         if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-            lines.append(str(not_known(f"{what}: the key", ".".join(map(str, loc)), _keys_at(cls, loc[:-1]))))
+            key = ".".join(map(str, loc))
+            lines.append(str(not_known(f"{what}: the key", key, _keys_at(cls, loc[:-1]), inside)))
         elif kind.startswith("missing"):
             lines.append(f"{where}: missing; it must be given")
         elif kind in _BLOCKS and item["input"] is None:
@@ -165,7 +170,7 @@ def explain(
         elif kind in ("dict_type", "mapping_type"):
             form = ""
             if loc and loc[-1] in CHOICES:
-                key = ".".join(map(str, (*([inside] if inside else []), *loc)))
+                key = ".".join(map(str, (*([block] if block else []), *loc)))
                 form = f", as {loc[-1]}: {{name: {item['input']}}}. On the command line: -o {key}.name={item['input']}"
             lines.append(f"{where}: got {item['input']!r}; expected a mapping of keys{form}")
         elif kind == "too_short":

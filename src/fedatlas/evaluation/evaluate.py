@@ -12,10 +12,9 @@ from torch import nn
 from fedatlas.core.contract import Member, at_site
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace, SiteLabels
-from fedatlas.core.options import not_known, option, options
+from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.evaluation.classification import METRICS as IMAGE_METRICS
-from fedatlas.evaluation.metrics import METRICS, EmptyPolicy
+from fedatlas.evaluation.metrics import EmptyPolicy
 from fedatlas.evaluation.postprocess import Postprocess
 from fedatlas.evaluation.statistics import client_wise_index, macro_over_classes, select
 from fedatlas.learning.inference import Inference
@@ -98,9 +97,6 @@ class Evaluation:
     inference: Inference = option(Inference(), "How a volume is predicted.")
 
     def __post_init__(self) -> None:
-        for name in (*self.metrics, *self.round_metrics):
-            if name not in METRICS and name not in IMAGE_METRICS:
-                raise not_known("evaluation: the metric", name, [*METRICS, *IMAGE_METRICS])
         if self.round_metrics and not {"dice", "auroc"} & set(self.round_metrics):
             raise FederationError(
                 f"evaluation: round_metrics are {list(self.round_metrics)}; dice (for whole images: auroc), which "

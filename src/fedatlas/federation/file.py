@@ -6,7 +6,7 @@ built from it stands in `session`.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 from fedatlas import methods, nets
 from fedatlas.core.contract import Method
 from fedatlas.core.errors import FederationError
-from fedatlas.core.options import explain, from_dict, not_known, option, options, own_first
+from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import blamed, explain, from_dict, not_known, option, options, own_first
 from fedatlas.data.images import Images
 from fedatlas.data.index import SiteConfig
 from fedatlas.data.transforms import Preprocessing, Sampling
@@ -186,6 +187,7 @@ def parse_federation(
             _all_used(federation)
     except FederationError as error:
         raise FederationError(f"{source}: {error}") from None
+    _check_names(federation, source, given)
     names = [site.name for site in federation.sites]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -294,6 +296,17 @@ def _of_task(federation: Federation) -> Federation:
     return replace(federation, evaluation=chosen)
 
 
+def _check_names(federation: Federation, source: str, given: Mapping[str, str]) -> None:
+    """Raises FederationError for `labels.names` that make no label space."""
+    names, level = federation.labels.names, "voxel" if federation.task == "segmentation" else "image"
+    try:
+        if names is not None:
+            LabelSpace(names, exclusive=bool(federation.labels.exclusive), level=level)
+    except FederationError as error:
+        what = f"{blamed(('labels', 'names'), source, given)}: labels.names"
+        raise FederationError(f"{what}: {str(error).removeprefix('label space: ')}") from None
+
+
 def _all_used(federation: Federation) -> None:
     """Raises FederationError for values that the federation's task does not use."""
     task, default = federation.task, Evaluation()  # type: ignore[call-arg]
@@ -317,24 +330,37 @@ def _all_used(federation: Federation) -> None:
         )
 
 
-def _choice(block: dict[str, Any], what: str, source: str) -> tuple[str, dict[str, Any]]:
+def _choice(
+    block: dict[str, Any],
+    what: str,
+    get: Callable[[str], type[Any]],
+    source: str,
+    given: Mapping[str, str] | None,
+) -> tuple[str, type[Any], dict[str, Any]]:
+    """The name of a method or net, its class, and what is chosen of its options. FederationError for an unknown name."""
     if not isinstance(block.get("name"), str):
-        raise FederationError(f"{source}: {what}.name: missing; it names a registered {what}")
-    return block["name"], {key: value for key, value in block.items() if key != "name"}
+        raise FederationError(
+            f"{blamed((what,), source, given)}: {what}.name: missing; it names a registered {what}"
+        )
+    try:
+        cls = get(block["name"])
+    except FederationError as error:
+        raise FederationError(f"{blamed((what, 'name'), source, given)}: {error}") from None
+    return block["name"], cls, {key: value for key, value in block.items() if key != "name"}
 
 
 def make_method(
     federation: Federation, source: str = "federation", given: Mapping[str, str] | None = None
 ) -> Method:
     """The method with its hyper-parameters; FederationError for an unknown name, key or value."""
-    name, chosen = _choice(federation.method, "method", source)
-    cls = methods.get(name)
+    name, cls, chosen = _choice(federation.method, "method", methods.get, source, given)
     if "local" in chosen:
         raise FederationError(
             f"{source}: method.local: unknown key; local training is the file's own key `local`"
         )
     chosen = cls.upgraded(chosen)
-    method = from_dict(cls, {**chosen, "local": federation.local}, what=source, given=given, inside="method")
+    values = {**chosen, "local": federation.local}
+    method = from_dict(cls, values, what=source, given=given, inside=f"method {name}")
     if federation.task not in method.tasks:
         raise FederationError(
             f"{source}: method {name} is for {' and '.join(method.tasks)}, and the task is "
@@ -367,8 +393,8 @@ def net_options(
     federation: Federation, source: str = "federation", given: Mapping[str, str] | None = None
 ) -> tuple[str, Any]:
     """The name of the net and its checked options; FederationError for an unknown name, key or value."""
-    name, chosen = _choice(federation.net, "net", source)
-    return name, from_dict(nets.get(name), chosen, what=source, given=given, inside="net")
+    name, cls, chosen = _choice(federation.net, "net", nets.get, source, given)
+    return name, from_dict(cls, chosen, what=source, given=given, inside=f"net {name}")
 
 
 def resolved(federation: Federation) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def require_known(path: Path, overrides: Sequence[str] = ()) -> None:
         if isinstance(value, Mapping):
             if "oneOf" in entry:  # a method or a net
                 fits = [c for c in choices if c["properties"]["name"]["const"] == value.get("name")]
-                inside, loc = str(loc[-1]), ()
+                inside, loc = f"{loc[-1]} {value.get('name')}", ()
             else:
                 fits = [_resolved(c, schema) for c in choices]
             fits = [c for c in fits if "properties" in c and c.get("additionalProperties") is False]
@@ -61,7 +61,7 @@ def require_known(path: Path, overrides: Sequence[str] = ()) -> None:
                     source = blamed((*loc, key), str(path), keys_of(overrides), inside)
                     beside = "name" if inside else "extends"  # what is read before the options are
                     names = [name for name in allowed if loc or name != beside]
-                    raise not_known(f"{source}: the key", ".".join(map(str, (*loc, key))), names)
+                    raise not_known(f"{source}: the key", ".".join(map(str, (*loc, key))), names, inside)
                 walk(inner, allowed[key], (*loc, key), inside)
         elif isinstance(value, list):
             for choice in choices:
@@ -129,26 +129,38 @@ def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
 _Strict.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+FILE = "a federation file, which begins as `name: trial`"
+COMPARISON = "a comparison file, which begins with its `name`, its `base` (a federation file) and its `arms`"
+
+
+def read_yaml(path: Path, seen: tuple[Path, ...] = (), expected: str = FILE) -> dict[str, Any]:
+    """The plain values of a YAML file, with `extends` resolved. expected: what it is to be, for messages, FILE or COMPARISON."""
     if path.resolve() in seen:
         raise FederationError(f"{path}: extends itself, by way of {', '.join(str(p) for p in seen)}")
     try:
-        raw = yaml.load(path.read_text(), _Strict)
+        raw = yaml.load(path.read_text(encoding="utf-8"), _Strict)
     except FileNotFoundError:
         raise FederationError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise FederationError(f"{path}: cannot be read ({error})") from error
-    except yaml.YAMLError as error:
+    except IsADirectoryError:
+        raise FederationError(f"{path}: is a folder; expected {expected}") from None
+    except UnicodeDecodeError as error:
+        raise FederationError(
+            f"{path}: is no text, its byte {error.start} is not UTF-8; expected {expected}"
+        ) from None
+    except OSError as error:
+        raise FederationError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise FederationError(f"{path}: not valid YAML: {error}") from None
     except RecursionError:
         raise FederationError(f"{path}: cannot be read (nested too deeply)") from None
     if not isinstance(raw, dict):
-        raise FederationError(f"{path}: a federation file is a mapping of keys, got {type(raw).__name__}")
+        holds = f"holds {'a list' if isinstance(raw, list) else f'{raw!r:.40}'}"
+        raise FederationError(f"{path}: {'is empty' if raw is None else holds}; expected {expected}")
     parent = raw.pop("extends", None)
     if parent is None:
         return raw
     base_path = path.parent / str(parent)
-    base = read_yaml(base_path, (*seen, path.resolve()))
+    base = read_yaml(base_path, (*seen, path.resolve()), expected)
     if isinstance(base.get("sites"), list):
         base["sites"] = [absolute(site, base_path.parent) for site in base["sites"]]
     if "net" in base:
@@ -181,7 +193,7 @@ def override(raw: dict[str, Any], text: str) -> None:
         raise FederationError(f"-o {text}: expected key.path=value, as in -o local.lr=0.01")
     try:
         parsed = yaml.load(value, _Strict)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         parsed = value
     parts = key.split(".")
     place: Any = raw

@@ -74,18 +74,6 @@ def proposals(
     return _of_scans(sites, classes, machine, dimensions)
 
 
-def values_of(found: Sequence[Proposal]) -> dict[str, Any]:
-    """The proposals as plain values of a federation file."""
-    plain: dict[str, Any] = {}
-    for proposal in found:
-        block, _, key = proposal.key.partition(".")
-        if key:
-            plain.setdefault(block, {})[key] = proposal.value
-        else:
-            plain[block] = proposal.value
-    return plain
-
-
 # ------------------------------------------------------------------------------------------------------ statistics
 
 
