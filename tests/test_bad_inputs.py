@@ -1,8 +1,10 @@
 """What a user may get wrong: every input here is refused by a sentence, before anything is computed, written or lost."""
 
+import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -27,15 +29,17 @@ from fedatlas.data.datasets import csv as csv_table
 from fedatlas.data.datasets.csv import CsvForm
 from fedatlas.data.datasets.shared.listing import Layout, Splitting
 from fedatlas.data.inputs import FAT, look_of, other_kind, ranges_of, trained_on
-from fedatlas.evaluation.statistics import read_rows, rows_text
+from fedatlas.evaluation.statistics import COLUMNS, read_rows, rows_text
 from fedatlas.federation.deploy import join, write_shared
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import load_federation, parse_federation
 from fedatlas.federation.known import KNOWN
 from fedatlas.federation.session import gather_local, run_federation
 from fedatlas.federation.site import SiteDesk
+from fedatlas.federation.trained import Trained
 from fedatlas.federation.yaml import require_known
 from fedatlas.phantoms.organs import phantom_sites
+from fedatlas.report import page
 from fedatlas.transport import wire
 from fedatlas.transport.local import InProcess
 from fedatlas.transport.rounds import Round, RunFolder
@@ -340,16 +344,49 @@ def test_of_changed_data_a_deployed_site_tells_no_case(small, tmp_path) -> None:
 # ---------------------------------------------------------------------------------------------- damaged files
 
 
-def test_a_damaged_stream_is_found_at_its_end(small, tmp_path) -> None:
+def at_end(packed: bytes) -> bytes:
+    """A compressed file that is damaged in its checksum, which stands after all voxels."""
+    damaged = bytearray(packed)
+    damaged[-6] ^= 1
+    return bytes(damaged)
+
+
+def headed(packed: bytes, **fields: Any) -> bytes:
+    """A compressed NIfTI file with other values in its header, as its unpacked bytes."""
+    raw = gzip.decompress(packed)
+    header = np.frombuffer(raw[:348], nib.Nifti1Header.template_dtype.newbyteorder("<")).copy()  # type: ignore[attr-defined]
+    for name, value in fields.items():
+        header[name] = value
+    return header.tobytes() + raw[348:]
+
+
+HEADERS = [
+    ({"datatype": 9999}, "truncated or damaged (data code 9999 not recognized)"),
+    ({"dim": [9, 30, 30, 20, 1, 1, 1, 1]}, "truncated or damaged (vox offset 0 too low"),
+    ({"dim": [3, -5, 30, 20, 1, 1, 1, 1]}, "truncated or damaged ("),
+    (
+        {"dim": [3, *[32767] * 3, 1, 1, 1, 1], "datatype": 64, "bitpix": 64},
+        "its header claims 32767×32767×32767 voxels, 262,120.0 GiB, more than memory holds",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (at_end, "truncated or damaged (CRC check failed"),
+        *((lambda packed, f=fields: gzip.compress(headed(packed, **f)), text) for fields, text in HEADERS),
+    ],
+)
+def test_a_damaged_image_is_named(change, text, small, tmp_path) -> None:
     values = copied(small, tmp_path)
     image = first_image(values)
-    damaged = bytearray(image.read_bytes())
-    damaged[-6] ^= 1  # in the checksum, which stands after all voxels
-    image.write_bytes(damaged)
+    image.write_bytes(change(image.read_bytes()))
     (told,) = texts(checked(values, tmp_path), fatal=True)
-    assert f"imagesTr/{image.name}: truncated or damaged (CRC check failed" in told
-    with pytest.raises(DataError, match="CRC check failed"):
+    assert f"imagesTr/{image.name}: {text}" in told
+    with pytest.raises(DataError) as raised:
         go(values, tmp_path)
+    assert text in str(raised.value)
 
 
 def test_a_loop_of_links_is_no_image(small, tmp_path) -> None:
@@ -436,6 +473,14 @@ def test_a_label_map_is_no_image(trained, phantom, tmp_path, capsys) -> None:
     label = sorted((site_of(phantom) / "labelsTr").iterdir())[0]
     status, error = asked(capsys, "predict", trained, label, "-o", tmp_path / "out")
     assert status == 1 and "it looks like a label map" in error
+
+
+@pytest.mark.parametrize(("fields", "text"), HEADERS)
+def test_predict_names_a_scan_with_a_damaged_header(fields, text, trained, scan, tmp_path, capsys) -> None:
+    file = tmp_path / "scan.nii"
+    file.write_bytes(headed(scan.read_bytes(), **fields))
+    status, error = asked(capsys, "predict", trained, file, "-o", tmp_path / "out")
+    assert status == 1 and f"{file}: {text}" in error and not (tmp_path / "out").exists()
 
 
 def test_a_picture_is_no_scan(trained, tmp_path, capsys) -> None:
@@ -581,6 +626,78 @@ def test_run_folders_that_were_made_to_harm(file, change, text, trained, scan, t
     assert status == 1 and text in error, error
 
 
+def less(trained: Path, folder: Path) -> Path:
+    """A copy of a run without its states."""
+    return shutil.copytree(trained, folder, ignore=shutil.ignore_patterns("rounds", "sites", "scratch"))
+
+
+@pytest.mark.parametrize(
+    ("file", "made", "text"),
+    [
+        ("best.json", "null", "best.json: holds null; an object is expected"),
+        ("best.json", "[]", "best.json: holds a list; an object is expected"),
+        ("best.json", "{}", "best.json: has no round; a whole number is expected"),
+        ("best.json", '{"round": "two"}', 'best.json: round is "two"; a whole number is expected'),
+        ("best.json", '{"round": true}', "best.json: round is true; a whole number is expected"),
+        ("best.json", '{"round": 1, "sites": []}', "sites is a list; an object or null is expected"),
+        ("best.json", '{"round": 1, "sites": {"a": 5}}', "best.json, a: holds 5; an object is expected"),
+        ("run.json", "[]", "run.json: holds a list; an object is expected"),
+        ("run.json", {"hash": 7}, "run.json: hash is 7; a text or null is expected"),
+        ("run.json", {"versions": 7}, "run.json: versions is 7; an object or null is expected"),
+        ("run.json", {"machine": []}, "run.json: machine is a list; an object or null is expected"),
+        ("run.json", {"sites": {"a": 5}}, "run.json, a: holds 5; an object is expected"),
+        (
+            "run.json",
+            {"labels": {"names": ["a"], "findings": 7}},
+            "run.json, labels: findings is 7; a list or null is expected",
+        ),
+        ("run.json", nested(), "run.json: not valid JSON ("),
+        ("rounds/0001/log.json", "[]", "log.json: holds a list; an object is expected"),
+        ("rounds/0001/log.json", '{"round": "x"}', 'round is "x"; a whole number or null is expected'),
+        ("rounds/0001/log.json", '{"cost": 3}', "log.json: cost is 3; an object or null is expected"),
+        ("rounds/0001/rows.json", "{}", "rows.json: a list of rows is expected"),
+        ("rounds/0001/rows.json", "[3]", "rows.json, row 1: holds 3; an object is expected"),
+    ],
+)
+def test_a_report_of_a_damaged_run_folder(file, made, text, trained, tmp_path) -> None:
+    run = shutil.copytree(trained, tmp_path / "run")
+    if isinstance(made, dict):
+        made = json.dumps(json.loads((run / file).read_text()) | made)
+    (run / file).write_text(made)
+    with pytest.raises(RunFolderError) as told:
+        page.write(run, tmp_path / "report.html")
+    assert text in str(told.value) and str(run / file) in str(told.value)
+
+
+def test_figure_pages_need_a_record_that_is_an_object(trained, tmp_path, capsys) -> None:
+    run = less(trained, tmp_path / "run")
+    (run / "run.json").write_text("[]")
+    status, error = asked(capsys, "report", run)
+    assert status == 1 and "no figure pages: " in error
+    assert error.count(f"{run / 'run.json'}: holds a list; an object is expected") == 2
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        ([], "thresholds.json: holds a list; an object is expected"),
+        ({}, "thresholds.json: has no models; an object is expected"),
+        ({"models": []}, "thresholds.json: models is a list; an object is expected"),
+        ({"models": {"best": []}}, "thresholds.json, best: holds a list; an object is expected"),
+        ({"models": {"best": {"liver": 3}}}, "thresholds.json, best, liver: holds 3; an object is expected"),
+        ({"models": {"best": {"liver": {"value": "high"}}}}, 'liver: value is "high"; a whole number or a'),
+    ],
+)
+def test_thresholds_that_are_none(made, text, trained, tmp_path) -> None:
+    run = less(trained, tmp_path / "run")
+    model = Trained(run)
+    assert model.thresholds()["liver"].value is None
+    (run / "thresholds.json").write_text(json.dumps(made))
+    with pytest.raises(RunFolderError) as told:
+        model.thresholds()
+    assert text in str(told.value)
+
+
 def test_a_model_that_is_not_finite_says_nothing(trained, scan, tmp_path, capsys) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
     path = run / "models" / "best.fa"
@@ -722,6 +839,26 @@ def test_a_table_of_results_that_was_cut_off(cut, text, tmp_path) -> None:
     file.write_text(whole[:cut] if cut else whole.rpartition(",")[0] + "\n")
     with pytest.raises(RunFolderError, match=text):
         read_rows(file)
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        ("", "its first line is '': no 'split', 'grid', 'model', 'round', "),
+        ("a,b\n", "its first line is 'a,b': no 'split', 'grid', "),
+        (",".join(COLUMNS).replace("split", "splitt") + "\n", "its first line is 'splitt,.*': no 'split'"),
+        (
+            ",".join((*COLUMNS, "more")) + "\n",
+            "its first line is 'split,.*,more': 'split,.*,reason' is expected",
+        ),
+        (",".join(COLUMNS) + "\n" + "x" * 200_000 + "\n", "field larger than field limit"),
+    ],
+)
+def test_a_table_of_results_has_the_header_that_is_written(made, text, trained, tmp_path, capsys) -> None:
+    run = less(trained, tmp_path / "run")
+    (run / "rows.csv").write_text(made)
+    status, error = asked(capsys, "report", run)
+    assert status == 1 and re.search(rf"rows\.csv: no whole table of results \({text}", error), error
 
 
 def test_a_row_that_is_there_twice_is_named_by_its_lines(tmp_path) -> None:

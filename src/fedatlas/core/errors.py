@@ -2,8 +2,11 @@
 
 import difflib
 import errno
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, get_args
 
 
 class FedAtlasError(Exception):
@@ -68,3 +71,33 @@ def require_run(path: Path, *files: str) -> None:
     named = ", ".join(map(str, runs[:4])) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
     remedy = f"it holds runs, give one of them: {named}" if runs else "`fedatlas run` makes one, as runs/<id>"
     raise RunFolderError(f"{path}: not a run folder, it holds no {' and no '.join(missing)}; {remedy}")
+
+
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    NoneType: "null",
+}
+
+
+def require_object(source: Path | str, found: Any, /, **wanted: type | UnionType) -> dict[str, Any]:
+    """`found`, which was read of a JSON file, if it is an object whose keys hold what is wanted, as round=int. A key may be
+    missing where None is wanted, too, as in hash=str | None. Raises RunFolderError for anything else, naming the `source`."""
+    if not isinstance(found, dict):
+        raise RunFolderError(
+            f"{source}: holds {_shown(found)}; an object is expected. Restore it, or run again"
+        )
+    for key, kind in wanted.items():
+        value = found.get(key)
+        if isinstance(value, bool) or not isinstance(value, kind):
+            got = f"{key} is {_shown(value)}" if key in found else f"has no {key}"
+            kinds = " or ".join(_KINDS[each] for each in get_args(kind) or (kind,))
+            raise RunFolderError(f"{source}: {got}; {kinds} is expected. Restore it, or run again")
+    return found
+
+
+def _shown(value: Any) -> str:
+    return _KINDS[type(value)] if isinstance(value, dict | list) else json.dumps(value)[:60]

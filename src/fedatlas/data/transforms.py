@@ -23,11 +23,12 @@ import numpy as np
 import torch
 from nibabel import orientations
 from nibabel.filebasedimages import ImageFileError
+from nibabel.spatialimages import HeaderDataError
 from torch import Tensor
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
-from fedatlas.core.memory import require_memory
+from fedatlas.core.memory import gibibytes, require_memory
 from fedatlas.core.options import option, options
 from fedatlas.data.inputs import Look, look_of
 
@@ -165,7 +166,12 @@ def read_image(path: Path) -> tuple[np.ndarray, np.ndarray, nib.Nifti1Header]:
         raise FileError(path, "no such file", "add it, or take the case out") from None
     except ImageFileError:
         raise FileError(path, "not a NIfTI file, or its beginning is damaged", _RESTORE) from None
-    except (EOFError, zlib.error, ValueError, OSError) as error:
+    except MemoryError:
+        claimed: Any = nib.load(path)
+        size = gibibytes(math.prod(claimed.shape) * claimed.get_data_dtype().itemsize)
+        what = f"its header claims {'×'.join(map(str, claimed.shape))} voxels, {size}, more than memory holds"
+        raise FileError(path, what, _RESTORE) from None
+    except (EOFError, zlib.error, ValueError, OSError, OverflowError, HeaderDataError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FileError(path, f"truncated or damaged ({first})", _RESTORE) from None
     while voxels.ndim > 3 and voxels.shape[-1] == 1:

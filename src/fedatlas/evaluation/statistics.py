@@ -150,15 +150,21 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     try:
         with path.open(newline="") as file:
             text = file.read()
-        rows: list[dict[str, Any]] = list(csv.DictReader(io.StringIO(text, newline="")))
-        if text and not text.endswith("\n"):
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        header = tuple(reader.fieldnames or ())
+        if header != COLUMNS:
+            lacking = ", ".join(repr(column) for column in COLUMNS if column not in header)
+            expected = f"no {lacking}" if lacking else f"{','.join(COLUMNS)!r} is expected"
+            raise ValueError(f"its first line is {','.join(header)[:200]!r}: {expected}")
+        rows: list[dict[str, Any]] = list(reader)
+        if not text.endswith("\n"):
             raise ValueError(f"it ends within line {len(rows) + 1}")
         for number, row in enumerate(rows, start=2):
             if None in row or None in row.values():
                 raise ValueError(f"line {number} has not as many columns as its header")
             row["value"] = float(row["value"]) if row["value"] else None
             row["known"], row["round"] = bool(int(row["known"])), int(row["round"])
-    except (OSError, KeyError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, csv.Error) as error:
         raise RunFolderError(
             f"{path}: no whole table of results ({error}); restore it, or run again"
         ) from error

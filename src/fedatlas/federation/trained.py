@@ -10,7 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fedatlas.core.contract import Member
-from fedatlas.core.errors import DataError, FederationError, RunFolderError, WireError, require_run
+from fedatlas.core.errors import (
+    DataError,
+    FederationError,
+    RunFolderError,
+    WireError,
+    require_object,
+    require_run,
+)
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
@@ -158,10 +165,12 @@ class Trained:
         """class -> where the model calls a finding present, as fitted on the validation images of the run, or why it does
         not."""
         file = self.folder.path / "thresholds.json"
-        fitted = read_json(file)["models"].get(self.model, {}) if file.exists() else {}
+        models = require_object(file, read_json(file), models=dict)["models"] if file.exists() else {}
+        fitted = require_object(f"{file}, {self.model}", models.get(self.model, {}))
         found = {}
         for name in self.space.names:
-            entry = fitted.get(name, {})
+            what = f"{file}, {self.model}, {name}"
+            entry = require_object(what, fitted.get(name, {}), value=int | float | None, reason=str | None)
             value, reason = entry.get("value"), entry.get("reason") or "none was fitted in the run"
             # earlier versions kept 0, which calls everything present
             found[name] = (

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import yaml
 
-from fedatlas.core.errors import RunFolderError, WireError, require_run
+from fedatlas.core.errors import RunFolderError, WireError, require_object, require_run
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.evaluation.classification import Histogram, Threshold
 from fedatlas.evaluation.statistics import (
@@ -374,25 +374,24 @@ def read(folder: Path) -> Run:
     Raises RunFolderError for a folder without a readable run.json, and for a damaged file, naming it.
     """
     require_run(folder, "run.json")
-    info = _json(folder / "run.json")
-    labels = info.get("labels") if isinstance(info, dict) else None
+    file = folder / "run.json"
+    info = require_object(file, _json(file), hash=str | None, machine=dict | None, versions=dict | None)
+    labels = info.get("labels")
     missing = [
         key
         for key, found in (
             ("labels.names", isinstance(labels, dict) and isinstance(labels.get("names"), list)),
-            ("sites", isinstance(info, dict) and isinstance(info.get("sites"), dict)),
+            ("sites", isinstance(info.get("sites"), dict)),
         )
         if not found
     ]
     if missing:
-        raise RunFolderError(
-            f"{folder / 'run.json'}: {' and '.join(missing)} missing; a run folder's run.json has them"
-        )
-    assert isinstance(labels, dict)
+        raise RunFolderError(f"{file}: {' and '.join(missing)} missing; a run folder's run.json has them")
+    labels = require_object(f"{file}, labels", labels, findings=list | None)
     rounds = tuple(_rounds(folder / "rounds"))
     csv = folder / "rows.csv"
     rows = _rows(read_rows(csv), csv) if csv.is_file() else None
-    findings = tuple(str(name) for name in labels.get("findings", ()))
+    findings = tuple(str(name) for name in labels.get("findings") or ())
     of_findings = tuple(row for row in rows or () if row["class"] in findings)
     if findings:
         rows = None if rows is None else tuple(row for row in rows if row["class"] not in findings)
@@ -406,14 +405,16 @@ def read(folder: Path) -> Run:
     if labels.get("exclusive", True) and names[:1] == [BACKGROUND]:
         names = names[1:]
     classes = dict.fromkeys([*names, *sorted({row["class"] for row in every} - set(names))])
-    sites = {str(name): _site(entry) for name, entry in sorted(info["sites"].items())}
+    sites = {
+        name: _site(require_object(f"{file}, {name}", entry)) for name, entry in sorted(info["sites"].items())
+    }
     for name in sorted({row["site"] for row in every} - set(sites)):
         sites[name] = SiteInfo()
 
     file = folder / "federation.yaml"
     federation = _text(file) if file.is_file() else None
     plain = _plain(federation, file)
-    best = _json(folder / "best.json") if (folder / "best.json").is_file() else {}
+    best, best_rounds = _best(folder / "best.json")
     return Run(
         folder=folder,
         info=info,
@@ -421,8 +422,8 @@ def read(folder: Path) -> Run:
         sites=sites,
         start=next((entry for entry in rounds if entry.number == 0), None),
         rounds=tuple(entry for entry in rounds if entry.number > 0),
-        best_round=int(best["round"]) if "round" in best and "sites" not in best else None,
-        best_rounds={str(site): int(kept["round"]) for site, kept in sorted(best.get("sites", {}).items())},
+        best_round=best["round"] if best and "sites" not in best else None,
+        best_rounds=best_rounds,
         best_score=number(best.get("score")),
         rows=rows,
         federation=federation,
@@ -539,15 +540,23 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
+def _best(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """best.json, {} where there is none; and site -> its best round, of sites that choose for themselves."""
+    if not path.is_file():
+        return {}, {}
+    best = require_object(path, _json(path), round=int, sites=dict | None)
+    sites = sorted((best.get("sites") or {}).items())
+    return best, {site: require_object(f"{path}, {site}", kept, round=int)["round"] for site, kept in sites}
+
+
 def _rounds(folder: Path) -> Iterator[Round]:
     whole = [path for path in folder.glob("*/log.json") if path.parent.name.isdigit()]
     for path in sorted(whole, key=lambda path: int(path.parent.name)):
-        log = _json(path)
-        if not isinstance(log, dict):
-            raise RunFolderError(f"{path}: holds {type(log).__name__}, an object is needed")
+        of_all = dict.fromkeys(("sites", "cost", "phases", "lost"), dict | None)
+        log = require_object(path, _json(path), round=int | None, **of_all)
         rows = path.with_name("rows.json")
         yield Round(
-            number=int(log.get("round", path.parent.name)),
+            number=int(log.get("round") or path.parent.name),
             sites=log.get("sites") or {},
             cost=log.get("cost") or {},
             phases=log.get("phases") or {},
@@ -560,8 +569,11 @@ def _rounds(folder: Path) -> Iterator[Round]:
 
 def _rows(found: Any, source: Path) -> tuple[RowDict, ...]:
     """Rows with every column; a value that is not finite is not defined."""
+    if not isinstance(found, list):
+        raise RunFolderError(f"{source}: a list of rows is expected. Evaluate the run again")
     rows = []
-    for row in found:
+    for place, row in enumerate(found, 1):
+        require_object(f"{source}, row {place}", row)
         missing = [column for column in COLUMNS if column not in row]
         if missing:
             raise RunFolderError(
@@ -670,7 +682,7 @@ def _text(path: Path) -> str:
 def _json(path: Path) -> Any:
     try:
         return json.loads(_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunFolderError(
             f"{path}: not valid JSON ({error}); it was cut short or edited. Restore it, or run again"
         ) from error

@@ -22,7 +22,7 @@ from fedatlas.compare.overlays import VERSION, Shown, Solids, Subject, keep, med
 from fedatlas.compare.parts import BESIDE, Page, Part, claimed, link, of_volumes, of_voxels
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import Tell, kept_model
-from fedatlas.core.errors import require_run
+from fedatlas.core.errors import require_object, require_run
 from fedatlas.evaluation.statistics import read_rows, select
 from fedatlas.federation.file import load_federation
 from fedatlas.papers.fedmenu.cams import Cam, cams, explained, has_organs
@@ -108,7 +108,8 @@ def run_figures(path: Path, tell: Tell = lambda text: None) -> dict[int, Path]:
     """The pages of one finished run, in its folder; none where whole images are classified, or before the run ends.
     Raises RunFolderError where it is not a run folder."""
     require_run(path, "run.json", "federation.yaml")
-    federation, about = load_federation(path / "federation.yaml"), read_json(path / "run.json")
+    federation, file = load_federation(path / "federation.yaml"), path / "run.json"
+    about = require_object(file, read_json(file))
     if federation.task != "segmentation" or not about.get("finished") or not (path / "rows.csv").exists():
         return {}
     every = read_rows(path / "rows.csv")
