@@ -390,7 +390,9 @@ def test_the_page_changes_between_the_marks_only(done, tmp_path, capsys) -> None
     page.write_text("# Mine\n\n<!-- tiny -->earlier<!-- /tiny -->\n\nbelow\n")
     elsewhere = ("--data", data, "--runs", tmp_path / "typo", "--only-table", "--table", page)
     assert call(file, *elsewhere) == 1 and "earlier" in page.read_text(), "no run is there: nothing is lost"
-    assert "runs is finished in " in (said := capsys.readouterr().err) and "by --runs, or that of" in said
+    assert (
+        "no arm has a finished run in " in (said := capsys.readouterr().err) and "by --runs, or that" in said
+    )
     assert call(file, *arguments, page, "--arms", "fedavg") == 1
     assert "--only-table trains nothing" in capsys.readouterr().err
     assert call(file, *arguments, page) == 0

@@ -4,14 +4,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fedatlas.cli import shared
 from fedatlas.cli.progress import Progress
 from fedatlas.core.errors import FedAtlasError
-
-if TYPE_CHECKING:
-    from fedatlas.compare import Comparison
 
 NAME = "compare"
 SENTENCE = "Train several arms with several seeds under one budget, and make their tables."
@@ -84,9 +80,7 @@ def call(arguments: argparse.Namespace) -> int:
     failed: dict[str, str] = {}
     progress = Progress(0, sys.stderr if arguments.json else sys.stdout)
     after_run = use_records(comparison, arguments.records, progress.tell)
-    if arguments.only_table:
-        _require_finished(comparison)
-    else:
+    if not arguments.only_table:
         arms = arguments.arms.split(",") if arguments.arms else None
         try:
             failed = run_comparison(
@@ -96,6 +90,14 @@ def call(arguments: argparse.Namespace) -> int:
             progress.tell("stopped; complete rounds are kept. The same command goes on")
             return shared.INTERRUPTED
     tables = collect(comparison)
+    arms_made = tables["arms"].values()
+    if arguments.only_table and not any(made["seeds"] for made in arms_made):
+        why = [problem for made in arms_made for problem in made["problems"]]
+        raise FedAtlasError(
+            f"--only-table: no arm has a finished run in {comparison.folder}, and the tables would hold nothing; give the folder of the "
+            "runs by --runs, or that of their records by --records"
+            + "".join(f"\n{problem}" for problem in why[:1])
+        )
     if arguments.table:
         write_table(comparison, tables, arguments.table)
     page = write_page(comparison, tables)
@@ -107,16 +109,3 @@ def call(arguments: argparse.Namespace) -> int:
     for name in failed:
         print(f"failed: {name}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _require_finished(comparison: "Comparison") -> None:
-    """Raises FedAtlasError where the tables would hold nothing, and would replace what a page says."""
-    from fedatlas.compare.running import state_of
-
-    runs = [(arm, seed) for arm, of in comparison.federations.items() for seed in of]
-    if not any(state_of(comparison, arm, seed) == "finished" for arm, seed in runs):
-        where = comparison.path(*runs[0]).parent
-        raise FedAtlasError(
-            f"--only-table: none of the {len(runs)} runs is finished in {where}, and the tables would hold nothing; give the folder of "
-            "the runs by --runs, or that of their records by --records"
-        )

@@ -133,21 +133,24 @@ def moved(
     """
     total: Tensors = {}
     count: Counter[str] = Counter()
-    known = dict(untrained)
+    still = {site: list(names) for site, names in untrained.items()}
     for site, change in changes:
-        known[site] = [name for name in known.get(site, c) if name not in change]
+        still[site] = [name for name in still.get(site, c) if name not in change]
         count.update(change.keys())
         for name, value in change.items():
             total[name] = total[name] + value.double() if name in total else value.double()
-    idle_before, idle = (Counter(n for names in of.values() for n in names) for of in (untrained, known))
+    # parameter -> by how many sites it is left alone, before and after
+    idle_before, idle = (
+        Counter(name for names in of.values() for name in names) for of in (untrained, still)
+    )
     after = {}
     for name, old in c.items():
         before, now = sites - idle_before[name], sites - idle[name]
         value = old.double() * (before / now) if before != now and now else old.double()
         if name in total:
-            value = value + (count[name] / now) * total[name] / count[name]
+            value = value + (count[name] / now) * total[name] / count[name]  # |S|/N mean(c_i+ - c_i)
         after[name] = value.to(old.dtype)
-    return after, {site: list(names) for site, names in known.items()}
+    return after, still
 
 
 class Control:
