@@ -395,6 +395,14 @@ def test_the_page_changes_between_the_marks_only(done, tmp_path, capsys) -> None
     )
     assert call(file, *arguments, page, "--arms", "fedavg") == 1
     assert "--only-table trains nothing" in capsys.readouterr().err
+    mixed = Path(shutil.copytree(runs, tmp_path / "mixed"))
+    for name in ("run.json", "federation.yaml"):
+        shutil.copy(mixed / "tiny-full" / "fedavg-s0" / name, mixed / "tiny-full" / "prox-s0" / name)
+    assert call(file, "--data", data, "--runs", mixed, "--only-table") == 0
+    out = capsys.readouterr().out
+    assert "| fedavg | 2 |" in out and "prox: not counted: " in out, (
+        "one run of another configuration is told"
+    )
     assert call(file, *arguments, page) == 0
     text = page.read_text()
     assert text.startswith("# Mine\n\n<!-- tiny -->\n\n**auroc") and text.endswith(
