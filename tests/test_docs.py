@@ -238,8 +238,8 @@ def test_the_complete_federation_file_for_scans_works(tmp_path) -> None:
 
 
 def test_what_the_results_advise_is_switched_on_as_they_say() -> None:
-    """The pieces of YAML are accepted beside the complete file, and the loss in the second is that of `fedatlas`."""
-    from fedatlas.methods.fedatlas import NO_CLASS_LOST
+    """The pieces of YAML are accepted beside the complete file, and losses and momentum are those of `fedatlas`."""
+    from fedatlas.methods.fedatlas import NO_CLASS_LOST, FedAtlas
 
     page = (ROOT / "docs" / "how-to" / "bring-your-data.md").read_text()
     (text,) = [
@@ -248,18 +248,21 @@ def test_what_the_results_advise_is_switched_on_as_they_say() -> None:
     results = (ROOT / "docs" / "results.md").read_text()
     part = results[results.index("### How to switch it on") :]
     pieces = [yaml.safe_load(piece) for piece in re.findall(r"```yaml\n(.*?)```", part, re.S)]
-    one, merged = pieces
+    federations = []
     for piece in pieces:
         whole = yaml.safe_load(text)
         for key, value in piece.items():
             whole[key] = value if key == "method" else whole.get(key, {}) | value
-        federation = parse_federation(whole, base=ROOT)
-        assert federation.local.schedule == "constant"
-        assert federation.method["swa_start"] == 0.5
-    assert federation.evaluation.inference.merge == "mean"
-    assert (one["method"]["name"], merged["method"]["name"]) == ("fedatlas", "standalone")
+        federations.append(parse_federation(whole, base=ROOT))
+    one, merged, few = federations
+    assert [each.method["name"] for each in federations] == ["fedatlas", "standalone", "condistfl"]
+    for averaged in (one, merged):
+        assert averaged.local.schedule == "constant"
+        assert averaged.method["swa_start"] == 0.5
+    assert merged.evaluation.inference.merge == "mean"
     loss = {"name": "marginal_dice_ce_exclusion", "options": NO_CLASS_LOST}
-    assert merged["method"]["loss"] == loss
+    assert merged.method["loss"] == few.method["loss"] == loss
+    assert few.method["server_momentum"] == FedAtlas.server_momentum
 
 
 def test_complete_files_begin_with_the_methods_that_are_advised() -> None:

@@ -117,6 +117,18 @@ SETTINGS = (
         {"matched": "standalone-swa"},
     ),
     Setting(
+        "[eight labelled cases at each site](results-ct.md#few-labelled-cases)",
+        "head-neck-few",
+        "fedatlas-8",
+        {
+            "matched": "standalone-matched-mean-8",
+            "alone": "standalone-8",
+            "fedavg": "fedavg-8",
+            "condistfl-matched": "condistfl-matched-8",
+            "centralized": "centralized-matched-8",
+        },
+    ),
+    Setting(
         "[four labelled cases at each site](results-ct.md#few-labelled-cases)",
         "head-neck-few",
         "fedatlas-4",
@@ -138,7 +150,13 @@ SETTINGS = (
         "[two labelled cases at each site](results-ct.md#few-labelled-cases)",
         "head-neck-few",
         "fedatlas-2",
-        {"matched": "standalone-matched-2", "alone": "standalone-2", "fedavg": "fedavg-2"},
+        {
+            "matched": "standalone-matched-2",
+            "alone": "standalone-2",
+            "fedavg": "fedavg-2",
+            "condistfl-matched": "condistfl-matched-2",
+            "centralized": "centralized-matched-2",
+        },
     ),
     Setting(
         "[four cases, two annotators of each organ](results-ct.md#organs-that-several-sites-annotate)",
@@ -159,7 +177,13 @@ SETTINGS = (
         {"matched": "standalone-swa-mean-two"},
     ),
     Setting(
-        "[the same, all 18 to 27 cases, both averaged](results-ct.md#organs-that-several-sites-annotate)",
+        "[the same, all 18 to 27 cases](results-ct.md#organs-that-several-sites-annotate)",
+        "head-neck-annotators",
+        "fedatlas-two-all",
+        {"matched": "standalone-matched-mean-two-all"},
+    ),
+    Setting(
+        "[the same, both averaged over late rounds](results-ct.md#organs-that-several-sites-annotate)",
         "head-neck-annotators",
         "fedatlas-swa-two-all",
         {"matched": "standalone-swa-mean-two-all"},
@@ -168,19 +192,35 @@ SETTINGS = (
         "[four cases, all four sites annotate each organ](results-ct.md#organs-that-several-sites-annotate)",
         "head-neck-annotators",
         "fedatlas-four",
-        {"matched": "standalone-matched-mean-four", "fedavg": "fedavg-four"},
+        {
+            "matched": "standalone-matched-mean-four",
+            "alone": "standalone-four",
+            "fedavg": "fedavg-four",
+            "condistfl-matched": "condistfl-matched-four",
+            "centralized": "centralized-matched-four",
+        },
     ),
     Setting(
         "[unequal sites: 10, 3, 2 and 1 labelled cases](results-ct.md#sites-of-unequal-size)",
         "head-neck-unequal",
         "fedatlas-down",
-        {"matched": "standalone-matched-down", "fedavg": "fedavg-down"},
+        {
+            "matched": "standalone-matched-down",
+            "fedavg": "fedavg-down",
+            "condistfl-matched": "condistfl-matched-down",
+            "centralized": "centralized-matched-down",
+        },
     ),
     Setting(
         "[the same, 1, 2, 3 and 10](results-ct.md#sites-of-unequal-size)",
         "head-neck-unequal",
         "fedatlas-up",
-        {"matched": "standalone-matched-mean-up", "fedavg": "fedavg-up"},
+        {
+            "matched": "standalone-matched-mean-up",
+            "fedavg": "fedavg-up",
+            "condistfl-matched": "condistfl-matched-up",
+            "centralized": "centralized-matched-up",
+        },
     ),
     Setting(
         "[a protocol that nobody trained on](results-ct.md#a-protocol-that-nobody-trained-on)",
@@ -334,7 +374,7 @@ TO_TAKE = (
     ),
     Advice(
         "[sites of unequal size](results-ct.md#sites-of-unequal-size): 10, 3, 2 and 1 labelled cases",
-        "`fedatlas`",
+        "`fedatlas`, or [ConDistFL with its loss and momentum](results.md#by-how-much), which is a little above it",
         "head-neck-unequal",
         "fedatlas-down",
         "standalone-matched-down",
