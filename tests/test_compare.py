@@ -197,6 +197,24 @@ def test_a_run_of_another_configuration_is_no_result(done, small_images, tmp_pat
     assert (runs / "tiny-full" / "prox-s0" / "rows.csv").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        ("[]", "lacks labels, channels, hash, sites, finished"),
+        ('{"hash": "", "finished": null}', "lacks labels, channels, sites"),
+        ("{", "cannot be read ("),
+    ],
+)
+def test_the_damaged_record_of_a_run_is_named(done, tmp_path, capsys, made, text) -> None:
+    file, data, runs = done
+    shutil.copytree(runs / "tiny-full", tmp_path / "tiny-full")
+    (tmp_path / "tiny-full" / "fedavg-s0" / "run.json").write_text(made)
+    asked = ["compare", str(file), "--profile", "full", "--data", str(data), "--runs", str(tmp_path)]
+    assert main([*asked, "--only-table"]) == 1
+    told = "".join(capsys.readouterr())
+    assert f"run.json: {text}" in told and "Traceback" not in told
+
+
 def test_a_finished_run_outlives_a_new_option(done, tmp_path) -> None:
     file, data, runs = done
     path = tmp_path / "tiny-full" / "fedavg-s0"
@@ -205,6 +223,7 @@ def test_a_finished_run_outlives_a_new_option(done, tmp_path) -> None:
     assert written["local"].pop("clip") is None
     (path / "federation.yaml").write_text(yaml.safe_dump(written))
     info = json.loads((path / "run.json").read_text())
+    del info["seal"]  # as of a version without it
     (path / "run.json").write_text(json.dumps(info | {"hash": "of the older version"}))
     comparison = load_comparison([file], profile="full", data=data, runs=tmp_path)
     assert state_of(comparison, "fedavg", 0) == "finished"
@@ -746,7 +765,7 @@ def pretend(
     (path / "rounds" / "0001").mkdir(parents=True)
     (path / "federation.yaml").write_text(yaml.safe_dump(resolved(federation)))
     about = {
-        "hash": hash_of(federation), "finished": "then", "git": "0123", "rounds": 1, "model_bytes": 2**20,
+        "hash": hash_of(federation), "finished": "then", "git": "0123", "rounds": 1, "model_bytes": 2**20, "channels": 1,
         "labels": {"names": federation.labels.names, "groups": [], "exclusive": False},
         "sites": {site: {"annotated": names} for site, names in CHEST.items()},
     }  # fmt: skip

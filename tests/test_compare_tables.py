@@ -71,7 +71,7 @@ def pretend(comparison: Comparison, arm: str, values: Cases, seed: int = 0, metr
     (path / "rounds" / "0001").mkdir(parents=True)
     (path / "federation.yaml").write_text(yaml.safe_dump(resolved(federation)))
     about = {
-        "hash": hash_of(federation), "finished": "then", "git": "0123", "rounds": 1, "model_bytes": 2**20,
+        "hash": hash_of(federation), "finished": "then", "git": "0123", "rounds": 1, "model_bytes": 2**20, "channels": 1,
         "labels": {"names": federation.labels.names, "groups": [], "exclusive": True},
         "sites": {site: {"annotated": names} for site, names in SITES.items()},
     }  # fmt: skip

@@ -8,7 +8,7 @@ from fedatlas.compare.plan import Comparison
 from fedatlas.evaluation.statistics import mean_of_defined
 from fedatlas.federation.file import make_method
 from fedatlas.federation.yaml import read_yaml
-from fedatlas.transport.rounds import RunFolder, read_json
+from fedatlas.transport.rounds import RunFolder, read_json, read_run
 
 MEGABYTE, GIGABYTE = 2**20, 2**30
 
@@ -54,7 +54,7 @@ def _mean(runs: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]
 
 
 def _of_run(path: Path, comparison: Comparison, arm: str, seed: int) -> dict[str, float | None]:
-    info = read_json(path / "run.json")
+    info = read_run(path)
     logs = [read_json(file) for file in RunFolder(path).files("log.json")]
     start = [log for log in logs if log["round"] == 0]
     rounds = [log for log in logs if log["round"] > 0]

@@ -14,7 +14,7 @@ from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.statistics import mean_of_defined, select
 from fedatlas.federation.file import make_method
 from fedatlas.report.tables import has_truth
-from fedatlas.transport.rounds import read_json
+from fedatlas.transport.rounds import read_run
 
 
 def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Any]]:
@@ -40,7 +40,7 @@ def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> di
         for seed in seeds[arm]:
             path = comparison.path(arm, seed)
             if not annotated:
-                sites = read_json(path / "run.json")["sites"]
+                sites = read_run(path)["sites"]
                 annotated = {name: set(site["annotated"]) for name, site in sites.items()}
             rows = select(all_rows(comparison, arm, seed), metric=comparison.metric, split=measure.split)
             rows = [row for row in rows if row["case"] and row["value"] is not None and has_truth(row)]

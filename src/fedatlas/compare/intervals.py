@@ -19,8 +19,8 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.classification import Predictions, Threshold, bootstrap_difference
 from fedatlas.federation.design import Experiment, cache_folder
-from fedatlas.federation.trained import Trained
-from fedatlas.transport.rounds import read_json
+from fedatlas.federation.trained import Trained, fitted_thresholds
+from fedatlas.transport.rounds import read_run
 from fedatlas.transport.store import write_atomic
 
 DRAWS = 1000
@@ -64,7 +64,7 @@ class Predictor:
         images are not here."""
         path, measure = self.comparison.path(self.arm, seed), self.comparison.measure
         model = kept_model(path, measure.model)
-        finished = read_json(path / "run.json")["finished"]
+        finished = read_run(path)["finished"]
         file = path / "sites" / site / f"predictions-{measure.split}-{model.replace('/', '_')}.npz"
         found = _kept(file, finished)
         if found is None:
@@ -269,12 +269,5 @@ def _fewest(column: Sequence[_Part], patients: Mapping[str, Sequence[str]]) -> i
 def _thresholds(comparison: Comparison, arm: str, seed: int) -> dict[str, Threshold]:
     """class -> threshold, of every class in the order of the label space."""
     path = comparison.path(arm, seed)
-    names = LabelSpace.from_plain(read_json(path / "run.json")["labels"]).names
-    model = kept_model(path, comparison.measure.model)
-    file = path / "thresholds.json"
-    fitted = read_json(file)["models"].get(model, {}) if file.exists() else {}
-    values = {name: fitted.get(name, {}).get("value") for name in names}
-    return {
-        name: Threshold(value, None, "" if value is not None else "not fitted")
-        for name, value in values.items()
-    }
+    names = LabelSpace.from_plain(read_run(path)["labels"]).names
+    return fitted_thresholds(path, kept_model(path, comparison.measure.model), names)

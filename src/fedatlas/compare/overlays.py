@@ -23,7 +23,7 @@ from fedatlas.federation.tasks import task_of
 from fedatlas.federation.trained import Trained
 from fedatlas.report.meshes import coarse, factors
 from fedatlas.report.tables import has_truth
-from fedatlas.transport.rounds import read_json
+from fedatlas.transport.rounds import read_run
 from fedatlas.transport.store import write_atomic
 
 VERSION = 4
@@ -91,7 +91,7 @@ class Subject:
     @property
     def finished(self) -> str:
         """When the run ended."""
-        return str(read_json(self.path / "run.json")["finished"])
+        return str(read_run(self.path)["finished"])
 
     def trained(self, site: str) -> Trained:
         """The model as it is evaluated at a site."""

@@ -7,7 +7,7 @@ from fedatlas.compare.running import all_rows, kept_model
 from fedatlas.evaluation.statistics import select
 from fedatlas.report.figures import Box, Panel, distributions
 from fedatlas.report.tables import has_truth
-from fedatlas.transport.rounds import read_json
+from fedatlas.transport.rounds import read_run
 
 
 def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str:
@@ -24,7 +24,7 @@ def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str
     for arm in comparison.arms:
         for one, seed in ((one, seed) for seed in seeds[arm] for one in comparison.trained(arm)):
             path = comparison.path(one, seed)
-            about = read_json(path / "run.json")["sites"]
+            about = read_run(path)["sites"]
             training = [site for site, told in about.items() if told.get("role", "train") == "train"]
             sites.update({site: list(about[site]["annotated"]) for site in about if site not in sites})
             chosen = kept_model(path, measure.model)

@@ -25,7 +25,7 @@ from fedatlas.compare.running import AfterRun, Tell, is_of, state_of
 from fedatlas.core.errors import FedAtlasError, RunFolderError
 from fedatlas.federation.file import Federation, shareable
 from fedatlas.federation.yaml import read_yaml
-from fedatlas.transport.rounds import SEAL, RunFolder, read_json, sealed, to_json
+from fedatlas.transport.rounds import SEAL, RunFolder, read_run, sealed, to_json
 from fedatlas.transport.store import write_atomic
 
 SUFFIX = ".tar.xz"
@@ -165,7 +165,7 @@ def _files(path: Path) -> dict[str, bytes]:
     workers = (plain.get("engine") or {}).get("workers", 0)
     told = shareable(plain) | {"engine": {"workers": workers}}
     found["federation.yaml"] = yaml.safe_dump(told, sort_keys=False).encode()
-    about = read_json(path / "run.json")
+    about = read_run(path)
     about["machine"] = {
         key: value for key, value in (about.get("machine") or {}).items() if key != "platform"
     }

@@ -23,7 +23,7 @@ from fedatlas.evaluation.statistics import LEAST_PAIRS, class_means, differences
 from fedatlas.federation.file import Federation, local_models, make_method
 from fedatlas.federation.session import git_revision
 from fedatlas.report.comparison import LOWER
-from fedatlas.transport.rounds import RunFolder, read_json
+from fedatlas.transport.rounds import RunFolder, read_json, read_run
 
 
 class Finished(NamedTuple):
@@ -149,7 +149,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     starred = _starred(comparison, counted)
     for arm, of_arm in cells.items():
         paths = [comparison.path(one, seed) for seed in of_arm for one in comparison.trained(arm)]
-        runs = [read_json(path / "run.json") for path in paths]
+        runs = [read_run(path) for path in paths]
         arms[arm] = _row(comparison, of_arm, starred) | {
             "hours": sum(_hours(path) for path in paths),
             "commits": list(dict.fromkeys(run["git"] for run in runs)),
@@ -323,9 +323,9 @@ def _organs(comparison: Comparison) -> dict[str, str]:
     """class -> its organ, the first class of its group."""
     for arm in comparison.federations:
         for seed in comparison.seeds:
-            file = comparison.path(arm, seed) / "run.json"
-            if file.exists():
-                space = LabelSpace.from_plain(read_json(file)["labels"])
+            path = comparison.path(arm, seed)
+            if (path / "run.json").exists():
+                space = LabelSpace.from_plain(read_run(path)["labels"])
                 return {space.names[c]: space.names[group[0]] for group in space.organs for c in group}
     return {name: group[0] for group in comparison.first.labels.groups for name in group}
 

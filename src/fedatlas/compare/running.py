@@ -22,7 +22,7 @@ from fedatlas.federation.file import Federation, flat_difference, hash_of, load_
 from fedatlas.federation.session import changed_evaluation, run_federation
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.transport.local import keeping_workers
-from fedatlas.transport.rounds import RunFolder, read_json
+from fedatlas.transport.rounds import RunFolder, read_run
 
 Tell = Callable[[str], None]
 AfterRun = Callable[[str, int], object]
@@ -38,7 +38,7 @@ def state_of(
     info = path / "run.json"
     if not info.exists():
         return "begun" if path.exists() else "absent"
-    about = read_json(info)
+    about = read_run(path)
     if not is_of(federation, path):
         if changed_evaluation(RunFolder(path), federation):
             return "begun" if about["finished"] is None else "to evaluate"
@@ -53,7 +53,7 @@ def state_of(
 def is_of(federation: Federation, path: Path) -> bool:
     """Whether a run folder, or an unpacked record, is of a federation. In a finished run an option that did not exist when it was made
     has its default."""
-    about = read_json(path / "run.json")
+    about = read_run(path)
     if about["hash"] == hash_of(federation):
         return True
     return about["finished"] is not None and hash_of(load_federation(path / "federation.yaml")) == hash_of(
@@ -231,7 +231,7 @@ def rows_of(comparison: Comparison, arm: str, seed: int) -> list[Mapping[str, An
 def local_rows(comparison: Comparison, arm: str, seed: int) -> dict[str, list[Mapping[str, Any]]]:
     """Site -> the rows of its local model on the classes that it annotates, at the site itself and at those that do
     not train."""
-    about = read_json(comparison.path(arm, seed) / "run.json")["sites"]
+    about = read_run(comparison.path(arm, seed))["sites"]
     sites = comparison.federations[arm][seed].sites
     tested = {site.name for site in sites if site.role == "test"}
     found: dict[str, list[Mapping[str, Any]]] = {}

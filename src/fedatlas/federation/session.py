@@ -779,7 +779,7 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
             f"the final evaluation lacks {', '.join(sorted(evaluated.lost))}; --resume does it again\n{reasons}\n"
             "The models are there, and rows.csv has what the other sites answered"
         )
-    info = read_json(folder.path / "run.json")
+    info = read_run(folder.path)
     write_atomic(folder.path / "run.json", to_json({**info, "finished": _now()}))
 
 
@@ -821,9 +821,8 @@ def _memories(folder: RunFolder, parties: Parties, round: int) -> dict[str, str]
 
 def _is_finished(folder: RunFolder, federation: Federation) -> bool:
     """Was every round done, and the final evaluation written?"""
-    info = folder.path / "run.json"
     done = folder.complete()[-1:] == [federation.rounds] and (folder.path / "rows.csv").exists()
-    return done and info.exists() and read_json(info)["finished"] is not None
+    return done and (folder.path / "run.json").exists() and read_run(folder.path)["finished"] is not None
 
 
 def changed_evaluation(folder: RunFolder, federation: Federation) -> list[str]:
@@ -831,7 +830,7 @@ def changed_evaluation(folder: RunFolder, federation: Federation) -> list[str]:
     the state to go on from; else none. Such a run is evaluated again, with the bits of one that had these options from the start."""
     written = folder.path / "federation.yaml"
     was = read_yaml(written)
-    if read_json(folder.path / "run.json")["finished"] is not None:
+    if read_run(folder.path)["finished"] is not None:
         was = resolved(load_federation(written))  # an option that did not exist then has its default
     keys = list(differences(was, resolved(federation)))
     taken = tuple(f"evaluation.{name}." for name in AFTER_TRAINING)
@@ -937,7 +936,7 @@ THEN = " and then "
 def _note_processor(folder: RunFolder, device: str, tell: Tell) -> None:
     """Writes into run.json, and tells, where training goes on on another kind of processor than it was on last."""
     path = folder.path / "run.json"
-    info = read_json(path)
+    info = read_run(folder.path)
     was, now = info["machine"].get("arithmetic"), arithmetic(device)
     if was is None or was.rpartition(THEN)[2] == now:
         return
@@ -951,7 +950,7 @@ def _note_processor(folder: RunFolder, device: str, tell: Tell) -> None:
 def _note_change(folder: RunFolder, sites: Sequence[str]) -> None:
     """Writes into run.json after which round which sites' data changed."""
     path = folder.path / "run.json"
-    info = read_json(path)
+    info = read_run(folder.path)
     change = {"after_round": folder.complete()[-1], "sites": sorted(sites)}
     write_atomic(path, to_json({**info, "data_changed": [*info.get("data_changed", []), change]}))
 

@@ -164,19 +164,7 @@ class Trained:
     def thresholds(self) -> dict[str, Threshold]:
         """class -> where the model calls a finding present, as fitted on the validation images of the run, or why it does
         not."""
-        file = self.folder.path / "thresholds.json"
-        models = require_object(file, read_json(file), models=dict)["models"] if file.exists() else {}
-        fitted = require_object(f"{file}, {self.model}", models.get(self.model, {}))
-        found = {}
-        for name in self.space.names:
-            what = f"{file}, {self.model}, {name}"
-            entry = require_object(what, fitted.get(name, {}), value=int | float | None, reason=str | None)
-            value, reason = entry.get("value"), entry.get("reason") or "none was fitted in the run"
-            # earlier versions kept 0, which calls everything present
-            found[name] = (
-                Threshold(value) if value else Threshold(None, None, reason if value is None else NO_CUT)
-            )
-        return found
+        return fitted_thresholds(self.folder.path, self.model, self.space.names)
 
     @property
     def postprocess(self) -> Postprocess:
@@ -186,6 +174,24 @@ class Trained:
     def clean(self, labels: np.ndarray) -> np.ndarray:
         """Labels on the grid of a file after `postprocess`; exclusive classes stay so."""
         return postprocess(labels, self.space, replace(self.postprocess, channels="exclusive"))
+
+
+def fitted_thresholds(run: Path, model: str, names: Sequence[str]) -> dict[str, Threshold]:
+    """class -> where a model of a run folder calls a finding present, or why it does not, of every class of `names`. Raises
+    RunFolderError where thresholds.json is damaged."""
+    file = run / "thresholds.json"
+    models = require_object(file, read_json(file), models=dict)["models"] if file.exists() else {}
+    fitted = require_object(f"{file}, {model}", models.get(model, {}))
+    found = {}
+    for name in names:
+        what = f"{file}, {model}, {name}"
+        entry = require_object(what, fitted.get(name, {}), value=int | float | None, reason=str | None)
+        value, reason = entry.get("value"), entry.get("reason") or "none was fitted in the run"
+        # earlier versions kept 0, which calls everything present
+        found[name] = (
+            Threshold(value) if value else Threshold(None, None, reason if value is None else NO_CUT)
+        )
+    return found
 
 
 def task_name(path: Path) -> str:

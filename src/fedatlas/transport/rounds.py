@@ -377,7 +377,7 @@ def read_run(path: Path) -> dict[str, Any]:
     info = read_json(file)
     missing = [
         key
-        for key in ("labels", "channels", "hash", "sites")
+        for key in ("labels", "channels", "hash", "sites", "finished")
         if not isinstance(info, dict) or key not in info
     ]
     if missing:

@@ -15,7 +15,7 @@ from fedatlas.analysis.runs.cases import CaseBatches, cases_of
 from fedatlas.federation.design import Experiment, build_net, cache_folder, training_sites
 from fedatlas.core.batch import Batch
 from fedatlas.transport import wire
-from fedatlas.transport.rounds import RunFolder, read_json
+from fedatlas.transport.rounds import RunFolder, read_run
 from fedatlas.transport.store import read_whole
 from fedatlas.core.errors import FederationError, RunFolderError, require_run
 from fedatlas.federation.file import Federation, load_federation, make_method
@@ -73,7 +73,7 @@ class Subject:
         require_run(path, "federation.yaml", "run.json")
         self.folder = RunFolder(path)
         self.federation = _with_data(load_federation(path / "federation.yaml"), data or {})
-        self.info: dict[str, Any] = read_json(path / "run.json")
+        self.info: dict[str, Any] = read_run(path)
         self.space = LabelSpace.from_plain(self.info["labels"])
         self.method = make_method(self.federation)
         self.device = _device(device, self.federation.engine.device)
