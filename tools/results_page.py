@@ -374,7 +374,7 @@ TO_TAKE = (
     ),
     Advice(
         "[sites of unequal size](results-ct.md#sites-of-unequal-size): 10, 3, 2 and 1 labelled cases",
-        "`fedatlas`, or [ConDistFL with its loss and momentum](results.md#by-how-much), which is a little above it",
+        "`fedatlas`, or a little better ConDistFL with [the loss and the momentum of `fedatlas`](results.md#how-to-switch-it-on)",
         "head-neck-unequal",
         "fedatlas-down",
         "standalone-matched-down",
