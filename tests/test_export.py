@@ -29,7 +29,7 @@ from fedatlas.federation.file import parse_federation
 from fedatlas.federation.predict import predict_images, predict_scans
 from fedatlas.federation.session import run_federation
 from fedatlas.learning.inference import neighbours
-from fedatlas.report import tables
+from fedatlas.report import read
 
 WITHOUT_FEDATLAS = (
     "import sys; sys.modules['fedatlas'] = None; sys.path.insert(0, '.')\n"
@@ -254,9 +254,9 @@ def test_the_card_names_the_sites_that_trained_the_model(
     assert f"Site {own} did not annotate: kidney. The model" in text
     assert re.findall("Few annotated training cases: (.*)\\.", text) == ["liver (3), spleen (3)"]
     model.trained.method = methods.get("fedavg")()  # of which no model is of one site
-    run = tables.read(path)
+    run = read.read(path)
     sites = {**run.sites, tested: replace(run.sites[tested], annotated=("kidney", "tumour"))}
-    monkeypatch.setattr(tables, "read", lambda _: replace(run, sites=sites, classes=(*run.classes, "tumour")))
+    monkeypatch.setattr(read, "read", lambda _: replace(run, sites=sites, classes=(*run.classes, "tumour")))
     text = card(model, "safetensors", {}, Path("out"))
     assert "Trained by federated learning (method" in text and "across 2 sites, each" in text
     assert "No training site annotated: tumour. The model" in text
@@ -297,11 +297,11 @@ def test_the_card_promises_no_more_privacy_than_there_is(
     model = subject(run)
     method = model.plain["method"] | of_method
     model = replace(model, plain={**model.plain, "privacy": plain.get("privacy"), "method": method})
-    found = tables.read(run)
+    found = read.read(run)
     (entry,) = found.rounds
     spent = {name: {"epsilon": epsilon} for name, epsilon in zip(found.sites, (3.0, 7.0, 5.0), strict=True)}
     rounds = (replace(entry, epsilon=4.5, sites=spent),)
-    monkeypatch.setattr(tables, "read", lambda _: replace(found, rounds=rounds))
+    monkeypatch.setattr(read, "read", lambda _: replace(found, rounds=rounds))
     assert words in card(model, "safetensors", {}, Path("out"))
 
 

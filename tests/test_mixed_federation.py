@@ -189,7 +189,7 @@ def test_check_shows_findings(folder: Path, tmp_path: Path) -> None:
 
 def test_the_report_tells_findings_apart_from_classes(run: Path) -> None:
     from fedatlas.report.page import render
-    from fedatlas.report.tables import read
+    from fedatlas.report.read import read
 
     found = read(run)
     assert found.classes == ("left lung", "right lung", "air")

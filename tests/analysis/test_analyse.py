@@ -19,7 +19,7 @@ from fedatlas.core.seeds import generator
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
 from fedatlas.report.page import render, section
-from fedatlas.report.tables import read
+from fedatlas.report.read import read
 
 OPTIONS: dict[str, list[str]] = {
     "landscape": ["--grid", "3", "--batches", "1", "--batch", "2", "--model", "best,local"],

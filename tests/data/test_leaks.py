@@ -18,7 +18,7 @@ from fedatlas.data.voxels import VoxelData
 from fedatlas.phantoms.organs import phantom_sites, write_phantom
 from fedatlas.report.leaks import there
 from fedatlas.report.page import section
-from fedatlas.report.tables import read
+from fedatlas.report.read import read
 
 NAMES = ("background", "liver", "spleen", "kidney", "tumour")
 

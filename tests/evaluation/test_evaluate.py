@@ -251,7 +251,7 @@ def test_the_slice_is_chosen_by_the_truth(tmp_path) -> None:
 
 
 def test_overlays_are_read_by_the_report(pictured) -> None:
-    from fedatlas.report.tables import Overlay
+    from fedatlas.report.read import Overlay
 
     folder, _ = pictured
     found = Overlay(folder / "case--best.npz", "s", "p0", 1.0, "best", "", {}).planes()

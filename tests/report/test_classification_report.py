@@ -16,7 +16,7 @@ from test_report_page import Outline, sections
 
 from fedatlas.core.errors import RunFolderError
 from fedatlas.evaluation.classification import Histogram
-from fedatlas.report import figures, page, tables
+from fedatlas.report import figures, page, read, tables
 
 SMALL = {
     "classes": ("effusion", "mass", "nodule"),
@@ -181,7 +181,7 @@ def test_all_sites_together_are_the_summed_histograms(finished: Path) -> None:
 
 def test_counts_at_the_thresholds_are_exact(finished: Path) -> None:
     limits = json.loads((finished / "thresholds.json").read_text())["classes"]
-    run = tables.read(finished)
+    run = read.read(finished)
     found = sections(text_of(finished))["pooled"]
     for name, histogram in summed(finished, "test", "best").items():
         limit = limits[name]["value"]
@@ -200,13 +200,13 @@ def test_counts_at_the_thresholds_are_exact(finished: Path) -> None:
 
 
 def test_examples_are_the_extremes_of_all_sites(finished: Path) -> None:
-    found = tables.examples(tables.read(finished), "test", 3)
+    found = read.examples(read.read(finished), "test", 3)
     every: dict[str, list[tuple[float, str]]] = {}
     for path in finished.glob("sites/*/overlays/test/best/effusion--*.npz"):
         stored = np.load(path)
         kind = path.stem.partition("--")[2].rpartition("-")[0]
         every.setdefault(kind, []).append((float(stored["score"]), str(stored["case"])))
-    assert set(found["effusion"]) == set(every) == set(tables.KINDS)
+    assert set(found["effusion"]) == set(every) == set(read.KINDS)
     for kind, entries in found["effusion"].items():
         best = sorted(every[kind], reverse=kind.endswith("high"))[:3]
         assert [(e.score, e.case) for e in entries] == best, kind
@@ -223,7 +223,7 @@ def test_an_example_without_a_map_and_a_large_one(copy: Path, undrawn: None) -> 
     np.savez(path, **stored)
     entry = next(
         e
-        for kinds in tables.examples(tables.read(copy), "test", 8).values()
+        for kinds in read.examples(read.read(copy), "test", 8).values()
         for e in kinds.get("present-high", ())
         if e.path == path
     )

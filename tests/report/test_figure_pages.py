@@ -25,7 +25,7 @@ from fedatlas.nets.menunet import MENUNet
 from fedatlas.papers.fedmenu.cams import _window, cut
 from fedatlas.papers.fedmenu.pages import run_figures, write_figures
 from fedatlas.papers.fedmenu.subencoders import activation
-from fedatlas.report import page, tables
+from fedatlas.report import page, read
 from fedatlas.report.meshes import TRANSPARENT
 
 
@@ -68,7 +68,7 @@ def test_a_run_of_fedmenu_has_three_pages(small: dict[str, Any], phantom: Path, 
     assert run_figures(run, again.append) == pages and again == []
     assert [pages[n].read_text() for n in (2, 3, 4)] == [two, three, four]
 
-    found = tables.read(run)
+    found = read.read(run)
     assert 'href="figure-4.html"' in page.section(found, "overlays", run)
     assert 'href="../runs/one/figure-3.html"' in page.section(found, "overlays", tmp_path / "other")
     (run / "report.html").touch()  # what they link to

@@ -5,7 +5,7 @@ import re
 from synthetic_run import write_run
 
 from fedatlas.evaluation.statistics import POST
-from fedatlas.report import page, tables
+from fedatlas.report import page, read, tables
 
 
 def test_post_processed_models_stand_apart(tmp_path) -> None:
@@ -16,7 +16,7 @@ def test_post_processed_models_stand_apart(tmp_path) -> None:
         "cases": 2,
         "overlays": False,
     }
-    run = tables.read(write_run(tmp_path / "run", models=("best", "last", f"{POST}best"), **given))
+    run = read.read(write_run(tmp_path / "run", models=("best", "last", f"{POST}best"), **given))
     rows, _ = tables.scored(run)
     assert {row["model"] for row in rows} == {"best", "last", *run.locals}
     assert {row["model"] for row in tables.processed(run)} == {"best"}

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from synthetic_run import write_run
 
 from fedatlas.core.errors import RunFolderError
-from fedatlas.report import figures, page, tables
+from fedatlas.report import figures, page, read, tables
 from fedatlas.report.conclusion import conclude, sentences
 from fedatlas.report.figures import analyses, chart, slices
 from fedatlas.report.figures import theme as palette
@@ -132,7 +132,7 @@ def test_compression_and_bytes_by_kind(tmp_path: Path, undrawn: None) -> None:
         ("bytes_down", 2 * 3 * 4_938_268 - 4_938_268),
         ("evaluate_bytes_up", 5 * 2_048),
     ):
-        assert tables.traffic(tables.read(run).rounds, key) == total, "beta was lost in round 3"
+        assert tables.traffic(read.read(run).rounds, key) == total, "beta was lost in round 3"
     up = write_run(tmp_path / "up", **SMALL, exchange="comm: {up: int8, down: none, fraction: 0.01}\n")
     text = page.write(up).read_text(encoding="utf-8")
     assert "named and not sent again" not in text and "the largest" not in text
@@ -157,8 +157,8 @@ def test_differential_privacy_says_what_it_covers_and_what_not(tmp_path: Path, u
     assert re.search("Not covered.* validation and test scores", found)
     assert "Secure" not in found
     assert text.count('aria-label="Privacy spent') == 1
-    assert [entry.epsilon for entry in tables.read(run).rounds] == [1.5, 3.0, 4.5]
-    assert tables.releases(tables.read(run)) == 3
+    assert [entry.epsilon for entry in read.read(run).rounds] == [1.5, 3.0, 4.5]
+    assert tables.releases(read.read(run)) == 3
     training = sections(text)["curves"]
     assert "sites keep their losses" in training and "releases" not in training
     assert "with noise" in sections(text)["boxes"], "what a local model is"
@@ -208,7 +208,7 @@ def test_who_answered_and_who_was_lost(tmp_path: Path, finished: Path) -> None:
     log.write_text(json.dumps(found))
     start = run / "rounds" / "0000" / "log.json"
     start.write_text(json.dumps(json.loads(start.read_text()) | {"lost": {"beta": "begin: too late"}}))
-    there = tables.presence(tables.read(run))
+    there = tables.presence(read.read(run))
     assert there["alpha"] == {1: "answered", 2: "lost in evaluation", 3: "answered"}
     assert there["beta"] == {1: "answered", 2: "answered", 3: "lost"}
     text = page.write(run).read_text(encoding="utf-8")
@@ -291,7 +291,7 @@ def test_a_value_that_is_not_finite_is_not_defined(tmp_path: Path, finished: Pat
         cells[8] = value
         lines[number] = ",".join(cells)
     (run / "rows.csv").write_text("\n".join(lines) + "\n")
-    rows = tables.read(run).rows
+    rows = read.read(run).rows
     assert rows is not None
     assert [(row["value"], row["reason"]) for row in rows[:2]] == [(None, "not finite")] * 2
     assert "not finite" in page.write(run).read_text(encoding="utf-8")
@@ -372,7 +372,7 @@ def test_classes_have_plain_names(tmp_path: Path) -> None:
 
 
 def test_the_page_opens_with_a_verdict_and_a_baseline(finished: Path) -> None:
-    run = tables.read(finished)
+    run = read.read(finished)
     found = conclude(run)
     assert found is not None and (found.model, found.split) == ("best", "test") and found.baseline is not None
     at_home = [r for r in run.rows or () if r["split"] == "test" and r["model"] == f"local/{r['site']}"]
@@ -395,9 +395,9 @@ def test_the_page_opens_with_a_verdict_and_a_baseline(finished: Path) -> None:
 
 
 def test_without_test_cases_the_verdict_says_that_it_is_optimistic(tmp_path: Path) -> None:
-    run = tables.read(write_run(tmp_path / "run", **SMALL, splits=["validation"], overlays=False))
+    run = read.read(write_run(tmp_path / "run", **SMALL, splits=["validation"], overlays=False))
     assert "optimistic" in sentences(run)[-1]
-    young = tables.read(write_run(tmp_path / "young", **{**SMALL, "final": False}))
+    young = read.read(write_run(tmp_path / "young", **{**SMALL, "final": False}))
     assert sentences(young)[0].startswith("On 6 validation cases") and "optimistic" not in "".join(
         sentences(young)
     )
@@ -417,7 +417,7 @@ def test_charts_tell_their_values_and_fit_a_phone(finished: Path) -> None:
         boxes = [float(v) for v in re.findall(r'viewBox="\S+ \S+ ([\d.]+) ', slim)]
         assert boxes and slim.count("<use href=") >= len(boxes) - slim.count('viewBox="0 0 ')
         assert all(width < 0.6 * 72 * chart.WIDTH or "min-width" in slim for width in boxes)
-    run = tables.read(finished)
+    run = read.read(finished)
     logged = run.rounds[1].sites["alpha"]["marginal"]
     assert text.count(f'data-tip="alpha, marginal, round 2: {logged:.3f}"') == 2
     assert 'data-tip="alpha-001 at alpha: 0.' in text
@@ -555,8 +555,8 @@ def test_an_overlay_is_a_whole_slice_in_millimetres(tmp_path: Path, finished: Pa
     assert points.min(0) == pytest.approx([10 * 0.5, 2 * 3.0])
     assert points.max(0) == pytest.approx([30 * 0.5, 4 * 3.0])
 
-    run = tables.read(finished)
-    entry = next(entry for entry in tables.overlays(run, "test") if not entry.class_)
+    run = read.read(finished)
+    entry = next(entry for entry in read.overlays(run, "test") if not entry.class_)
     planes = entry.planes()
     assert [shown.name for shown in planes] == ["axial", "coronal", "sagittal"]
     colours = dict.fromkeys(run.classes, "#123456")
@@ -569,7 +569,7 @@ def test_an_overlay_is_a_whole_slice_in_millimetres(tmp_path: Path, finished: Pa
         height, width = (n * mm for n, mm in zip(shown.image.shape, shown.spacing, strict=True))
         assert [float(v) for v in box.groups()] == pytest.approx([width, height])
         assert text.count('class="truth"') == 3 and text.count('fill-opacity=".42"') == 3
-    large = tables.Plane("axial", np.zeros((1000, 900), np.float32), (0.5, 0.5), {}, {})
+    large = read.Plane("axial", np.zeros((1000, 900), np.float32), (0.5, 0.5), {}, {})
     by, small = slices.smaller(large.image, slices.MOST)
     assert max(small.shape) <= slices.MOST and by == 4
     assert 'viewBox="0 0 450.00 500.00"' in figures.plane(large, {}, {}, "large")
@@ -611,19 +611,19 @@ def test_an_overlay_of_an_earlier_version_is_shown(tmp_path: Path, finished: Pat
 
 
 def test_worst_median_and_best_are_taken_over_sites() -> None:
-    def stored(site: str, rank: str, dice: float) -> tables.Overlay:
-        return tables.Overlay(Path(), site, f"{site}-{rank}", dice, rank, "", {})
+    def stored(site: str, rank: str, dice: float) -> read.Overlay:
+        return read.Overlay(Path(), site, f"{site}-{rank}", dice, rank, "", {})
 
     every = [stored("a", "worst", 0.4), stored("a", "median", 0.6), stored("a", "best", 0.9)]
     every += [stored("b", "worst", 0.1), stored("b", "median", 0.5), stored("b", "best", 0.7)]
     every += [stored("c", "worst", 0.2), stored("c", "median", 0.8), stored("c", "best", 0.95)]
-    assert [(rank, o.case) for rank, o in tables.pick(every)] == [
+    assert [(rank, o.case) for rank, o in read.pick(every)] == [
         ("worst", "b-worst"),
         ("median", "a-median"),
         ("best", "c-best"),
     ]
-    assert [rank for rank, _ in tables.pick([stored("a", "worst", 0.4)])] == ["only"]
-    assert [rank for rank, _ in tables.pick([stored("a", "worst", float("nan"))])] == ["not scored"]
+    assert [rank for rank, _ in read.pick([stored("a", "worst", 0.4)])] == ["only"]
+    assert [rank for rank, _ in read.pick([stored("a", "worst", float("nan"))])] == ["not scored"]
 
 
 def test_colours_are_legible_in_both_themes() -> None:
@@ -726,7 +726,7 @@ def scored(values: dict[tuple[str, str], float], reason: str = "") -> list[dict]
 
 
 def test_boxes_stand_apart_by_site(tmp_path: Path) -> None:
-    run = tables.read(write_run(tmp_path / "run", **SMALL))
+    run = read.read(write_run(tmp_path / "run", **SMALL))
     both = {(site, model): 0.5 for site in ("alpha", "beta") for model in ("best", "local/beta")}
     text = figures.site_boxes(run, scored(both), "test")
     assert ">liver<" in text and ">alpha<" in text and ">beta *<" in text and "spleen" not in text
@@ -735,7 +735,7 @@ def test_boxes_stand_apart_by_site(tmp_path: Path) -> None:
 
 
 def test_a_case_without_the_class_is_in_no_box(tmp_path: Path) -> None:
-    run = tables.read(write_run(tmp_path / "run", **SMALL))
+    run = read.read(write_run(tmp_path / "run", **SMALL))
     there = scored({("alpha", "best"): 0.4, ("beta", "best"): 0.5})
     absent = scored({("alpha", "best"): 1.0, ("beta", "best"): 1.0}, "truth empty")
     for draw in (figures.site_boxes, figures.box_plots):

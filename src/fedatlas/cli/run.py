@@ -47,7 +47,7 @@ def call(arguments: argparse.Namespace) -> int:
     from fedatlas.federation.session import run_federation, run_path
     from fedatlas.report.conclusion import lines
     from fedatlas.report.page import write
-    from fedatlas.report.tables import read
+    from fedatlas.report.read import read
 
     federation = load_federation(arguments.federation, arguments.override)
     path = run_path(federation, arguments.runs, arguments.id)

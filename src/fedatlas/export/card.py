@@ -10,7 +10,7 @@ from fedatlas import __version__
 from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.statistics import bootstrap_interval, select
 from fedatlas.export.subject import Subject
-from fedatlas.report import tables
+from fedatlas.report import read, tables
 
 FILES = {
     "bundle": "A MONAI bundle. `scripts/` holds the functions of FedAtlas that it needs, so that MONAI alone runs it.",
@@ -21,7 +21,7 @@ FILES = {
 
 def card(subject: Subject, form: str, found: Mapping[str, Any], out: Path) -> str:
     """The text, Markdown. found: what writing the form came to, see `forms`."""
-    run = tables.read(subject.trained.folder.path)
+    run = read.read(subject.trained.folder.path)
     federation = subject.trained.federation
     blocks = [
         f"# {federation.name}",
@@ -44,7 +44,7 @@ def card(subject: Subject, form: str, found: Mapping[str, Any], out: Path) -> st
     return "\n\n".join(blocks) + "\n"
 
 
-def _trained_at(subject: Subject, run: tables.Run) -> dict[str, tables.SiteInfo]:
+def _trained_at(subject: Subject, run: read.Run) -> dict[str, read.SiteInfo]:
     """The sites whose cases moved the model: of a site's own model, where sites train alone, that site."""
     model, alone = subject.trained.model, subject.trained.method.alone
     own = model.removeprefix("local/") if alone else model
@@ -52,7 +52,7 @@ def _trained_at(subject: Subject, run: tables.Run) -> dict[str, tables.SiteInfo]
     return {own: sites[own]} if own in sites else sites
 
 
-def _first(subject: Subject, run: tables.Run) -> str:
+def _first(subject: Subject, run: read.Run) -> str:
     speaks = (
         run.titles
         if subject.classes is None
@@ -73,7 +73,7 @@ def _first(subject: Subject, run: tables.Run) -> str:
     )
 
 
-def _data(subject: Subject, run: tables.Run) -> Iterator[str]:
+def _data(subject: Subject, run: read.Run) -> Iterator[str]:
     unit, trained = f"{run.unit}s", _trained_at(subject, run)
     rows = []
     for name, site in run.sites.items():
@@ -97,7 +97,7 @@ def _data(subject: Subject, run: tables.Run) -> Iterator[str]:
         yield f"Their values, 1st to 99th percentile: {min(values):g} to {max(values):g}."
 
 
-def _results(subject: Subject, run: tables.Run) -> Iterator[str]:
+def _results(subject: Subject, run: read.Run) -> Iterator[str]:
     """A table per split of what the run scored of this model; test first."""
     model = subject.trained.model
     rows = select(run.rows or (), model=model)
@@ -115,7 +115,7 @@ def _results(subject: Subject, run: tables.Run) -> Iterator[str]:
             return
 
 
-def _of_cases(run: tables.Run, rows: Sequence[tables.RowDict]) -> Iterator[str]:
+def _of_cases(run: read.Run, rows: Sequence[tables.RowDict]) -> Iterator[str]:
     """Mean and 95 % interval over patients per class; of classes that the case's site annotates, and of the others."""
     metrics = tables.metrics(rows)
     rng = np.random.default_rng(seed_of(0, "model card"))
@@ -152,7 +152,7 @@ def _interval(values: Sequence[float], rng: np.random.Generator, decimals: int) 
     return f"{mean} ({low:.{decimals}f} to {high:.{decimals}f})"
 
 
-def _of_images(run: tables.Run, rows: Sequence[tables.RowDict]) -> Iterator[str]:
+def _of_images(run: read.Run, rows: Sequence[tables.RowDict]) -> Iterator[str]:
     shown = ("auroc", "ap", "sensitivity", "specificity")
     metrics = [metric for metric in shown if select(rows, metric=metric)]
     values = {metric: tables.class_values(rows, metric) for metric in metrics}
@@ -172,7 +172,7 @@ def _of_images(run: tables.Run, rows: Sequence[tables.RowDict]) -> Iterator[str]
     yield "Values over the images of a site, with 95 % intervals by patient where there are enough."
 
 
-def _limits(subject: Subject, run: tables.Run) -> Iterator[str]:
+def _limits(subject: Subject, run: read.Run) -> Iterator[str]:
     yield "FedAtlas is research software and not a medical device; this model is not for decisions about patients."
     yield "It knows the kind of images above, from these sites. On others its word was not tested."
     sites = _trained_at(subject, run)
@@ -196,7 +196,7 @@ def _limits(subject: Subject, run: tables.Run) -> Iterator[str]:
     yield f"Weights can tell something of the images that they were trained on; {told}."
 
 
-def _privacy(subject: Subject, run: tables.Run) -> Iterator[str]:
+def _privacy(subject: Subject, run: read.Run) -> Iterator[str]:
     """What protects the cases, with the ε that the log has; a noise of 0 protects nothing."""
     plain, method = subject.plain, subject.plain["method"]
     if private := plain.get("privacy"):
@@ -214,7 +214,7 @@ def _privacy(subject: Subject, run: tables.Run) -> Iterator[str]:
                 for name in _trained_at(subject, run)
                 if name in entry.sites
             ]
-            spent = [epsilon for value in logged if (epsilon := tables.number(value)) is not None]
+            spent = [epsilon for value in logged if (epsilon := read.number(value)) is not None]
             seed = ", by noise that whoever knows the federation's seed can take off"
             how = seed if private["randomness"] == "seed" else ""
             yield _promise(f"{whose} trained by DP-SGD, for a case{how}", private, spent)
@@ -279,7 +279,7 @@ def _of_logits(subject: Subject) -> str:
     return ", then ".join(step for step in steps if step)
 
 
-def _made(subject: Subject, run: tables.Run) -> str:
+def _made(subject: Subject, run: read.Run) -> str:
     versions = ", ".join(
         f"{name} {version}" for name, version in sorted(run.info.get("versions", {}).items())
     )

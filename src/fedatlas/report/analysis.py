@@ -12,7 +12,7 @@ from markupsafe import Markup
 from fedatlas.core.errors import RunFolderError
 from fedatlas.report import markup
 from fedatlas.report.figures import analyses, model_title
-from fedatlas.report.tables import Run
+from fedatlas.report.read import Run
 
 Found = Mapping[str, Any]
 

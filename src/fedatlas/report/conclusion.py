@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedatlas.evaluation.statistics import RowDict, select
-from fedatlas.report import tables
-from fedatlas.report.tables import METRICS, Run, Verdict
+from fedatlas.report import read, tables
+from fedatlas.report.read import Run
+from fedatlas.report.tables import METRICS, Verdict
 
 
 class Conclusion(NamedTuple):
@@ -28,7 +29,7 @@ def conclude(run: Run) -> Conclusion | None:
     rows, provisional = tables.scored(run)
     if not rows:
         return None
-    model = tables.models(rows)[0]
+    model = read.models(rows)[0]
     split = next(s for s in tables.splits(rows) if select(rows, split=s, model=model))
     chosen = select(rows, split=split, model=model)
     at_home = [r for r in select(rows, split=split) if r["model"] == f"local/{r['site']}"]

@@ -6,7 +6,7 @@ import numpy as np
 from markupsafe import Markup
 
 from fedatlas.report import figures
-from fedatlas.report.tables import Run, opened
+from fedatlas.report.read import Run, opened
 
 FILE = "leaks.npz"
 

@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedatlas.evaluation.statistics import mean_of_defined, select
-from fedatlas.report import figures, tables
+from fedatlas.report import figures, read, tables
 
 RESUME = Markup("<code>fedatlas run federation.yaml --resume</code>")
 LATER = Markup("The final evaluation (rows.csv) is written when the run ends; {} finishes it.").format(RESUME)
@@ -31,7 +31,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         extensions=["jinja2.ext.do"],
     )
-    made.filters |= {"fixed": fixed, "shown": shown, "finite": tables.number, "as_model": figures.model_title}
+    made.filters |= {"fixed": fixed, "shown": shown, "finite": read.number, "as_model": figures.model_title}
     made.tests["local"] = lambda model: str(model).startswith("local/")
     made.globals |= {
         "file": lambda name: Markup(made.loader.get_source(made, name)[0]),  # type: ignore[union-attr]
@@ -40,6 +40,7 @@ def _environment() -> Environment:
         "no_rows": note(Markup("Not there yet. {}").format(LATER)),
         "shade": lambda share: round(20 * min(max(share, 0.0), 1.0)),
         "figures": figures,
+        "read": read,
         "tables": tables,
         "model_title": figures.model_title,
         "mean_of_defined": mean_of_defined,
@@ -78,7 +79,7 @@ def shown(value: Any) -> Any:
 
 def fixed(value: float | None, decimals: int) -> str:
     """A number with so many decimals; a dash where it is none, or not finite."""
-    got = tables.number(value)
+    got = read.number(value)
     return "–" if got is None else f"{got:,.{decimals}f}"
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from fedatlas import __version__
 from fedatlas.evaluation.statistics import select
-from fedatlas.report import analysis, leaks, markup, results, tables
+from fedatlas.report import analysis, leaks, markup, read, results, tables
 from fedatlas.report.conclusion import Conclusion, conclude, sentences
-from fedatlas.report.tables import Run
+from fedatlas.report.read import Run
 
 
 def write(run: Path, out: Path | None = None) -> Path:
@@ -22,7 +22,7 @@ def write(run: Path, out: Path | None = None) -> Path:
     """
     folder = Path(run)
     target = folder / "report.html" if out is None else Path(out)
-    page = render(tables.read(folder), target.parent)
+    page = render(read.read(folder), target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     part.write_text(page, encoding="utf-8", newline="\n")
@@ -100,7 +100,7 @@ def _about_best(run: Run, found: Conclusion | None) -> str:
         return ""
     if found.provisional:
         return f"Validation rows of round {found.rows[0]['round']}; there is no final evaluation yet. "
-    if found.model != tables.GLOBAL:
+    if found.model != read.GLOBAL:
         return ""
     if run.best_rounds:
         each = ", ".join(f"{site} {number}" for site, number in run.best_rounds.items())

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedatlas.evaluation.statistics import RowDict, select
-from fedatlas.report import tables
+from fedatlas.report import read, tables
 from fedatlas.report.figures import CLASS_COLOURS, model_title
 from fedatlas.report.markup import count, letter, slug, spread
-from fedatlas.report.tables import Run, described
+from fedatlas.report.read import Run
+from fedatlas.report.tables import described
 
 MOST_ROWS = 1500
 """Rows of the table of cases on the page, at most; the run folder's rows.csv holds all."""
@@ -234,12 +235,12 @@ def finding_rows(run: Run, split: str) -> list[tuple[str, str, str, bool, dict[s
     return [(*place, values[place]) for place in sorted(values, key=lambda place: place[:2])]
 
 
-def plain_rows(histograms: Iterable[tables.Counted]) -> list[dict[str, Any]]:
+def plain_rows(histograms: Iterable[read.Counted]) -> list[dict[str, Any]]:
     """Split and model of histograms, as rows have them."""
     return [{"split": one.split, "model": one.model} for one in histograms]
 
 
-def overlay_colours(run: Run, stored: Sequence[tables.Overlay]) -> tuple[dict[str, str], dict[str, str]]:
+def overlay_colours(run: Run, stored: Sequence[read.Overlay]) -> tuple[dict[str, str], dict[str, str]]:
     """class -> colour on black, and class -> what a reader calls it, of the classes of the run and of all that the pictures
     hold."""
     more = sorted({name for one in stored for name in one.dice} - set(run.classes))

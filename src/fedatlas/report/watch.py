@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from fedatlas import __version__
 from fedatlas.core.errors import FedAtlasError, require_run
-from fedatlas.report import markup, page, tables
-from fedatlas.report.tables import Run
+from fedatlas.report import markup, page, read, tables
+from fedatlas.report.read import Run
 
 LATE = 3
 """So many times the usual length of a call, and a site that has not answered is late."""
@@ -63,7 +63,7 @@ class Watched:
 
     def look(self) -> tuple[Now, str]:
         """Where the run stands, and the page that says so."""
-        run = tables.read(self.folder) if (self.folder / "run.json").exists() else None
+        run = read.read(self.folder) if (self.folder / "run.json").exists() else None
         now = stand(self.folder, run)
         return now, markup.render(
             "watch.html",
@@ -84,7 +84,7 @@ class Watched:
         if self._drawn[0] != state:
             pictures = "examples" if run.images else "overlays"
             shown = [("curves", "Training", "curves")]
-            if any(tables.overlays(run, split) for split in ("validation", "test")):
+            if any(read.overlays(run, split) for split in ("validation", "test")):
                 shown.append(("overlays", "Examples" if run.images else "Overlays", pictures))
             self._drawn = state, [(a, title, page.section(run, template)) for a, title, template in shown]
         return self._drawn[1]
@@ -94,7 +94,7 @@ def stand(folder: Path, run: Run | None) -> Now:
     """Where a run stands. run: as it is read; None where it has no record yet."""
     rounds, done, left = None, 0, None
     if run is not None:
-        rounds, done = tables.number(run.info.get("rounds")), len(run.rounds)
+        rounds, done = read.number(run.info.get("rounds")), len(run.rounds)
         spent = [sum(entry.phases.values()) for entry in run.rounds]
         left = mean(spent) * (rounds - done) if spent and rounds is not None else None
     where: dict[str, Any] = {"done": done, "rounds": None if rounds is None else int(rounds)}
@@ -143,7 +143,7 @@ def _call(folder: Path, run: Run) -> Call | None:
         return None
     function = asked[-1].parent
     tests = function.name.startswith("evaluate")
-    parties = [site for site in run.parties if tests or run.sites.get(site, tables.SiteInfo()).role != "test"]
+    parties = [site for site in run.parties if tests or run.sites.get(site, read.SiteInfo()).role != "test"]
     answered = tuple(site for site in parties if (function / f"{site}.fa").exists())
     waits = tuple(site for site in parties if site not in answered)
     seconds = max(time.time() - _written(asked[-1]), 0)
@@ -165,7 +165,7 @@ def _sites(run: Run, now: Now) -> list[dict[str, Any]]:
     last = run.rounds[-1] if run.rounds else None
     validated = next((entry.rows for entry in reversed(run.rounds) if entry.rows), ())
     for site in run.parties:
-        state = "tested on only" if run.sites.get(site, tables.SiteInfo()).role == "test" else "–"
+        state = "tested on only" if run.sites.get(site, read.SiteInfo()).role == "test" else "–"
         if last is not None and site in last.lost:
             state = f"lost in round {last.number}: {last.lost[site]}"
         if now.call and site in now.call.waits and state != "tested on only":

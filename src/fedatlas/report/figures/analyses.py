@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from fedatlas.report.figures.chart import arm_keys, arm_style, chart, line_key, patch_key, short, tip
 from fedatlas.report.figures.theme import BAD, INK, SHADES, class_colour, model_title
-from fedatlas.report.tables import number
+from fedatlas.report.read import number
 
 Found = Mapping[str, Any]
 

@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgba
 
 from fedatlas.evaluation.classification import Histogram
 from fedatlas.evaluation.statistics import RowDict, client_wise_index, grouped, mean_of_defined, select, table
-from fedatlas.report import tables
+from fedatlas.report import read, tables
 from fedatlas.report.figures.chart import (
     DASHED,
     DOTTED,
@@ -42,7 +42,7 @@ from fedatlas.report.figures.theme import (
     model_title,
     site_colour,
 )
-from fedatlas.report.tables import Run
+from fedatlas.report.read import Run
 
 _CHANCE: dict[str, Any] = {"color": MUTED, "linewidth": 1, "linestyle": DOTTED}
 
@@ -102,7 +102,7 @@ def loss_curves(run: Run) -> Markup:
 
     def panel(axis: Axes, term: str) -> None:
         for site in run.sites:
-            values = [(r.number, tables.number(r.sites.get(site, {}).get(term))) for r in run.rounds]
+            values = [(r.number, read.number(r.sites.get(site, {}).get(term))) for r in run.rounds]
             line(axis, values, of=f"{site}, {term}", **_site_style(run, site))
         axis.set_title(_term_title(term, terms))
         _round_axis(axis, run)
@@ -249,8 +249,8 @@ def cost_figure(run: Run) -> Markup:
         "Seconds per round by phase, and seconds per round of every site",
         "s",
         ("seconds per round, by phase", "seconds per round, by site"),
-        {p: [tables.number(entry.phases.get(p)) or 0.0 for entry in run.rounds] for p in phases},
-        {s: [tables.number(r.cost.get(s, {}).get("seconds")) for r in run.rounds] for s in run.sites},
+        {p: [read.number(entry.phases.get(p)) or 0.0 for entry in run.rounds] for p in phases},
+        {s: [read.number(r.cost.get(s, {}).get("seconds")) for r in run.rounds] for s in run.sites},
     )
 
 

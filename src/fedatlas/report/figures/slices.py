@@ -9,7 +9,7 @@ from contourpy import contour_generator
 from markupsafe import Markup, escape
 from PIL import Image
 
-from fedatlas.report.tables import Example, Plane
+from fedatlas.report.read import Example, Plane
 
 MOST = 320
 """Pixels of the longer side of a whole slice on the page, at most."""

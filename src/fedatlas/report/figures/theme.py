@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from fedatlas.report.tables import Run
+from fedatlas.report.read import Run
 
 # name of the CSS variable -> (on light, on dark). In a figure the light value stands for the variable.
 THEME = {
