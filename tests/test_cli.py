@@ -21,7 +21,7 @@ from fedatlas.cli import main
 from fedatlas.cli.progress import Counter, Progress
 from fedatlas.evaluation.statistics import read_rows, select
 from fedatlas.federation.file import load_federation, parse_federation
-from fedatlas.federation.session import _claim
+from fedatlas.federation.record import claim
 from fedatlas.transport.rounds import RunFolder
 
 
@@ -513,7 +513,7 @@ def test_a_federation_file_that_no_run_wrote_is_left_alone(small, tmp_path, caps
     assert file.read_text().startswith("# mine")
     # what a run left that was killed, or refused, before it wrote run.json
     for seed in (1, 1, 2):
-        _claim(RunFolder(tmp_path / "b"), parse_federation(small | {"seed": seed}, base=Path()), True, print)
+        claim(RunFolder(tmp_path / "b"), parse_federation(small | {"seed": seed}, base=Path()), True, print)
         assert load_federation(tmp_path / "b" / "federation.yaml").seed == seed
 
 

@@ -12,7 +12,7 @@ from fedatlas.compare.plan import Comparison, load_comparison
 from fedatlas.compare.results import collect
 from fedatlas.compare.running import run_comparison, state_of
 from fedatlas.core.errors import RunFolderError
-from fedatlas.federation import session
+from fedatlas.federation import record
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.usable import record_of
@@ -78,10 +78,10 @@ def test_one_that_broke_off_between_its_files_goes_on(trained, run, monkeypatch)
             raise KeyboardInterrupt
         write_atomic(path, data)
 
-    monkeypatch.setattr(session, "write_atomic", killed)
+    monkeypatch.setattr(record, "write_atomic", killed)
     with pytest.raises(KeyboardInterrupt):
         run_federation(asked, run, resume=True, tell=lambda text: None)
-    monkeypatch.setattr(session, "write_atomic", write_atomic)
+    monkeypatch.setattr(record, "write_atomic", write_atomic)
     run_federation(asked, run, resume=True, tell=lambda text: None)
     assert ",nsd," in (run / "rows.csv").read_text()
     record_of(run)

@@ -25,7 +25,7 @@ from fedatlas.compare import (
     state_of,
 )
 from fedatlas.core.errors import RunFolderError
-from fedatlas.federation import session
+from fedatlas.federation import record
 from fedatlas.federation.design import arithmetic
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
@@ -317,7 +317,7 @@ def test_a_run_that_goes_on_elsewhere_says_so(small, tmp_path, monkeypatch) -> N
     here = read_json(info)["machine"]["arithmetic"]
     last_state(small, run)
     assert read_json(info)["machine"]["arithmetic"] == here
-    monkeypatch.setattr(session, "arithmetic", lambda device: f"another {device}")
+    monkeypatch.setattr(record, "arithmetic", lambda device: f"another {device}")
     told: list[str] = []
     run_federation(parse_federation(small, base=Path()), run, tell=told.append, resume=True)
     assert read_json(info)["machine"]["arithmetic"] == f"{here} and then another cpu"

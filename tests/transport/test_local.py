@@ -18,8 +18,9 @@ from fedatlas.core.errors import DiskFull, FedAtlasError, RunFolderError, SiteLo
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.tensors import average, tensors_of
 from fedatlas.evaluation.statistics import read_rows
+from fedatlas.federation.best import Best, BestLocals
 from fedatlas.federation.file import parse_federation
-from fedatlas.federation.session import Best, BestLocals, Hosts, run_federation
+from fedatlas.federation.session import Hosts, run_federation
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.egress import Declaration, NetForms

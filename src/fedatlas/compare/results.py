@@ -21,7 +21,7 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.statistics import LEAST_PAIRS, class_means, differences, mean_of_defined, mean_ranks
 from fedatlas.federation.file import Federation, local_models, make_method
-from fedatlas.federation.session import git_revision
+from fedatlas.federation.record import git_revision
 from fedatlas.report.comparison import LOWER
 from fedatlas.transport.rounds import RunFolder, read_json, read_run
 

@@ -19,7 +19,8 @@ from fedatlas.evaluation.statistics import (
     site_index,
 )
 from fedatlas.federation.file import Federation, flat_difference, hash_of, load_federation, resolved
-from fedatlas.federation.session import changed_evaluation, run_federation
+from fedatlas.federation.record import changed_evaluation
+from fedatlas.federation.session import run_federation
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.transport.local import keeping_workers
 from fedatlas.transport.rounds import RunFolder, read_run

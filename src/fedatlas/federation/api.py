@@ -20,8 +20,9 @@ from fedatlas.data.images import on_grid, prepared
 from fedatlas.data.inputs import Look, judge
 from fedatlas.data.transforms import Scan, load_scan, read_channels
 from fedatlas.evaluation.statistics import read_rows
+from fedatlas.federation.best import Best
 from fedatlas.federation.file import Federation, load_federation, parse_federation, resolved
-from fedatlas.federation.session import Best, run_federation, run_path, summary
+from fedatlas.federation.session import run_federation, run_path, summary
 from fedatlas.federation.trained import Trained
 from fedatlas.federation.yaml import merged
 from fedatlas.transport.rounds import Round, RunFolder

@@ -1,47 +1,38 @@
 """Runs a federation: reaches the sites through an engine, trains, evaluates, and keeps the run folder."""
 
-import hashlib
-import os
-import platform
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
-from torch import nn
 
 from fedatlas import losses, methods
 from fedatlas.core.contract import Member, Method, State
 from fedatlas.core.errors import FederationError, RunFolderError, SiteLost
-from fedatlas.core.tensors import Tensors, n_bytes, tensors_of, to_tree
+from fedatlas.core.tensors import Tensors, n_bytes
 from fedatlas.data.checks import check_federation, shared_scans
 from fedatlas.data.reading import refuse
-from fedatlas.evaluation.evaluate import AFTER_TRAINING, Candidate, place_of, question, selection_score
+from fedatlas.evaluation.evaluate import Candidate, place_of, question, selection_score
 from fedatlas.evaluation.statistics import POST, read_rows, rows_text
-from fedatlas.federation.design import Design, Experiment, arithmetic, cache_folder, egress_log, versions
+from fedatlas.federation.best import LACKING, Best, BestLocals, BestOfSites
+from fedatlas.federation.design import Design, Experiment, cache_folder, egress_log
 from fedatlas.federation.file import (
     Federation,
-    differences,
-    flat_difference,
     hash_of,
     load_federation,
     local_models,
     make_method,
     make_terms,
-    resolved,
     selects,
 )
 from fedatlas.federation.initial import sentence
 from fedatlas.federation.log import writers
+from fedatlas.federation.record import claim, describe, is_finished, note_change, note_processor, now
 from fedatlas.federation.usable import differing_versions
-from fedatlas.federation.yaml import read_yaml
 from fedatlas.learning.loop import make_optimizer
 from fedatlas.transport import wire
 from fedatlas.transport.allocator import return_freed_blocks
@@ -51,12 +42,16 @@ from fedatlas.transport.frames import Question
 from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess, Workers
 from fedatlas.transport.pipeline import ServerPipeline
-from fedatlas.transport.rounds import Round, RunFolder, read_json, read_run, run, sealed, to_json
+from fedatlas.transport.rounds import Round, RunFolder, read_json, read_run, run, to_json
 from fedatlas.transport.stages import HeldByAll
 from fedatlas.transport.store import DATA, MemoryStore, guard_data, read_whole, waiting_for_room, write_atomic
 
 Watch = Callable[[str, str, dict[str, float], dict[str, float]], None]
 Tell = Callable[[str], None]
+RELEASED = "released.json"
+"""In the folder of a run with differential privacy: what ε rests on (`clients.Released`)."""
+TOGETHER = 1 << 28
+"""Bytes of models that are sent in one question for several; one that is larger is sent alone."""
 
 
 @dataclass(frozen=True)
@@ -377,14 +372,6 @@ def _same_candidates(one: Sequence[Candidate], other: Sequence[Candidate]) -> bo
     return all(_same_members(a.members, b.members) for a, b in zip(one, other, strict=True))
 
 
-LACKING = "lacking"
-"""In the log of a round: the sites that were lost in its validation."""
-RELEASED = "released.json"
-"""In the folder of a run with differential privacy: what ε rests on (`clients.Released`)."""
-TOGETHER = 1 << 28
-"""Bytes of models that are sent in one question for several; one that is larger is sent alone."""
-
-
 @dataclass(frozen=True)
 class Finished:
     """A model to evaluate. open: reads it, and returns a function from a site's name to the members of which the model
@@ -483,8 +470,8 @@ def _run(
     gather: Gather,
 ) -> None:
     path = folder.path
-    _claim(folder, federation, resume, tell)
-    if resume and _is_finished(folder, federation):
+    claim(folder, federation, resume, tell)
+    if resume and is_finished(folder, federation):
         tell(f"{path}: is finished already")
         return
     if resume and (path / "run.json").exists() and (others := differing_versions(read_run(path))):
@@ -527,9 +514,9 @@ def _rounds(
         net = design.make_net(initial=begins)
         if begins and federation.init_from:
             tell(sentence(federation.init_from, design.space))
-        _describe(folder, parties, net)
+        describe(folder, design, parties.summaries, net)
         if parties.changed:
-            _note_change(folder, parties.changed)
+            note_change(folder, parties.changed)
             tell(f"goes on with data that changed since the run began, at {', '.join(parties.changed)}")
         chosen, own, scores = local_models(federation), BestLocals(folder), dict[str, float]()
         lacking = list[str]()
@@ -546,7 +533,7 @@ def _rounds(
             best.recover(state.round)
             tell(f"goes on after round {state.round} of {federation.rounds}")
             if state.round < federation.rounds:
-                _note_processor(folder, federation.engine.device, tell)
+                note_processor(folder, federation.engine.device, tell)
 
         def validate(state: State) -> list[dict[str, Any]]:
             if state.round % evaluation.every and state.round != federation.rounds:
@@ -585,141 +572,6 @@ def _rounds(
         )
         folder.keep_model("last", state.round)
         _finish(running, federation, tell)
-
-
-class Best:
-    """The best complete round by the validation score, kept as models/best.fa with best.json beside it. Of two rounds
-    whose validation lacks sites, that which lacks fewer is the better: a mean over other sites is another number."""
-
-    def __init__(self, folder: RunFolder, weights: str, metric: str) -> None:
-        self.folder, self.weights, self.metric = folder, weights, metric
-        self.round, self.score, self.lacking = 0, -1.0, 0
-        self.last_score: float | None = None
-        """The score of the round seen last; None if none of its values was defined."""
-
-    def see(self, number: int, rows: list[dict[str, Any]], lacking: Sequence[str] = ()) -> None:
-        """Keeps the round if its score is the highest so far; of equal scores the first. lacking: the sites that were lost in
-        its validation."""
-        self.last_score = selection_score(rows, self.weights, self.metric) if rows else None
-        if self._take(number, self.last_score, len(lacking)):
-            self.folder.keep_model("best", number)
-            write_atomic(self.folder.path / "best.json", to_json(self._kept()))
-
-    def _take(self, number: int, score: float | None, lacking: int) -> bool:
-        """Is this round better than the best so far? Then it is the best."""
-        if score is None or (self.round and (-lacking, score) <= (-self.lacking, self.score)):
-            return False
-        self.round, self.score, self.lacking = number, score, lacking
-        return True
-
-    def _kept(self) -> dict[str, Any]:
-        about = {"round": self.round, "score": self.score}
-        return about | {LACKING: self.lacking} if self.lacking else about
-
-    def recover(self, latest: int) -> None:
-        """After a resume at the end of round `latest`: what was seen so far, from the rounds on disk. A model that scored as high as the
-        best of them or higher is kept: it may be of a round whose state was lost, and which is, or was, done again."""
-        for log, rows in self.folder.records():
-            score = selection_score(rows, self.weights, self.metric) if rows else None
-            self._take(log["round"], score, len(log.get(LACKING, ())))
-        path = self.folder.path / "best.json"
-        kept = {LACKING: 0} | (read_json(path) if path.exists() else {"round": 0, "score": -1.0})
-        if kept["round"] and (-kept[LACKING], kept["score"]) >= (-self.lacking, self.score):
-            self.round, self.score, self.lacking = kept["round"], kept["score"], kept[LACKING]
-        elif self.round:
-            if self.round != latest:
-                raise RunFolderError(
-                    f"{path}: names round {kept['round']}, the rounds say {self.round}; the folder was changed by hand"
-                )
-            self.folder.keep_model("best", self.round)
-            write_atomic(path, to_json(self._kept()))
-
-
-class BestOfSites(Best):
-    """The best models of a method whose sites choose for themselves (`Method.chosen_by_site`). models/best.fa holds the
-    state with every site's model of its own best round; best.json lists these rounds, the last of them, and the mean of
-    the scores. own: sees a round before this object does."""
-
-    def __init__(self, folder: RunFolder, metric: str, method: Method, own: "BestLocals") -> None:
-        super().__init__(folder, "classes", metric)
-        self.method, self.own = method, own
-
-    def see(self, number: int, rows: list[dict[str, Any]], lacking: Sequence[str] = ()) -> None:
-        """Assembles the sites' best models so far; a site without a score takes part with its model of this round."""
-        self.last_score = selection_score(rows, self.weights, self.metric) if rows else None
-        if rows:
-            self._assemble(number)
-
-    def recover(self, latest: int) -> None:
-        """After a resume: what was seen so far, with the state of the last round that was validated."""
-        validated = [log["round"] for log, rows in self.folder.records() if rows]
-        if validated and validated[-1] == latest:
-            self._assemble(latest)
-        elif self.own.best:
-            self._summarise()
-
-    def _assemble(self, number: int) -> None:
-        if not self.own.best:
-            return
-        self._summarise()
-        models = {}
-        for site in self.own.best:
-            kept: Any = wire.decode(
-                read_whole(self.folder.path / "models" / "local" / f"{site}.fa"), copy=False
-            )
-            models[site] = kept["model"]
-        state = self.folder.state(self.folder.rounds / f"{number:04d}" / "state.fa", self.method)
-        state = replace(self.method.assembled(state, models), round=self.round)
-        write_atomic(self.folder.path / "models" / "best.fa", wire.encode(to_tree(state)))
-        chosen = {"round": self.round, "score": self.score, "sites": self.own.best}
-        write_atomic(self.folder.path / "best.json", to_json(chosen))
-
-    def _summarise(self) -> None:
-        """Sets `round` and `score` from those of the sites."""
-        self.round = max(kept["round"] for kept in self.own.best.values())
-        self.score = float(np.mean([kept["score"] for kept in self.own.best.values()]))
-
-
-class BestLocals:
-    """Every site's local model of its best complete round by its own validation cases, kept as
-    models/local/<site>.fa with models/local.json beside them. Of equal rounds the first."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder, self.file = folder, folder.path / "models" / "local.json"
-        self.best: dict[str, dict[str, Any]] = {}
-
-    def see(self, number: int, scores: Mapping[str, float]) -> None:
-        """scores: site -> that of its local model in this round."""
-        better = {s: v for s, v in scores.items() if s not in self.best or v > self.best[s]["score"]}
-        for site, score in better.items():
-            self.best[site] = {"round": number, "score": score}
-            self.folder.keep_local(site, number)
-        if better:
-            write_atomic(self.file, to_json(self.best))
-
-    def recover(self) -> None:
-        """After a resume: what was seen so far, from the rounds on disk. A model that scored as high as the best of them or higher is
-        kept, as by `Best.recover`."""
-        for log, _ in self.folder.records():
-            for site, score in log.get("local", {}).items():
-                if site not in self.best or score > self.best[site]["score"]:
-                    self.best[site] = {"round": log["round"], "score": score}
-        kept = read_json(self.file) if self.file.exists() else {}
-        for site, best in kept.items():
-            if site not in self.best or best["score"] >= self.best[site]["score"]:
-                self.best[site] = best
-        if kept == self.best:
-            return
-        for site, best in self.best.items():
-            if kept.get(site) != best:
-                try:
-                    self.folder.keep_local(site, best["round"])
-                except FileNotFoundError:
-                    raise RunFolderError(
-                        f"{self.file}: the best local model of site {site}, of round {best['round']}, is gone; the "
-                        "folder was changed by hand"
-                    ) from None
-        write_atomic(self.file, to_json(self.best))
 
 
 def _finish(running: Running, federation: Federation, tell: Tell) -> None:
@@ -780,7 +632,7 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
             "The models are there, and rows.csv has what the other sites answered"
         )
     info = read_run(folder.path)
-    write_atomic(folder.path / "run.json", to_json({**info, "finished": _now()}))
+    write_atomic(folder.path / "run.json", to_json({**info, "finished": now()}))
 
 
 def _released(folder: RunFolder) -> Released:
@@ -817,159 +669,6 @@ def _memories(folder: RunFolder, parties: Parties, round: int) -> dict[str, str]
                 "it take part from there, or begin a new run with --id"
             )
     return expected
-
-
-def _is_finished(folder: RunFolder, federation: Federation) -> bool:
-    """Was every round done, and the final evaluation written?"""
-    done = folder.complete()[-1:] == [federation.rounds] and (folder.path / "rows.csv").exists()
-    return done and (folder.path / "run.json").exists() and read_run(folder.path)["finished"] is not None
-
-
-def changed_evaluation(folder: RunFolder, federation: Federation) -> list[str]:
-    """The keys of the final evaluation in which a run folder differs from a federation, if it differs in nothing else and holds
-    the state to go on from; else none. Such a run is evaluated again, with the bits of one that had these options from the start."""
-    written = folder.path / "federation.yaml"
-    was = read_yaml(written)
-    if read_run(folder.path)["finished"] is not None:
-        was = resolved(load_federation(written))  # an option that did not exist then has its default
-    keys = list(differences(was, resolved(federation)))
-    taken = tuple(f"evaluation.{name}." for name in AFTER_TRAINING)
-    trained = folder.complete()
-    there = bool(trained) and (folder.rounds / f"{trained[-1]:04d}" / "state.fa").exists()
-    return keys if there and all(f"{key}.".startswith(taken) for key in keys) else []
-
-
-def _text(plain: Mapping[str, Any]) -> bytes:
-    """How a run writes its federation file."""
-    return yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True).encode()
-
-
-def _is_resolved(data: bytes, federation: Federation) -> bool:
-    """Is this a file as runs write it, with every key, of this federation or another one?"""
-    try:
-        plain = yaml.safe_load(data)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return False
-    return isinstance(plain, dict) and plain.keys() == resolved(federation).keys() and _text(plain) == data
-
-
-def _claim(folder: RunFolder, federation: Federation, resume: bool, tell: Tell) -> None:
-    """Makes the run folder, or checks that it belongs to this very configuration, or to one of which the final evaluation alone
-    differs."""
-    path, written = folder.path / "run.json", folder.path / "federation.yaml"
-    text = _text(resolved(federation))
-    digest = hashlib.sha256(text).hexdigest()
-    if not path.exists():
-        folder.path.mkdir(parents=True, exist_ok=True)
-        if written.exists() and not _is_resolved(written.read_bytes(), federation):
-            raise RunFolderError(
-                f"{written}: was not written by a run, and one in this folder would replace it; give the run another name "
-                "with --id, or another folder with --runs"
-            )
-        write_atomic(written, text)
-        return
-    info = read_run(folder.path)
-    changed = [] if info["hash"] == hash_of(federation) else changed_evaluation(folder, federation)
-    if info["hash"] != hash_of(federation) and not changed:
-        raise RunFolderError(
-            f"{folder.path}: belongs to another configuration:\n"
-            f"{flat_difference(read_yaml(written), resolved(federation))}\n"
-            "Give the new run a name of its own with --id, or put the values back"
-        )
-    if not resume:
-        raise RunFolderError(
-            f"{folder.path}: exists already; go on with --resume, or give the new run a name with --id"
-        )
-    if changed:
-        again = "is evaluated again, not trained" if info["finished"] else "goes on"
-        tell(f"{folder.path}: {again}, as it differs in {', '.join(changed)} alone")
-        info |= {"hash": hash_of(federation), "federation": digest, "finished": None}
-        write_atomic(path, to_json(sealed(info, SEALED)))
-    if info.get("federation") == digest and written.read_bytes() != text:
-        write_atomic(written, text)  # of this change, or of one that broke off
-
-
-SEALED = ("channels", "federation", "hash", "labels", "sites")
-"""What the seal of run.json is of."""
-
-
-def _describe(folder: RunFolder, parties: Parties, net: nn.Module) -> None:
-    """Writes run.json: what runs, on what, with which versions."""
-    path = folder.path / "run.json"
-    if path.exists():
-        return
-    design = parties.design
-    federation, space = design.federation, design.space
-    info = {
-        "id": folder.path.name,
-        "name": federation.name,
-        "hash": hash_of(federation),
-        "federation": hashlib.sha256((folder.path / "federation.yaml").read_bytes()).hexdigest(),
-        "versions": versions(),
-        "git": git_revision(),
-        "started": _now(),
-        "finished": None,
-        "machine": {
-            "platform": platform.platform(),
-            "processor": platform.processor() or platform.machine(),
-            "arithmetic": arithmetic(federation.engine.device),
-            "cores": os.cpu_count(),
-            "torch_threads": federation.threads_per_site,
-        },
-        "method": federation.method["name"],
-        "net": federation.net["name"],
-        "n_parameters": sum(parameter.numel() for parameter in net.parameters()),
-        "model_bytes": n_bytes(tensors_of(net)),
-        "channels": design.channels,
-        "rounds": federation.rounds,
-        "seed": federation.seed,
-        "labels": space.to_plain(),
-        "sites": dict(parties.summaries),
-    }
-    write_atomic(path, to_json(sealed(info, SEALED)))
-
-
-THEN = " and then "
-"""Stands between the kinds of processor on which a run was trained one after another."""
-
-
-def _note_processor(folder: RunFolder, device: str, tell: Tell) -> None:
-    """Writes into run.json, and tells, where training goes on on another kind of processor than it was on last."""
-    path = folder.path / "run.json"
-    info = read_run(folder.path)
-    was, now = info["machine"].get("arithmetic"), arithmetic(device)
-    if was is None or was.rpartition(THEN)[2] == now:
-        return
-    info["machine"]["arithmetic"] = f"{was}{THEN}{now}"
-    write_atomic(path, to_json(info))
-    tell(
-        f"continues on another kind of processor ({now}; it was {was}), which rounds differently, as another seed would"
-    )
-
-
-def _note_change(folder: RunFolder, sites: Sequence[str]) -> None:
-    """Writes into run.json after which round which sites' data changed."""
-    path = folder.path / "run.json"
-    info = read_run(folder.path)
-    change = {"after_round": folder.complete()[-1], "sites": sorted(sites)}
-    write_atomic(path, to_json({**info, "data_changed": [*info.get("data_changed", []), change]}))
-
-
-def git_revision() -> str | None:
-    """The revision of the source tree this package runs from, "+" if changed; None if it is not one."""
-    where = Path(__file__).parent
-    try:
-        ask = ["git", "-C", str(where), "rev-parse", "HEAD"]
-        revision = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
-        ask = ["git", "-C", str(where), "status", "--porcelain", "--", "."]
-        changed = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return revision + ("+" if changed else "")
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def summary(path: Path) -> dict[str, Any]:

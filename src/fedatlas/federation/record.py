@@ -1,0 +1,183 @@
+"""run.json, the record of a run: what ran, on what, with which versions; and whether a folder is of this very run."""
+
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import nn
+
+from fedatlas.core.errors import RunFolderError
+from fedatlas.core.tensors import n_bytes, tensors_of
+from fedatlas.evaluation.evaluate import AFTER_TRAINING
+from fedatlas.federation.design import Design, arithmetic, versions
+from fedatlas.federation.file import (
+    Federation,
+    differences,
+    flat_difference,
+    hash_of,
+    load_federation,
+    resolved,
+)
+from fedatlas.federation.yaml import read_yaml
+from fedatlas.transport.rounds import RunFolder, read_run, sealed, to_json
+from fedatlas.transport.store import write_atomic
+
+Tell = Callable[[str], None]
+
+
+def is_finished(folder: RunFolder, federation: Federation) -> bool:
+    """Was every round done, and the final evaluation written?"""
+    done = folder.complete()[-1:] == [federation.rounds] and (folder.path / "rows.csv").exists()
+    return done and (folder.path / "run.json").exists() and read_run(folder.path)["finished"] is not None
+
+
+def changed_evaluation(folder: RunFolder, federation: Federation) -> list[str]:
+    """The keys of the final evaluation in which a run folder differs from a federation, if it differs in nothing else and holds
+    the state to go on from; else none. Such a run is evaluated again, with the bits of one that had these options from the start."""
+    written = folder.path / "federation.yaml"
+    was = read_yaml(written)
+    if read_run(folder.path)["finished"] is not None:
+        was = resolved(load_federation(written))  # an option that did not exist then has its default
+    keys = list(differences(was, resolved(federation)))
+    taken = tuple(f"evaluation.{name}." for name in AFTER_TRAINING)
+    trained = folder.complete()
+    there = bool(trained) and (folder.rounds / f"{trained[-1]:04d}" / "state.fa").exists()
+    return keys if there and all(f"{key}.".startswith(taken) for key in keys) else []
+
+
+def _text(plain: Mapping[str, Any]) -> bytes:
+    """How a run writes its federation file."""
+    return yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True).encode()
+
+
+def _is_resolved(data: bytes, federation: Federation) -> bool:
+    """Is this a file as runs write it, with every key, of this federation or another one?"""
+    try:
+        plain = yaml.safe_load(data)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False
+    return isinstance(plain, dict) and plain.keys() == resolved(federation).keys() and _text(plain) == data
+
+
+def claim(folder: RunFolder, federation: Federation, resume: bool, tell: Tell) -> None:
+    """Makes the run folder, or checks that it belongs to this very configuration, or to one of which the final evaluation alone
+    differs."""
+    path, written = folder.path / "run.json", folder.path / "federation.yaml"
+    text = _text(resolved(federation))
+    digest = hashlib.sha256(text).hexdigest()
+    if not path.exists():
+        folder.path.mkdir(parents=True, exist_ok=True)
+        if written.exists() and not _is_resolved(written.read_bytes(), federation):
+            raise RunFolderError(
+                f"{written}: was not written by a run, and one in this folder would replace it; give the run another name "
+                "with --id, or another folder with --runs"
+            )
+        write_atomic(written, text)
+        return
+    info = read_run(folder.path)
+    changed = [] if info["hash"] == hash_of(federation) else changed_evaluation(folder, federation)
+    if info["hash"] != hash_of(federation) and not changed:
+        raise RunFolderError(
+            f"{folder.path}: belongs to another configuration:\n"
+            f"{flat_difference(read_yaml(written), resolved(federation))}\n"
+            "Give the new run a name of its own with --id, or put the values back"
+        )
+    if not resume:
+        raise RunFolderError(
+            f"{folder.path}: exists already; go on with --resume, or give the new run a name with --id"
+        )
+    if changed:
+        again = "is evaluated again, not trained" if info["finished"] else "goes on"
+        tell(f"{folder.path}: {again}, as it differs in {', '.join(changed)} alone")
+        info |= {"hash": hash_of(federation), "federation": digest, "finished": None}
+        write_atomic(path, to_json(sealed(info, SEALED)))
+    if info.get("federation") == digest and written.read_bytes() != text:
+        write_atomic(written, text)  # of this change, or of one that broke off
+
+
+SEALED = ("channels", "federation", "hash", "labels", "sites")
+"""What the seal of run.json is of."""
+
+
+def describe(folder: RunFolder, design: Design, sites: Mapping[str, Any], net: nn.Module) -> None:
+    """Writes run.json, where there is none yet: what runs, on what, with which versions. sites: what each says of its data."""
+    path = folder.path / "run.json"
+    if path.exists():
+        return
+    federation, space = design.federation, design.space
+    info = {
+        "id": folder.path.name,
+        "name": federation.name,
+        "hash": hash_of(federation),
+        "federation": hashlib.sha256((folder.path / "federation.yaml").read_bytes()).hexdigest(),
+        "versions": versions(),
+        "git": git_revision(),
+        "started": now(),
+        "finished": None,
+        "machine": {
+            "platform": platform.platform(),
+            "processor": platform.processor() or platform.machine(),
+            "arithmetic": arithmetic(federation.engine.device),
+            "cores": os.cpu_count(),
+            "torch_threads": federation.threads_per_site,
+        },
+        "method": federation.method["name"],
+        "net": federation.net["name"],
+        "n_parameters": sum(parameter.numel() for parameter in net.parameters()),
+        "model_bytes": n_bytes(tensors_of(net)),
+        "channels": design.channels,
+        "rounds": federation.rounds,
+        "seed": federation.seed,
+        "labels": space.to_plain(),
+        "sites": dict(sites),
+    }
+    write_atomic(path, to_json(sealed(info, SEALED)))
+
+
+THEN = " and then "
+"""Stands between the kinds of processor on which a run was trained one after another."""
+
+
+def note_processor(folder: RunFolder, device: str, tell: Tell) -> None:
+    """Writes into run.json, and tells, where training goes on on another kind of processor than it was on last."""
+    path = folder.path / "run.json"
+    info = read_run(folder.path)
+    was, now = info["machine"].get("arithmetic"), arithmetic(device)
+    if was is None or was.rpartition(THEN)[2] == now:
+        return
+    info["machine"]["arithmetic"] = f"{was}{THEN}{now}"
+    write_atomic(path, to_json(info))
+    tell(
+        f"continues on another kind of processor ({now}; it was {was}), which rounds differently, as another seed would"
+    )
+
+
+def note_change(folder: RunFolder, sites: Sequence[str]) -> None:
+    """Writes into run.json after which round which sites' data changed."""
+    path = folder.path / "run.json"
+    info = read_run(folder.path)
+    change = {"after_round": folder.complete()[-1], "sites": sorted(sites)}
+    write_atomic(path, to_json({**info, "data_changed": [*info.get("data_changed", []), change]}))
+
+
+def git_revision() -> str | None:
+    """The revision of the source tree this package runs from, "+" if changed; None if it is not one."""
+    where = Path(__file__).parent
+    try:
+        ask = ["git", "-C", str(where), "rev-parse", "HEAD"]
+        revision = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+        ask = ["git", "-C", str(where), "status", "--porcelain", "--", "."]
+        changed = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return revision + ("+" if changed else "")
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
