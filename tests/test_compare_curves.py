@@ -97,6 +97,18 @@ def test_a_swing_is_told_from_a_rise(tmp_path) -> None:
     assert curves(comparison, dict.fromkeys(comparison.arms, ())) == {}
 
 
+def test_a_round_whose_validation_lost_a_site_is_no_swing(tmp_path) -> None:
+    comparison = menu(tmp_path, layout=dict(PLAIN))
+    for arm in ("localized", "menu"):
+        finish(comparison, arm, 0.5)
+        validate(comparison, arm, [0.6, 0.6, 0.9, 0.6])
+    log = comparison.path("menu", 0) / "rounds" / "0003" / "log.json"
+    log.write_text(json.dumps(json.loads(log.read_text()) | {"lacking": ["c1"]}))
+    found = curves(comparison, {"localized": [0], "unet": [], "menu": [0]})
+    assert found["localized"]["rounds"] == [[1, 2, 3, 4]] and found["localized"]["change"][0] > 0.1
+    assert found["menu"]["rounds"] == [[1, 2, 4]] and found["menu"]["change"] == [0.0]
+
+
 def test_what_counts_in_a_curve_is_what_the_first_arm_knows(tmp_path) -> None:
     """An arm that was given more labels, or fewer, is drawn on the same cells."""
     comparison = menu(tmp_path, layout=dict(PLAIN), measure={"known": False})

@@ -75,3 +75,18 @@ def test_a_cell_without_a_case_leaves_its_weight_to_its_column() -> None:
     }
     found = interval_of(cells(own), np.random.default_rng(0))
     assert (found["low"], found["high"]) == pytest.approx((0.5, 0.5))
+
+
+def test_with_few_cases_an_interval_is_narrower_than_its_name() -> None:
+    """docs/results.md says so: of 28 cases in four sites some 90 of 100 intervals hold the true mean, not 95."""
+    rng = np.random.default_rng(0)
+    sizes = {"a": 8, "b": 8, "c": 5, "d": 7}
+    held = []
+    for _ in range(600):
+        of = [
+            Cell(site, 1 / 4, {str(i): [float(rng.normal())] for i in range(n)}, column=site)
+            for site, n in sizes.items()
+        ]
+        found = interval_of(of, rng, draws=300)
+        held.append(found["low"] <= 0 <= found["high"])
+    assert 0.87 < np.mean(held) < 0.93

@@ -382,7 +382,7 @@ def test_the_verdict_ranks_what_is_whole(tmp_path) -> None:
     for arm, kidney in (("localized", 9.0), ("menu", 8.0), ("unet", None)):
         pretend(comparison, arm, {"best": {"c1/liver": [2.0, 2.0], "c2/kidney": [kidney, kidney]}}, 0, "asd")
     told = verdict(collect(comparison))
-    assert told[0].startswith("Best: menu. ") and "unet (1 of its cells have no value)" in told[1]
+    assert told[0].startswith("Best: menu. ") and "unet (2 of its 4 values are lacking)" in told[1]
     text = markdown(collect(comparison))
     assert "(an empty prediction has no distance): unet 2 of 4. " in text
     assert "| unet | 1 | **2.0** | – | 2.0 |" in text and "| menu | 1 | **2.0** | **8.0** | **5.0** |" in text
@@ -402,9 +402,27 @@ def test_the_verdict_says_of_a_further_table_which_means_are_of_less(tmp_path) -
             },
         )
     told = verdict(collect(comparison))
-    less = "Not ranked, as their means are of less than the others': unet (1 of its cells have no value)."
+    less = "Not ranked, as their means are of less than the others': unet (1 of its 2 values are lacking)."
     assert f"Last: unet 0.600, menu 0.550, localized 0.500. {less}" in told
     assert " ".join(told).count("Not ranked") == 1
+
+
+def test_an_arm_without_values_where_it_is_bad_is_neither_best_nor_first(tmp_path) -> None:
+    """The distances of `localized` are longer in every case that it segments, and it finds nothing in the harder ones."""
+    comparison = menu(tmp_path, measure={"metric": "asd"}, layout={"columns": "site-class"})
+    easy, hard = [1.0, 1.1, 1.2], [9.0, 9.1, 9.2]
+    pretend(comparison, "unet", {"best": {cell: easy + hard for cell in (*IN, *OUT)}}, metric="asd")
+    worse: list[float | None] = [*(value + 0.5 for value in easy), None, None, None]
+    pretend(comparison, "localized", {"best": {cell: worse for cell in (*IN, *OUT)}}, metric="asd")
+    found = collect(comparison)
+    (ranks,) = found["ranks"]
+    assert ranks["mean"] == {"unet": 1.0, "localized": 2.0}
+    assert found["arms"]["localized"]["lacking"] == 3 * len((*IN, *OUT))
+    assert set(found["arms"]["localized"]["lacking_in"]) == {*IN, *OUT}
+    row = next(each for each in markdown(found).splitlines() if each.startswith("| localized | 1"))
+    assert "**" not in row
+    of = found["arms"]["localized"]
+    assert f"localized ({of['lacking']} of its {of['values']} values are lacking)" in " ".join(verdict(found))
 
 
 def test_a_class_that_is_scored_at_easy_sites_alone_is_never_bold(tmp_path) -> None:

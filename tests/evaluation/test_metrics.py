@@ -93,7 +93,8 @@ def test_empty_masks() -> None:
     assert missed["hd95"] == missed["asd"] == (None, "prediction empty")
     zero = score_pair(none, some, (1, 1), ALL, empty="zero")
     assert zero["asd"] == (0.0, "") and zero["dice"] == (0.0, "")
-    assert score_pair(none, none, (1, 1), ALL, empty="zero")["dice"] == (1.0, "")
+    assert score_pair(none, none, (1, 1), ALL, empty="zero")["dice"] == (1.0, "truth empty")
+    assert score_pair(some, none, (1, 1), ALL, empty="zero")["asd"] == (0.0, "truth empty")
 
 
 def test_only_scored_classes_are_scored() -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from fedatlas.core.errors import RunFolderError
 from fedatlas.evaluation.evaluate import Row, selection_score
@@ -79,6 +80,25 @@ def test_paired_tests() -> None:
     assert p["t"] < 1e-6 and p["wilcoxon"] < 1e-4
     with pytest.raises(ValueError, match="at least 2"):
         paired([1.0], [2.0])
+
+
+@pytest.mark.parametrize("differing", range(1, 13))
+def test_wilcoxon_is_exact_where_few_pairs_differ(differing: int) -> None:
+    """All in one direction, among twenty: 2 of the 2**k signs are as far out."""
+    one, other = np.zeros(20), np.zeros(20)
+    one[:differing] = np.arange(1, differing + 1)
+    assert paired(one, other)["wilcoxon"] == 2 / 2**differing
+    one[:differing] = 0.25  # with ties
+    assert paired(one, other)["wilcoxon"] == 2 / 2**differing
+
+
+def test_wilcoxon_agrees_with_the_literal_one() -> None:
+    rng = np.random.default_rng(1)
+    for n in (6, 9, 12, 20, 40):
+        one, other = rng.normal(size=n), rng.normal(size=n)
+        assert paired(one, other)["wilcoxon"] == pytest.approx(
+            stats.wilcoxon(one, other, method="exact").pvalue
+        )
 
 
 def test_bootstrap_covers_the_mean_and_repeats() -> None:

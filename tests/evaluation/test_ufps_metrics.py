@@ -103,7 +103,7 @@ def test_empty_masks() -> None:
         assert {missed[name] for name in missed if name not in told} == {(0.0, "")}
     assert score_pair(some, none, *args)["jaccard"] == (None, "truth empty")
     assert score_pair(some, none, *args, empty="siim")["jaccard"] == (0.0, "truth empty")
-    assert score_pair(none, none, *args, empty="zero")["jaccard"] == (1.0, "")
+    assert score_pair(none, none, *args, empty="zero")["jaccard"] == (1.0, "truth empty")
     full = score_pair(some, ~none, *args)
     assert full["specificity"] == full["specificity_slicewise"] == (None, "truth fills the case")
 

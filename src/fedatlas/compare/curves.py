@@ -10,6 +10,7 @@ from fedatlas.compare.cells import place_of
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import average
 from fedatlas.evaluation.statistics import cell_means, class_means, select
+from fedatlas.federation.best import LACKING
 from fedatlas.federation.file import selects
 from fedatlas.report import markup
 from fedatlas.report.comparison import LOWER
@@ -23,7 +24,7 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
     in turn.
 
     metric: that of the tables, if every arm validates it, else the one that selects the best round. seeds: those that
-    are finished; rounds, values: per seed the rounds with a value, and it: of the global model on the training grid, averaged
+    are finished; rounds, values: per seed the rounds with a value in whose validation no site was lost, and it: of the global model on the training grid, averaged
     as the table is, over all sites and the values of site, case and class that the first arm has in that seed, of `measure.known`. change:
     per seed the mean absolute difference between neighbouring values; fall: the same of steps for the worse alone, all others being 0. A
     steady gain has a change, and no fall. classes: class -> per seed (round, the mean over sites).
@@ -78,10 +79,11 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
 
 
 def _rows(path: Path, metric: str) -> dict[int, list[Mapping[str, Any]]]:
-    """Round -> its rows, of every round that was validated."""
+    """Round -> its rows, of every round that was validated at all sites: a mean over others is another number."""
     found = {}
     for file in RunFolder(path).files("rows.json"):
-        if rows := select(read_json(file), metric=metric):
+        rows = select(read_json(file), metric=metric)
+        if rows and not read_json(file.with_name("log.json")).get(LACKING):
             found[int(file.parent.name)] = rows
     return found
 

@@ -185,6 +185,7 @@ def _interval(
 ) -> dict[str, Any]:
     parts: list[_Part] = []
     patients: dict[str, list[str]] = {}
+    kept: dict[str, tuple[Any, list[str]]] = {}
     limits: dict[tuple[int, str], tuple[Threshold, Threshold]] = {}
     for seed in seeds:
         ours, theirs = (_thresholds(comparison, arm, seed) for arm in (other.arm, reference.arm))
@@ -195,6 +196,11 @@ def _interval(
                 raise DataError(
                     f"{other.arm} and {reference.arm} have other images or classes at site {site}"
                 )
+            both = a.known & b.known
+            if (a.truth != b.truth)[both].any():
+                raise DataError(f"{other.arm} and {reference.arm} have other labels at site {site}")
+            if kept.setdefault(site, (a.images, list(a.patients))) != (a.images, list(a.patients)):
+                raise DataError(f"the seeds of {other.arm} have other images at site {site}")
             patients[site] = a.patients
             for c, name in enumerate(ours):
                 if all(cells[p.arm][seed].get((site, name)) is not None for p in (other, reference)):

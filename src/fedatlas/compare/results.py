@@ -81,10 +81,10 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
         units = {
             (site, unit(site, case)) for arm in values.values() for of in arm.values() for site, case, _ in of
         }
-        found["ranks"] = _ranks(comparison, cells, tested=len(units) >= LEAST_PAIRS)
+        found["ranks"] = _ranks(comparison, values, tested=len(units) >= LEAST_PAIRS)
     else:
         found["differences"] = _by_cell(comparison, cells)
-        found["ranks"] = _ranks(comparison, cells)
+        found["ranks"] = _ranks(comparison, values)
         found["bootstrap"] = bootstrap(comparison, cells, tell)
     found["tables"] = [means(comparison.table(table), done)[0] for table in comparison.tables]
     found["costs"] = costs(comparison, done.seeds)
@@ -101,7 +101,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     per seed, the mean over sites of the mean over cases), per_cell ("site/class" -> a value or None per seed, the mean
     over cases), mean (per seed, over the columns) and, with columns of site and class, exclude (the same without those
     with a star), undefined (cells of a seed without a value where another arm has one), lacking (the same of single values, by case),
-    values (of how many), hours (of the rounds), commits, arithmetic (of the processors,
+    lacking_in (the cells of these, "site/class"), values (of how many), hours (of the rounds), commits, arithmetic (of the processors,
     None where a run does not say), problems.
     families: the arms in groups, each of those that are compared with one another. rows: with columns of site and class,
     "arm/site" of every arm of `measure.local` -> the same of this site's local model, with a mean only where it has all
@@ -157,9 +157,10 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
             "problems": done.problems[arm],
         }
     for arm, (undefined, _) in _lacking(cells).items():
-        arms[arm]["undefined"] = undefined
+        arms[arm]["undefined"] = len(undefined)
     for arm, (lacking, of) in _lacking(values).items():
-        arms[arm] |= {"lacking": lacking, "values": of}
+        there = sorted({f"{site}/{name}" for site, _, name in lacking})
+        arms[arm] |= {"lacking": len(lacking), "lacking_in": there, "values": of}
     of_rows = {row: {seed: means_of(of) for seed, of in of_row.items()} for row, of_row in own.items()}
     there_at = dict.fromkeys(
         key for of in (*cells.values(), *of_rows.values()) for of_seed in of.values() for key in of_seed
@@ -205,15 +206,18 @@ def _starred(comparison: Comparison, counted: Mapping[tuple[str, str, str], bool
     return cells - trained if cells & trained else set()
 
 
-def _lacking(found: Mapping[str, Mapping[int, Mapping[Any, float | None]]]) -> dict[str, tuple[int, int]]:
-    """arm -> how many values of its seeds it lacks that another arm has, and how many there are. found: arm -> seed -> values."""
+def _lacking(
+    found: Mapping[str, Mapping[int, Mapping[Any, float | None]]],
+) -> dict[str, tuple[list[Any], int]]:
+    """arm -> the keys of values that it lacks and another arm has, over its seeds, and how many values there are. found: arm -> seed ->
+    values."""
     there: dict[int, set[Any]] = {}
     for of_arm in found.values():
         for seed, of_seed in of_arm.items():
             there.setdefault(seed, set()).update(key for key, value in of_seed.items() if value is not None)
     return {
         arm: (
-            sum(of_seed.get(key) is None for seed, of_seed in of_arm.items() for key in there[seed]),
+            [key for seed, of_seed in of_arm.items() for key in there[seed] if of_seed.get(key) is None],
             sum(len(there[seed]) for seed in of_arm),
         )
         for arm, of_arm in found.items()
@@ -408,19 +412,30 @@ def _weighted(
 
 
 def _ranks(
-    comparison: Comparison, cells: Mapping[str, Mapping[int, Cells]], *, tested: bool = True
+    comparison: Comparison, values: Mapping[str, Mapping[int, Values]], *, tested: bool = True
 ) -> list[dict[str, Any]]:
-    """Of every family of arms of which two or more are finished. tested: are there enough cases for a test?"""
-    over_seeds = {
-        arm: {key: mean_of_defined(c.get(key) for c in of_arm.values()) for c in of_arm.values() for key in c}
-        for arm, of_arm in cells.items()
-        if len(of_arm) == len(comparison.seeds)
-    }
+    """Of every family of arms of which two or more are finished, over cells of site and class, of the values that all of them have: an arm
+    that has no value where it is bad would be first by the rest. tested: are there enough cases for a test?"""
     found = []
     for family in comparison.families:
-        there = {arm: over_seeds[arm] for arm in family if arm in over_seeds}
-        if len(there) < 2:
+        every = {arm: values[arm] for arm in family if len(values.get(arm, ())) == len(comparison.seeds)}
+        if len(every) < 2:
             continue
+        shared = {
+            seed: set.intersection(
+                *(
+                    {key for key, value in of_arm[seed].items() if value is not None}
+                    for of_arm in every.values()
+                )
+            )
+            for seed in comparison.seeds
+        }
+        there = {}
+        for arm, of_arm in every.items():
+            cells = [
+                means_of({k: v for k, v in of_arm[s].items() if k in shared[s]}) for s in comparison.seeds
+            ]
+            there[arm] = {key: mean_of_defined(of.get(key) for of in cells) for each in cells for key in each}
         ranks = mean_ranks(there, higher=comparison.metric not in LOWER)
         if not tested:
             ranks = replace(ranks, friedman=None, critical=None, groups=())

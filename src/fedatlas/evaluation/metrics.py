@@ -165,8 +165,9 @@ def score_pair(
             found |= {metric: (_of_distances(metric, there, back, tolerance), "") for metric in surface}
     elif empty == "zero":
         both = 0.0 if count.prediction or count.truth else 1.0
-        found |= {metric: (both, "") for metric in metrics if metric in OVERLAPS}
-        found |= {metric: (0.0, "") for metric in metrics if metric in DISTANCES}
+        reason = "" if count.truth else "truth empty"
+        found |= {metric: (both, reason) for metric in metrics if metric in OVERLAPS}
+        found |= {metric: (0.0, reason) for metric in metrics if metric in DISTANCES}
     elif count.truth:
         found |= {metric: (0.0, "") for metric in metrics if metric in OVERLAPS}
     elif empty == "siim":

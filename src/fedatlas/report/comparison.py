@@ -160,9 +160,9 @@ def _lacking(found: Mapping[str, Any]) -> str:
         return ""
     why = " (an empty prediction has no distance)" if found["metric"] in MILLIMETRES else ""
     told = ", ".join(f"{arm} {of['lacking']} of {of['values']}" for arm, of in short.items())
-    text = f"Values of site, case and class that an arm lacks and another has{why}: {told}. Means are over the rest."
+    text = f"Values of site, case and class that an arm lacks and another has{why}: {told}. Means are over the rest, and such a mean is never bold."
     if cells := [f"{arm} {of['undefined']}" for arm, of in short.items() if of["undefined"]]:
-        text += f" Of a class at a site all values are lacking in a seed: {', '.join(cells)} times; such a mean over columns is never bold."
+        text += f" Of a class at a site all values are lacking in a seed: {', '.join(cells)} times."
     return text
 
 
@@ -375,14 +375,15 @@ def _best(
 
 
 def is_whole(found: Mapping[str, Any], row: str, key: str) -> bool:
-    """Whether a row can be the best in a column: every seed is finished, and it has a value wherever another row has one, in the column
-    of a class at every site, in a mean over columns in every cell."""
+    """Whether a row can be the best in a column: every seed is finished, and it has a value wherever another row has one, of every case,
+    in the column of a class at every site, in a mean over columns in every cell."""
     if _seeds_of(found, row) < len(found["seeds"]):
-        return False
-    if key in (MEAN, EXCLUDE, INCLUDE) and found["arms"].get(row, {}).get("undefined"):
         return False
     everyone = found["arms"] | found["rows"]
     at_sites = {cell for of in everyone.values() for cell in of["per_cell"] if cell.partition("/")[2] == key}
+    lacking = set(found["arms"].get(row, {}).get("lacking_in", ()))
+    if lacking and (key in (MEAN, EXCLUDE, INCLUDE) or lacking & {key, *at_sites}):
+        return False
     there = {name: _there(of, [key, *at_sites]) for name, of in everyone.items()}
     return set().union(*there.values()) == there[row] != set()
 

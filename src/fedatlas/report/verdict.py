@@ -69,7 +69,7 @@ def _not_whole(found: Mapping[str, Any], families: Sequence[Family]) -> str:
     for arm in (arm for family in families for arm, _ in family if not is_whole(found, arm, MEAN)):
         of = found["arms"][arm]
         done = f"{len(of['seeds'])} of {wanted} seeds are finished" if len(of["seeds"]) < wanted else ""
-        lacks = f"{of['undefined']} of its cells have no value" if of["undefined"] else ""
+        lacks = f"{of['lacking']} of its {of['values']} values are lacking" if of["lacking"] else ""
         parts.append(f"{arm} ({', '.join(filter(None, (done, lacks)))})")
     return f"Not ranked, as their means are of less than the others': {'; '.join(parts)}." if parts else ""
 

@@ -1,0 +1,69 @@
+"""Intervals by patient: what is paired, and what cannot be."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedatlas.compare import intervals
+from fedatlas.compare.intervals import Predicted
+from fedatlas.core.errors import DataError
+from fedatlas.evaluation.classification import Threshold
+
+CASES = 24
+
+
+class Predictions:
+    """Predictions of an arm on the images of a site in two seeds; changed: seed -> what is other there."""
+
+    def __init__(self, arm: str, **changed: dict[str, Any]) -> None:
+        self.arm, self.changed = arm, changed
+
+    def of(self, seed: int, site: str) -> Predicted:
+        rng = np.random.default_rng([seed, len(self.arm)])
+        truth = (np.arange(CASES) % 2)[:, None].astype(float)
+        found = {
+            "images": "these",
+            "patients": [f"{site}/{number}" for number in range(CASES)],
+            "scores": np.clip(truth + rng.normal(0, 0.7, truth.shape), 0, 1),
+            "truth": truth,
+            "known": np.ones(truth.shape, bool),
+        }
+        return Predicted(**{**found, **self.changed.get(f"seed_{seed}", {})})
+
+
+def interval(monkeypatch: pytest.MonkeyPatch, one: Predictions, other: Predictions) -> dict[str, Any]:
+    monkeypatch.setattr(intervals, "_thresholds", lambda *_: {"nodule": Threshold(None)})
+    comparison: Any = SimpleNamespace(
+        metric="auroc", name="c", first=SimpleNamespace(evaluation=SimpleNamespace(bins=10, draws=50))
+    )
+    cells = {arm.arm: {seed: {("a", "nodule"): 0.5} for seed in (0, 1)} for arm in (one, other)}
+    return intervals._interval(comparison, one, other, [0, 1], cells)  # type: ignore[arg-type]
+
+
+def test_an_interval_is_around_the_mean_difference(monkeypatch) -> None:
+    found = interval(monkeypatch, Predictions("one"), Predictions("other"))
+    assert found["low"] <= found["value"] <= found["high"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"images": "others"}, "the seeds of other have other images at site a"),
+        (
+            {"patients": [f"a/{number // 2}" for number in range(CASES)]},
+            "the seeds of other have other images",
+        ),
+    ],
+)
+def test_seeds_on_other_images_are_refused(monkeypatch, changed, text) -> None:
+    """As where a folder got images between the runs of two seeds."""
+    with pytest.raises(DataError, match=text):
+        interval(monkeypatch, Predictions("one", seed_1=changed), Predictions("other", seed_1=changed))
+
+
+def test_arms_on_other_labels_are_refused(monkeypatch) -> None:
+    turned = (1 - np.arange(CASES) % 2)[:, None].astype(float)
+    with pytest.raises(DataError, match="other and one have other labels at site a"):
+        interval(monkeypatch, Predictions("one", seed_1={"truth": turned}), Predictions("other"))
