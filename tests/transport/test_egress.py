@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedatlas.cli import main
 from fedatlas.core.contract import at_site
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.tensors import forms_of, tensors_of
@@ -283,6 +284,73 @@ def test_a_forgery_is_no_crash(tmp_path) -> None:
         path.write_bytes(b"".join(text))
         assert broken(path), what
         assert "the log is NOT whole" in text_of(logs_of(tmp_path)), what
+
+
+def line_of(plain: dict) -> bytes:
+    text = json.dumps(plain, sort_keys=True)
+    return f"{hashlib.sha256(text.encode()).hexdigest()} {text}\n".encode()
+
+
+WITHOUT = object()
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *((field, WITHOUT) for field in ("time", "run", "method", "function", "round", "call", "contents")),
+        *((field, WITHOUT) for field in ("bytes", "sha256")),
+        ("time", 7),
+        ("run", None),
+        ("round", "1"),
+        ("call", True),
+        ("contents", [1]),
+        ("contents", {"a": None}),
+        ("bytes", "9"),
+        ("bytes", -1),
+        ("bytes", 10**4000),
+        ("sha256", 64),
+        ("sha256", "a" * 63),
+        ("half", "x"),
+        ("half", 5),
+    ],
+)
+def test_a_line_without_the_fields_of_a_line_is_broken(tmp_path, chained: bool, field: str, value) -> None:
+    """Whatever a line holds, `audit` says so and ends with no traceback, also where its digest was made anew."""
+    first = write(tmp_path / "egress.jsonl", 1)[0]
+    plain = json.loads(first[65:])
+    changed = {name: item for name, item in (plain | {field: value}).items() if item is not WITHOUT}
+    line = line_of(changed) if chained else first[:65] + line_of(changed)[65:]
+    (tmp_path / "egress.jsonl").write_bytes(line)
+    (entry,) = logs_of(tmp_path)[tmp_path.name]
+    assert f"{field!r}" in entry["broken"] and ("was changed" in entry["broken"]) is not chained
+    told = text_of(logs_of(tmp_path), full=True)
+    assert "1 messages, 0 bytes\n  line 1: BROKEN, it " in told and "HALF A LINE" not in told
+    assert told.endswith("the log is NOT whole: 1 of its lines are BROKEN")
+    assert main(["audit", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("torn", [None, {}, {"bytes": "9", "sha256": "a" * 64}])
+def test_a_mark_of_half_a_line_has_its_fields_too(tmp_path, torn) -> None:
+    path = tmp_path / "egress.jsonl"
+    whole = write(path, 1)
+    path.write_bytes(whole[0] + whole[0][:90])
+    mark = write(path, 1)[2]
+    path.write_bytes(
+        b"".join([whole[0], whole[0][:90], b"\n", line_of(json.loads(mark[65:]) | {"torn": torn})])
+    )
+    assert "'torn'; allowed is a dict of bytes and sha256" in logs_of(tmp_path)[tmp_path.name][2]["broken"]
+    untimed = {name: item for name, item in json.loads(mark[65:]).items() if name != "time"}
+    path.write_bytes(b"".join([whole[0], whole[0][:90], b"\n", line_of(untimed)]))
+    told = text_of(logs_of(tmp_path))
+    assert "line 2: HALF A LINE" in told and "line 3: BROKEN, it lacks the field 'time'" in told
+
+
+def test_sizes_beyond_any_tensor_s_are_told_as_they_are(tmp_path) -> None:
+    first = write(tmp_path / "egress.jsonl", 1)[0]
+    forms = {"a": f"float32[{'9' * 5000}]", "b": f"float32[{', '.join('9' * 5000)}]", "c": "float32[2, 3]"}
+    (tmp_path / "egress.jsonl").write_bytes(line_of(json.loads(first[65:]) | {"contents": forms}))
+    assert "1 tensors with 6 numbers, a (float32[999" in text_of(logs_of(tmp_path))
 
 
 def test_a_last_line_that_lacks_its_end_alone_is_whole(tmp_path) -> None:
