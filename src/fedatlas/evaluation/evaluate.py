@@ -238,8 +238,36 @@ class Evaluator(ABC):
         the site's own folder; they are never part of the answer. extra: what `_evaluate` takes beside these, see
         `federation.tasks.Task.extra`.
         """
+        self._require(split, metrics)
+        pictures = overlays and self.options.overlays
+        return self.evaluate_here(site, members, split, model, round, grid, metrics, pictures, **extra)
+
+    def evaluate_here(
+        self,
+        site: EvaluationSite,
+        members: list[dict[str, Any]],
+        split: str,
+        model: str,
+        round: int,
+        grid: str,
+        metrics: list[str],
+        overlays: bool = False,
+        **extra: Any,
+    ) -> dict[str, Any]:
+        """As `evaluate`, of any split and by any metric: for rows that stay on the machine that has the cases."""
         given = [Member.from_payload(member) for member in members]
         return self._evaluate(site, [Candidate(model, round, given, overlays)], split, grid, metrics, **extra)
+
+    def _require(self, split: str, metrics: Sequence[str]) -> None:
+        """Raises FederationError unless this is an evaluation that the federation file has, which is what a site agreed to: never of
+        cases that train, and by its metrics alone."""
+        if split not in ("validation", "test"):
+            raise FederationError(f"asked to evaluate the split {split[:40]!r}; allowed: validation, test")
+        known = dict.fromkeys((*self.options.metrics, *self.options.round_metrics))
+        if unknown := [metric for metric in metrics if metric not in known]:
+            raise FederationError(
+                f"asked to evaluate by {', '.join(metric[:40] for metric in unknown[:5])}; the federation file has: {', '.join(known)}"
+            )
 
     @abstractmethod
     def _evaluate(

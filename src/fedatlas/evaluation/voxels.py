@@ -101,6 +101,8 @@ class VoxelEvaluator(Evaluator):
     ) -> dict[str, Any]:
         """As `evaluate`, of several models, one after the other in the rows. Each case is read once, and a net that
         several of them have as a member is asked once per case. models, asked: as `question` gives them."""
+        self._require(split, metrics)
+        asked = [one | {"overlays": one["overlays"] and self.options.overlays} for one in asked]
         return self._evaluate(site, candidates_of(models, asked), split, grid, metrics)
 
     def _evaluate(

@@ -288,7 +288,7 @@ class News:
         """The last line of a traceback: neither indented nor a heading."""
         name, colon, _ = line.partition(": ")
         is_error = colon and name.replace(".", "").replace("_", "").isalnum()
-        return f"error: {line} ({path})" if is_error else ""
+        return f"error: {shown(line)} ({path})" if is_error else ""
 
 
 class Keeper:

@@ -27,6 +27,8 @@ def _one_line(text: str) -> str:
 
 Text = Annotated[str, AfterValidator(_one_line)]
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+CaseCount = Annotated[int, Field(ge=0, le=10**6)]
+"""So many cases may a site have; what its answers may hold grows with them."""
 Counts = dict[Text, Count]
 Pair = Annotated[list[float], Field(min_length=2, max_length=2)]
 
@@ -48,9 +50,9 @@ class Hello(_Facts):
 
 
 class Cases(_Facts):
-    train: Count
-    validation: Count
-    test: Count
+    train: CaseCount
+    validation: CaseCount
+    test: CaseCount
 
 
 class Finding(_Facts):

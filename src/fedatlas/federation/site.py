@@ -72,7 +72,7 @@ def agreement_of(about: Mapping[str, Any]) -> Agreement:
         if not _RUN.fullmatch(made.run):
             raise ValueError(made.run)
         _ = made.space
-    except (KeyError, TypeError, ValueError, FedAtlasError):
+    except (KeyError, TypeError, ValueError, OverflowError, FedAtlasError):
         raise FederationMismatch(
             "a question without run, hash and labels: this site was not joined"
         ) from None
@@ -155,7 +155,7 @@ class SiteDesk:
         """Writes the answer into the question's file; an error reply if it is refused."""
         try:
             host = self._host(question)
-        except FedAtlasError as error:
+        except Exception as error:  # whatever a server sends, it gets an answer
             refused = error
 
             @at_site
@@ -204,7 +204,7 @@ class SiteDesk:
         facts["federation"] = json.dumps(shareable(resolved(self.federation)), sort_keys=True)
         if own == hash:
             layout = self._own_layout()
-            facts["brings"] = {index.name: list(index.brings) for index in layout}
+            facts["brings"] = {index.name: self._brought(index) for index in layout}
             facts["channels"] = layout[0].channels
         else:
             mine, theirs = json.loads(facts["federation"]), json.loads(federation)
@@ -214,6 +214,15 @@ class SiteDesk:
                 )
                 log.write(flat_difference(mine, theirs, "here", "at the server") + "\n")
         return {"facts": facts}
+
+    def _brought(self, index: Any) -> list[str]:
+        """Names of labels that a site brings: where the file names the classes, those alone, whatever else its tables hold. Raises
+        FederationError, here and before anything is sent, for a label that the file does not know."""
+        if self.federation.labels.names is None:
+            return list(index.brings)
+        space = build.space_of(self.federation, {})
+        naming_of(index, space)
+        return [name for name in index.brings if name in (*space.names, *space.findings)]
 
     def _own_layout(self) -> Any:
         mine = [site for site in self.federation.sites if site.name in self.data]
@@ -252,7 +261,7 @@ class SiteDesk:
     def _joined(self, agreed: Agreement, begins: bool = False, data_changed: bool = False) -> Host:
         if agreed.hash != hash_of(self.federation):
             raise FederationMismatch(
-                f"site {self.name}: the server runs the federation {agreed.hash[:8]}, this site agreed to "
+                f"site {self.name}: the server runs the federation {shown(agreed.hash, 8)}, this site agreed to "
                 f"{hash_of(self.federation)[:8]}; both need the same federation file"
             )
         key = json.dumps(agreed.to_plain(), sort_keys=True)
@@ -261,6 +270,10 @@ class SiteDesk:
         return self.hosts[key]
 
     def _open(self, agreed: Agreement, begins: bool, data_changed: bool) -> Host:
+        if self.federation.labels.names and agreed.space != build.space_of(self.federation, {}):
+            raise FederationMismatch(
+                f"site {self.name}: the server's classes are not those of the federation file that this site agreed to"
+            )
         experiment = Experiment(self.federation, self.cache, sites=list(self.data), space=agreed.space)
         if experiment.channels != agreed.channels:
             raise FederationMismatch(

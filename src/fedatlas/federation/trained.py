@@ -289,7 +289,7 @@ def evaluate_folder(
     what = {"model": model, "round": trained.round, "grid": "original", "overlays": False} | extra
     rows: list[dict[str, Any]] = []
     for split in splits:
-        reply = evaluator.evaluate(site, members, split, metrics=list(evaluation.metrics), **what)
+        reply = evaluator.evaluate_here(site, members, split, metrics=list(evaluation.metrics), **what)
         rows += reply["rows"]
     if out:
         write_atomic(out, rows_text(rows).encode())

@@ -497,7 +497,7 @@ _WIDTHS = {
 
 def _of_rows(about: _About) -> tuple[int, int]:
     scores = about.asked.scores
-    most = _MOST_ROWS if scores is None or scores.most is None else scores.most
+    most = _MOST_ROWS if scores is None or scores.most is None else min(scores.most, _MOST_ROWS)
     return most * (_NAMED + 3 * _CHARACTERS * _LONGEST), 0
 
 

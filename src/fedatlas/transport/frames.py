@@ -58,6 +58,13 @@ def question_of(data: bytes | bytearray, **paths: Path | None) -> Question:
     plain = json.loads(data)
     if not isinstance(plain, dict):
         raise ValueError("a question is a JSON object")
+    for key, end in _ENDS.items():
+        if type(plain.get(key)) is not int or not 0 <= plain[key] < end:
+            raise ValueError(
+                f"a question's {key} is {shown(plain.get(key))}; a whole number below {end:,} is expected"
+            )
+    if len(str(plain.get("function", ""))) > _LONGEST:
+        raise ValueError(f"a question's function has more than {_LONGEST} characters")
     given: dict[str, Any] = {key: plain[key] for key in ("shared", "own", "reply") if key in plain} | paths
     try:
         return Question(
@@ -72,8 +79,14 @@ def question_of(data: bytes | bytearray, **paths: Path | None) -> Question:
             memory=None if plain["memory"] is None else str(plain["memory"]),
             most=None if plain.get("most") is None else int(plain["most"]),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"a question lacks or misuses {error}") from None
+
+
+_ENDS = {"round": 10**6, "call": 10**3}
+"""Where the numbers of rounds and calls end, so that names of files made of them keep their order."""
+_LONGEST = 100
+"""Characters that the name of a function may have."""
 
 
 class TooLarge(ValueError):

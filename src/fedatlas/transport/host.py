@@ -26,7 +26,7 @@ from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport import wire
 from fedatlas.transport.allocator import keeping_freed_blocks
 from fedatlas.transport.egress import NetForms
-from fedatlas.transport.frames import Question, printable
+from fedatlas.transport.frames import Question, printable, shown
 from fedatlas.transport.pipeline import Policy, Received, SitePipeline
 from fedatlas.transport.reply import Answer, CallId
 from fedatlas.transport.store import MemoryStore, read_whole, write_atomic
@@ -260,7 +260,7 @@ class Host:
         with contextlib.suppress(OSError):  # the disk may be what is wrong
             self.folder.mkdir(parents=True, exist_ok=True)
             with file.open("a") as log:
-                log.write(f"round {to.round}, call {to.call}, {to.function}\n")
+                log.write(f"round {to.round}, call {to.call}, {shown(to.function)}\n")
                 log.write("".join(traceback.format_exception(error)) + "\n")
         code = type(error).__name__
         content: dict[str, Tree] = {"code": code}

@@ -149,13 +149,17 @@ class Message:
 def _entry(form: Any, most: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """dtype, shape, begin and end of a tensor in a body of `most` bytes. Raises ValueError, KeyError or TypeError
     unless they fit together."""
+    if len(form["shape"]) > _AXES:  # first, since a product of very many numbers takes long
+        raise ValueError(len(form["shape"]))
     dtype, shape = _DTYPES[form["dtype"]], tuple(form["shape"])
     begin, end = form["data_offsets"]
-    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+    if any(type(number) is not int or not 0 <= number <= _ENTRIES for number in shape):
         raise ValueError(shape)
+    if any(type(number) is not int or number < 0 for number in (begin, end)):
+        raise ValueError(begin, end)
     if begin % dtype.itemsize or end > most or end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(shape)
-    if len(shape) > _AXES or math.prod(max(number, 1) for number in shape) > _ENTRIES:  # where one axis is 0
+    if math.prod(max(number, 1) for number in shape) > _ENTRIES:  # where one axis is 0
         raise ValueError(shape)
     return dtype, shape, begin, end
 
