@@ -1,5 +1,6 @@
 """pipeline.py and stages.py: compression, privacy and secure aggregation on the way of a model, with a toy method."""
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.privacy import Privacy
 from fedatlas.transport.protection.secure import Secure
 from fedatlas.transport.rounds import RunFolder, run
-from fedatlas.transport.stages import HeldHere, NotHeld, compressed
+from fedatlas.transport.stages import HeldHere, NotHeld, Releases, compressed
 
 SITES = "abcd"
 
@@ -234,6 +235,34 @@ def test_a_question_asked_again_gets_the_same_noise(tmp_path) -> None:
     clients.begin(2)
     third = ask()
     assert not torch.equal(first["a"], third["a"]) and clients.calls[-1].logs["a"]["releases"] == 2
+
+
+def test_a_run_that_is_begun_anew_keeps_its_replies(tmp_path) -> None:
+    """Its rounds count from 1 again, below those of the run before, whose replies lie in the same folder."""
+    private, sent = Privacy(clip=0.1, noise=1.0), tmp_path / "a" / "exchange" / "sent"
+    go(tmp_path, rounds=6, privacy=private)
+    assert [path.name for path in sorted(sent.iterdir())] == [f"{round:06d}-000.fa" for round in (3, 4, 5, 6)]
+    clients = federation(tmp_path, privacy=private)
+    ask = lambda: {s: r["model"]["weight"] for s, r in clients.call(Drift().step, model=tensors_of(net()))}  # noqa: E731
+    clients.begin(1)
+    first = ask()
+    clients.begin(1)
+    assert torch.equal(first["a"], ask()["a"]) and clients.calls[-1].logs["a"]["releases"] == 7
+    assert [path.name for path in sorted(sent.iterdir())] == [f"{round:06d}-000.fa" for round in (1, 4, 5, 6)]
+
+
+def test_the_reply_that_was_kept_first_goes_first(tmp_path) -> None:
+    kept = Releases(Privacy(clip=0.1, noise=1.0), 4, tmp_path)
+    names = lambda: [path.name[5] for path in sorted((tmp_path / "sent").iterdir())]  # noqa: E731
+    for round, written in ((9, 10), (8, 30), (7, 20), (6, 20)):
+        kept.keep(round, 0, "ab" * 32, b"reply")
+        path = tmp_path / "sent" / f"{round:06d}-000.fa"
+        os.utime(path, ns=(written, written))
+    kept.keep(1, 0, "ab" * 32, b"reply")
+    assert names() == ["1", "6", "7", "8"], "9 was the oldest, whatever its number"
+    kept.keep(2, 0, "ab" * 32, b"reply")
+    assert names() == ["1", "2", "7", "8"], "of equal age the first by name"
+    assert kept.sent_before(2, 0, "ab" * 32) == b"reply" and kept.sent_before(2, 0, "cd" * 32) is None
 
 
 def raising(error: type[Exception]) -> Any:

@@ -220,9 +220,12 @@ class Releases:
         return data[32:] if bytes(data[:32]) == bytes.fromhex(mark) else None
 
     def keep(self, round: int, call: int, mark: str, reply: Data) -> None:
-        """Keeps a reply for `sent_before`."""
-        write_atomic(self._path(round, call), bytes.fromhex(mark) + reply)
-        for old in sorted((self.folder / "sent").glob("*.fa"))[:-4]:
+        """Keeps a reply for `sent_before`, and the three that were written last before it, of whatever rounds: a run that
+        is begun anew counts its rounds from 1 again."""
+        path = self._path(round, call)
+        write_atomic(path, bytes.fromhex(mark) + reply)
+        others = [other for other in path.parent.glob("*.fa") if other != path]
+        for old in sorted(others, key=lambda other: (other.stat().st_mtime_ns, other.name))[:-3]:
             old.unlink()
 
     def _path(self, round: int, call: int) -> Path:
