@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,16 @@ def test_whatever_stands_in_an_agreement_has_an_answer(phantom, tmp_path) -> Non
     own = Desk(phantom, tmp_path)
     for about in (own.agreement(NAMES, float("inf")), own.agreement([["x"]]), {}):  # type: ignore[list-item]
         assert own.ask("local_update", {}, about)["error"] == {"code": "FederationMismatch"}
+
+
+def test_a_container_that_is_started_again_is_the_same_installation(phantom, tmp_path, monkeypatch) -> None:
+    """Though its network address is another one; a copy of the folder is another installation."""
+    monkeypatch.setattr(uuid, "getnode", lambda: 1)
+    first = Desk(phantom, tmp_path).desk.instance
+    monkeypatch.setattr(uuid, "getnode", lambda: 2)
+    assert Desk(phantom, tmp_path).desk.instance == first
+    shutil.copytree(tmp_path, tmp_path / "copy", ignore=shutil.ignore_patterns("copy"))
+    assert Desk(phantom, tmp_path / "copy").desk.instance != first
 
 
 def test_an_evaluation_that_the_file_does_not_have_is_refused(phantom, tmp_path) -> None:

@@ -12,7 +12,6 @@ import json
 import re
 import secrets
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -132,13 +131,13 @@ class SiteDesk:
         self.instance = self._instance()
 
     def _instance(self) -> str:
-        """A name for this installation: it outlives a restart, and a copy of the folder, on another machine or in
-        another place, has another."""
+        """A name for this installation: it outlives a restart, of its container, too, which gets another network address then; and a copy
+        of the folder, on another machine (by /etc/machine-id) or in another place, has another."""
         kept = self.state / "instance"
         if not kept.exists():
             write_atomic(kept, secrets.token_hex(16).encode())
         machine = Path("/etc/machine-id").read_text() if Path("/etc/machine-id").exists() else ""
-        where = f"{machine} {uuid.getnode()} {self.state.resolve()} {kept.read_text()}"
+        where = f"{machine} {self.state.resolve()} {kept.read_text()}"
         return hashlib.sha256(where.encode()).hexdigest()[:16]
 
     def _load(self) -> Federation:
