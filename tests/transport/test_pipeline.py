@@ -304,6 +304,51 @@ def test_what_was_spent_is_not_forgotten_where_the_busiest_sites_are_lost(tmp_pa
     assert _released(folder) == Released(most=9, fewest=1)
 
 
+def test_a_call_that_breaks_off_counts_for_who_answered(tmp_path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    clients = federation(tmp_path, privacy=Privacy(clip=0.1, noise=5.0))
+    clients.keep_released = partial(_keep_released, folder)
+    clients.transport = Tampered(
+        clients.transport, lambda q: "gone" if q.site == "d" and q.round == 3 else None
+    )
+    with pytest.raises(SiteLost, match="round 3"):
+        run(Drift(), net(), clients, 5, after_round=folder.save)
+    assert (tmp_path / "a" / "exchange" / "releases.txt").read_text() == "3"
+    assert _released(folder) == clients.released == Released(most=3, fewest=3)
+    assert len(clients.calls) == 0, "it is no call of a complete round"
+
+
+@pytest.mark.parametrize(
+    ("step", "most", "fewest"),
+    [("secure_share", 2, 4), ("step", 3, 4), ("secure_reveal", 3, 4)],
+)
+def test_a_sum_that_breaks_off_counts_as_far_as_it_can_be_seen(tmp_path, step, most, fewest) -> None:
+    """Masked answers are counted by their sites, but a sum that was not opened is of no fewer sites than the others."""
+    central = Privacy(clip=0.1, noise=5.0, mode="central")
+    clients = federation(tmp_path, method=Even(), secure=Secure(), privacy=central)
+    lose = lambda q: "gone" if q.site == "d" and q.round == 3 and q.function == step else None  # noqa: E731
+    clients.transport = Tampered(clients.transport, lose)
+    with pytest.raises(SiteLost, match="round 3"):
+        run(Even(), net(), clients, 5)
+    assert clients.released == Released(most, fewest)
+
+
+def test_a_sum_that_could_be_opened_counts_with_its_sites(tmp_path) -> None:
+    """Two sites are lost, one before its masked answer, one when the masks are to be lifted: the server has three answers, and
+    too few secrets by its own rule, but a sum of three might be opened."""
+    central = Privacy(clip=0.1, noise=5.0, mode="central")
+    clients = federation(
+        tmp_path, method=Even(), faults=Faults(on_lost="drop", min_sites=3), secure=Secure(), privacy=central
+    )
+    gone = {"step": "d", "secure_reveal": "c"}
+    clients.transport = Tampered(
+        clients.transport, lambda q: "gone" if q.site == gone.get(q.function) else None
+    )
+    with pytest.raises(SiteLost, match="secure_reveal"):
+        run(Even(), net(), clients, 1)
+    assert clients.released == Released(most=1, fewest=3)
+
+
 # ---------------------------------------------------------------------------------------------- secure aggregation
 
 

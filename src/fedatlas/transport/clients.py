@@ -21,7 +21,7 @@ from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.pipeline import ServerPipeline
 from fedatlas.transport.reply import Passing, Refused, Spool
-from fedatlas.transport.stages import NotHeld, Payload
+from fedatlas.transport.stages import LIFTS_MASKS, NotHeld, Payload
 from fedatlas.transport.store import make_room
 
 
@@ -61,14 +61,15 @@ class Transport(Protocol):
 @dataclass(frozen=True)
 class Released:
     """What ε of a run rests on, over all its calls so far. most: noised models that one site has sent; fewest: sites
-    that answered such a call with one."""
+    that answered such a call with one. In a sum under masks that was never opened they count for `most` alone."""
 
     most: int = 0
     fewest: int = NEVER
 
-    def after(self, releases: Sequence[int]) -> "Released":
-        """With a further call. releases: so many has each site sent that answered it."""
-        return Released(max(self.most, *releases), min(self.fewest, len(releases)))
+    def after(self, releases: Sequence[int], *, opened: bool = True) -> "Released":
+        """With a further call. releases: so many has each site sent that answered it; opened: what they answered could be
+        seen, alone or in a sum."""
+        return Released(max(self.most, *releases), min(self.fewest, len(releases)) if opened else self.fewest)
 
 
 @dataclass(frozen=True)
@@ -183,29 +184,34 @@ class SiteClients:
             raise FedAtlasError(f"call of {name}: what it answers is not declared (`sends`)")
         own: dict[str, dict[str, Any]] = {site: to_tree((each or {}).get(site, {})) for site in chosen}  # type: ignore[misc]
         payload = self.pipeline.pack(to_tree(arguments), own)  # type: ignore[arg-type]
-        record = Call(name, {}, {}, {})
-        if self.pipeline.terms.sums(name):
-            replies = self._summed(name, chosen, payload, record)
+        record, steps, sums = Call(name, {}, {}, {}), list[str](), self.pipeline.terms.sums(name)
+        try:
+            if sums:
+                replies = self._summed(name, chosen, payload, record, steps)
+            else:
+                replies = self._ask(name, chosen, payload, record)
+        finally:  # in a call that breaks off, who answered has released all the same
+            record = self._accounted(record.in_order(), opened=not sums or LIFTS_MASKS in steps)
+        if sums:
             self.models = None  # nobody but the sites knows theirs
-        else:
-            replies = self._ask(name, chosen, payload, record)
-            if replies.has("model"):
-                self.models = replies
+        elif replies.has("model"):
+            self.models = replies
         self._call += 1
-        self.calls.append(self._accounted(record.in_order()))
+        self.calls.append(record)
         self._forget()
         return replies
 
-    def _summed(self, function: str, chosen: Sequence[str], payload: Payload, record: Call) -> Spool:
-        """The call with its answers summed under masks: one reply, of nobody."""
+    def _summed(
+        self, function: str, chosen: Sequence[str], payload: Payload, record: Call, steps: list[str]
+    ) -> Spool:
+        """The call with its answers summed under masks: one reply, of nobody. steps: gets the functions that are asked."""
+
+        def ask(name: str, sites: Sequence[str], payload: Payload) -> Spool:
+            steps.append(name)
+            return self._ask(name, sites, payload, record)
+
         attempt = f"{self.about.get('run', '')}/{self._round}/{self._call}"
-        value = self.pipeline.secure_sum(
-            lambda name, sites, payload: self._ask(name, sites, payload, record),
-            function,
-            chosen,
-            payload,
-            attempt,
-        )
+        value = self.pipeline.secure_sum(ask, function, chosen, payload, attempt)
         path = self._folder() / "sum.fa"
         self.pipeline.write(path, {"value": value})
         return Spool({"(sum)": path})
@@ -230,12 +236,12 @@ class SiteClients:
         self._judge(function, chosen, len(files))
         return Spool(files)
 
-    def _accounted(self, record: Call) -> Call:
-        """The record with what privacy was spent so far."""
+    def _accounted(self, record: Call, *, opened: bool = True) -> Call:
+        """The record with what privacy was spent so far. opened: see `Released.after`."""
         releases = [int(log["releases"]) for log in record.logs.values() if "releases" in log]
         if not releases:
             return record
-        released = self.released.after(releases)
+        released = self.released.after(releases, opened=opened)
         spent = self.pipeline.epsilon(released.most, released.fewest)
         self.released = released
         self.keep_released(released)

@@ -258,6 +258,9 @@ def problem_of_releases(log: Mapping[str, Any], round: int, call: int) -> str | 
 STEPS = {"secure_advertise": "public", "secure_share": "shares", "secure_reveal": "revealed"}
 """The steps beside the masked answer: function -> kind of what it answers."""
 
+LIFTS_MASKS = "secure_reveal"
+"""The one of `STEPS` without which nobody sees a sum."""
+
 FOR_STAGES = "_exchange"
 """The key of a payload that is for this module and not for the method's function."""
 
@@ -291,7 +294,7 @@ def secure_sum(
     masked = ask(function, group, payload.with_own(further))
     survivors = masked.sites
     dropped = [site for site in group if site not in survivors]
-    reveals = step("secure_reveal", survivors, {"survivors": survivors, "dropped": dropped})
+    reveals = step(LIFTS_MASKS, survivors, {"survivors": survivors, "dropped": dropped})
     total = secure.unmask(
         secure.ring_sum(masked.each("masked")),
         reveals,
