@@ -518,6 +518,55 @@ def test_a_request_must_be_signed_with_the_present_key(kits: Path) -> None:
         flower.sign(request, kits / "authority", kits, 30)
 
 
+def stranger_s(kits: Path, site: str) -> Path:
+    """A request in a site's name, by somebody who has none of its keys."""
+    public, request = pki.public_openssh(pki.ec_key()).decode(), kits / "stranger.request"
+    request.write_text(json.dumps({"site": site, "public_key": public, "proof": "bm9uZQ=="}))
+    return request
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("site", ["site-c", "never\x00heard", ""])
+def test_a_key_of_no_site_is_not_signed(kits: Path, site: str, older: bool) -> None:
+    engine = kits / "server" / "engine"
+    if older:  # its kit does not say which sites there are
+        about = json.loads((engine / "server.json").read_text())
+        (engine / "server.json").write_text(json.dumps({k: v for k, v in about.items() if k != "sites"}))
+    before = sorted((engine / "sites").iterdir())
+    with pytest.raises(FederationError, match="this deployment has: site-a, site-b|is no name of a site"):
+        flower.sign(stranger_s(kits, site), kits / "authority", kits, 30)
+    assert sorted((engine / "sites").iterdir()) == before
+
+
+def test_a_key_that_was_taken_out_comes_back_by_the_coordinator_s_word_alone(kits: Path) -> None:
+    sites, authority = kits / "server" / "engine" / "sites", kits / "authority"
+    (sites / "site-b.pub").unlink()
+    own = flower.renew(kits / "site-b")
+    for request in (stranger_s(kits, "site-b"), own):
+        with pytest.raises(FederationError, match=r"site-b was taken out .* empty file .*site-b\.lost"):
+            flower.sign(request, authority, kits, 30)
+    assert [path.name for path in sites.iterdir()] == ["site-a.pub"]
+    (sites / "site-b.lost").touch()
+    flower.install(kits / "site-b", flower.sign(own, authority, kits, 30))
+    assert sorted(path.name for path in sites.iterdir()) == ["site-a.pub", "site-b.pub"], "once"
+    with pytest.raises(FederationError, match="not signed with the present key of site site-b"):
+        flower.sign(stranger_s(kits, "site-b"), authority, kits, 30)
+
+
+def test_a_lost_key_is_replaced_when_the_coordinator_says_that_it_is_lost(kits: Path) -> None:
+    kit, sites = kits / "site-a", kits / "server" / "engine" / "sites"
+    before = (kit / "engine" / "site.key").read_bytes()
+    flower.install(kit, flower.sign(flower.renew(kit), kits / "authority", kits, 30))
+    (kit / "engine" / "site.key").write_bytes(before)  # of a backup: the present key is lost
+    request = flower.renew(kit)
+    with pytest.raises(FederationError, match=r"rename .*site-a\.pub to site-a\.lost, and sign again"):
+        flower.sign(request, kits / "authority", kits, 30)
+    (sites / "site-a.pub").rename(sites / "site-a.lost")
+    flower.install(kit, flower.sign(request, kits / "authority", kits, 30))
+    assert sorted(path.name for path in sites.iterdir()) == ["site-a.pub", "site-b.pub"]
+    assert (kit / "engine" / "site.pub").read_bytes() == (sites / "site-a.pub").read_bytes()
+
+
 def test_a_renewed_key_is_used_after_its_answer(kits: Path) -> None:
     kit, before = kits / "site-a", (kits / "site-a" / "engine" / "site.key").read_bytes()
     answer = flower.sign(flower.renew(kit), kits / "authority", kits, 30)

@@ -12,8 +12,8 @@ in the server's kit: Flower by itself offers job submission to everyone who can 
     out/authority/       ca.crt ca.key
 
 A site is the holder of the private key whose public half lies in `sites/<site>.pub` of the server's kit, and of
-no other: a file put there or removed there is taken into account by the running server within seconds. What
-Flower signs of a request is the time (good for five minutes), so that the rest rests on TLS.
+no other: a file put there or removed there is taken into account by the running server within seconds. A file
+`sites/<site>.lost` lets `sign` register the next key of a site without a proof by its present one, once. What Flower signs of a request is the time (good for five minutes), so that the rest rests on TLS.
 """
 
 import base64
@@ -105,7 +105,14 @@ def provision(plan: Plan, out: Path) -> None:
     pki.write(server / "ca.crt", ca)
     pki.write(
         server / "server.json",
-        json.dumps({"host": plan.host, "port": plan.port, "admin_port": plan.admin_port}).encode(),
+        json.dumps(
+            {
+                "host": plan.host,
+                "port": plan.port,
+                "admin_port": plan.admin_port,
+                "sites": sorted(plan.sites),
+            }
+        ).encode(),
     )
     for site in plan.sites:
         folder, key = out / site / "engine", pki.ec_key()
@@ -325,10 +332,12 @@ def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
 
     For a site, its new public key replaces the present one in out/server/engine/sites, where a running server
     finds it; the site is then refused until it has installed the key. The request must be signed with the present
-    key. Where that is lost or no longer to be trusted, remove the site's file there first, and compare the new
-    key with the site by another way. For the server, a certificate valid for `days`.
+    key. Where that is lost or no longer to be trusted, compare the new key with the site by another way, rename
+    `<site>.pub` there to `<site>.lost`, and sign again; for a site whose file was removed, make an empty
+    `<site>.lost`. It is gone when the key is signed. For the server, a certificate valid for `days`.
 
-    Raises FederationError for a request that is damaged, of an unknown site, or not signed with its present key.
+    Raises FederationError for a request that is damaged, of a site that the deployment does not have or whose key was
+    taken out, or not signed with its present key.
     """
     _needs("cryptography")
     try:
@@ -337,7 +346,7 @@ def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
         raise FederationError(f"{request} cannot be read ({type(error).__name__})") from None
     if data.startswith(b"-----BEGIN CERTIFICATE REQUEST"):
         return _sign_server(request, data, authority, out, days)
-    return _register(request, data, out / "server" / "engine" / "sites")
+    return _register(request, data, out / "server" / "engine")
 
 
 def _sign_server(request: Path, data: bytes, authority: Path, out: Path, days: int) -> Path:
@@ -355,7 +364,7 @@ def _sign_server(request: Path, data: bytes, authority: Path, out: Path, days: i
     return answer
 
 
-def _register(request: Path, data: bytes, sites: Path) -> Path:
+def _register(request: Path, data: bytes, engine: Path) -> Path:
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -372,16 +381,29 @@ def _register(request: Path, data: bytes, sites: Path) -> Path:
         raise FederationError(f"{request}: only ECDSA keys are allowed; make one with `renew`")
     if not site or site.startswith(".") or "/" in site or "\\" in site:
         raise FederationError(f"{request}: {site!r} is no name of a site")
-    path = sites / f"{site}.pub"
+    sites = engine / "sites"
+    path, lost = sites / f"{site}.pub", sites / f"{site}.lost"
+    # the server's kit of an older version does not list its sites
+    known = set(read_json(engine / "server.json").get("sites", []))
+    known |= {file.stem for pattern in ("*.pub", "*.lost") for file in sites.glob(pattern)}
+    if site not in known:
+        raise FederationError(f"{request} is of {site!r}; this deployment has: {', '.join(sorted(known))}")
     if path.exists():
         try:
             pki.public_openssh_of(path).verify(proof, _claim(site, public), ec.ECDSA(hashes.SHA384()))
         except InvalidSignature:
             raise FederationError(
                 f"{request} is not signed with the present key of site {site} ({path}). If the site has lost that "
-                f"key, compare its new key with the site by telephone, remove {path}, and sign again"
+                f"key, compare its new key with the site by telephone, rename {path} to {lost.name}, and sign again"
             ) from None
+    elif not lost.exists():
+        raise FederationError(
+            f"{request}: the key of site {site} was taken out ({path} is not there), so that nothing shows who asks. "
+            f"If the site is to come back, compare its new key with it by telephone, make an empty file {lost}, and "
+            "sign again"
+        )
     pki.write(path, public)
+    lost.unlink(missing_ok=True)
     return path
 
 
