@@ -643,7 +643,9 @@ def _released(folder: RunFolder) -> Released:
         return Released(**read_json(file))
     released = Released()
     for log, _ in folder.records():
-        counts = [int(numbers["releases"]) for numbers in log["sites"].values() if "releases" in numbers]
+        counts = {
+            site: int(numbers["releases"]) for site, numbers in log["sites"].items() if "releases" in numbers
+        }
         if log.get("released"):
             released = Released(**log["released"])
         elif counts:

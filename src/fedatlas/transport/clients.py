@@ -61,15 +61,22 @@ class Transport(Protocol):
 @dataclass(frozen=True)
 class Released:
     """What ε of a run rests on, over all its calls so far. most: noised models that one site has sent; fewest: sites
-    that answered such a call with one. In a sum under masks that was never opened they count for `most` alone."""
+    that answered such a call with one. In a sum under masks that was never opened they count for `most` alone. sites: site -> what it had
+    sent before it last began to count anew, and what it says since."""
 
     most: int = 0
     fewest: int = NEVER
+    sites: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False)
 
-    def after(self, releases: Sequence[int], *, opened: bool = True) -> "Released":
-        """With a further call. releases: so many has each site sent that answered it; opened: what they answered could be
-        seen, alone or in a sum."""
-        return Released(max(self.most, *releases), min(self.fewest, len(releases)) if opened else self.fewest)
+    def after(self, releases: Mapping[str, int], *, opened: bool = True) -> "Released":
+        """With a further call. releases: so many has each site sent that answered it, as its own folder counts; where that is fewer than it
+        said before, the folder was lost, and what it had said is added. opened: what they answered could be seen, alone or in a sum."""
+        sites = dict(self.sites)
+        for site, told in releases.items():
+            before, last = sites.get(site, (0, 0))
+            sites[site] = (before + last, told) if told < last else (before, told)
+        most = max(self.most, *(sum(sites[site]) for site in releases))
+        return Released(most, min(self.fewest, len(releases)) if opened else self.fewest, sites)
 
 
 @dataclass(frozen=True)
@@ -238,7 +245,7 @@ class SiteClients:
 
     def _accounted(self, record: Call, *, opened: bool = True) -> Call:
         """The record with what privacy was spent so far. opened: see `Released.after`."""
-        releases = [int(log["releases"]) for log in record.logs.values() if "releases" in log]
+        releases = {site: int(log["releases"]) for site, log in record.logs.items() if "releases" in log}
         if not releases:
             return record
         released = self.released.after(releases, opened=opened)

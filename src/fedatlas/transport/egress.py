@@ -5,8 +5,9 @@ by names, kinds, shapes and sizes, before a tensor is read (`Message.forms` give
 values.
 
 The log is append-only and chained: every line holds the digest of the line before it, so that a line that is
-changed, taken out or put between others is found. Lines cut off at the end are not found by the log alone; the
-server's own record of the run holds the bytes that arrived.
+changed, taken out or put between others is found, unless all digests after it are computed anew, which needs no key: note the
+last digest elsewhere. Lines cut off at the end are not found by the log alone; the server's own record of the run holds the bytes
+that arrived.
 
 What a check of form cannot find is information hidden in the values of a tensor of the right shape.
 """
