@@ -569,14 +569,18 @@ def test_the_best_of_the_finished_is_bold() -> None:
 def test_an_arm_that_misses_a_hard_class_is_not_the_best_by_it() -> None:
     """Its mean is over what it finds; the paired differences do without what either lacks."""
     found = results("hd95", one=[5.0, 6.0], two=[7.0, 8.0], three=[6.0, 6.5])
-    found["arms"]["one"] |= {"per_class": {"a": [5.0, None]}, "undefined": 1, "lacking": 3, "values": 12}
+    found["arms"]["one"] |= {
+        "per_class": {"a": [5.0, None]},
+        "undefined": 1,
+        "lacking": 3,
+        "lacking_in": ["a"],
+        "values": 12,
+    }
     text = markdown(found)
     assert "| one | 2 | 5.0 | 5.5 ± 0.7 |" in text and "| three | 2 | **6.2 ± 0.4** | **6.2 ± 0.4** |" in text
     told = "Values of site, case and class that an arm lacks and another has (an empty prediction has no distance): one 3 of 12."
-    assert (
-        told in text
-        and "all values are lacking in a seed: one 1 times; such a mean over columns is never bold." in text
-    )
+    assert told in text and "all values are lacking in a seed: one 1 times." in text
+    assert "Means are over the rest, and such a mean is never bold." in text
     assert "an arm lacks" in markdown(results(one=[0.5, 0.5]) | {"tables": [found]})
     assert "an arm lacks" not in markdown(results("hd95", one=[5.0, 6.0], two=[7.0, 8.0]))
     # where no arm has a value nobody lacks one
