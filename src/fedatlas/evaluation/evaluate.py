@@ -239,24 +239,21 @@ class Evaluator(ABC):
         `federation.tasks.Task.extra`.
         """
         self._require(split, metrics)
-        pictures = overlays and self.options.overlays
-        return self.evaluate_here(site, members, split, model, round, grid, metrics, pictures, **extra)
+        given = [Member.from_payload(member) for member in members]
+        candidate = Candidate(model, round, given, overlays and self.options.overlays)
+        return self.evaluate_here(site, candidate, split, grid, metrics, **extra)
 
     def evaluate_here(
         self,
         site: EvaluationSite,
-        members: list[dict[str, Any]],
+        candidate: Candidate,
         split: str,
-        model: str,
-        round: int,
         grid: str,
-        metrics: list[str],
-        overlays: bool = False,
+        metrics: Sequence[str],
         **extra: Any,
     ) -> dict[str, Any]:
         """As `evaluate`, of any split and by any metric: for rows that stay on the machine that has the cases."""
-        given = [Member.from_payload(member) for member in members]
-        return self._evaluate(site, [Candidate(model, round, given, overlays)], split, grid, metrics, **extra)
+        return self._evaluate(site, [candidate], split, grid, metrics, **extra)
 
     def _require(self, split: str, metrics: Sequence[str]) -> None:
         """Raises FederationError unless this is an evaluation that the federation file has, which is what a site agreed to: never of

@@ -30,6 +30,7 @@ from fedatlas.data.site_data import SiteData
 from fedatlas.data.transforms import Preprocessing
 from fedatlas.data.voxels import VoxelData
 from fedatlas.evaluation.classification import NO_CUT, Threshold
+from fedatlas.evaluation.evaluate import Candidate
 from fedatlas.evaluation.images import Panel
 from fedatlas.evaluation.postprocess import Postprocess, postprocess
 from fedatlas.evaluation.statistics import POST, rows_text
@@ -284,12 +285,11 @@ def evaluate_folder(
         )
     require_kind(trained, source, anyway, warn)
     evaluator = task_of(federation).evaluator(replace(federation, evaluation=evaluation), space)
-    members = [member.to_payload() for member in trained.members]
+    candidate = Candidate(model, trained.round, trained.members)
     site = Visitor(index.name, source, trained, splits, seen)
-    what = {"model": model, "round": trained.round, "grid": "original", "overlays": False} | extra
     rows: list[dict[str, Any]] = []
     for split in splits:
-        reply = evaluator.evaluate_here(site, members, split, metrics=list(evaluation.metrics), **what)
+        reply = evaluator.evaluate_here(site, candidate, split, "original", list(evaluation.metrics), **extra)
         rows += reply["rows"]
     if out:
         write_atomic(out, rows_text(rows).encode())
