@@ -136,7 +136,7 @@ def test_an_evaluation_that_the_file_does_not_have_is_refused(phantom, tmp_path)
     [
         ({"round": 10**7}, "a question's round is 10000000; a whole number below 1,000,000 is expected"),
         ({"round": -1}, "a question's round is -1"),
-        ({"call": 1000}, "a question's call is 1000"),
+        ({"call": 10**6}, "a question's call is 1000000"),
         ({"round": float("inf")}, "a question's round is inf"),
         ({"round": True}, "a question's round is True"),
         ({"function": "f" * 101}, "more than 100 characters"),

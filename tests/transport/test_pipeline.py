@@ -321,6 +321,18 @@ def test_a_site_that_counts_anew_is_added_up(tmp_path) -> None:
     assert then.calls[-1].epsilon == then.pipeline.epsilon(6, len(SITES))
 
 
+def test_the_very_answer_of_then_is_not_counted_twice() -> None:
+    """A run whose last rounds are damaged asks them again, and the sites send what they keep, with the counts of then."""
+    released = Released()
+    for number in (1, 2, 3):
+        released = released.after({"a": number, "b": number}, call=f"{number}/0")
+    again = released.after({"a": 2, "b": 2}, call="2/0").after({"a": 3, "b": 3}, call="3/0")
+    assert again.most == 3 and again.sites == {"a": (0, 3), "b": (0, 3)}
+    assert released.after({"a": 1, "b": 2}, call="2/0").sites == {"a": (3, 1), "b": (0, 3)}, (
+        "a lost its folder"
+    )
+
+
 def test_a_call_that_breaks_off_counts_for_who_answered(tmp_path) -> None:
     folder = RunFolder(tmp_path / "run")
     clients = federation(tmp_path, privacy=Privacy(clip=0.1, noise=5.0))

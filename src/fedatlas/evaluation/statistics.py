@@ -118,7 +118,7 @@ def _wilcoxon(differences: np.ndarray) -> float:
     if n > EXACT:
         return float(stats.wilcoxon(differences).pvalue)  # type: ignore[union-attr]
     signs = (np.arange(2**n)[:, None] >> np.arange(n)) & 1
-    sums = np.sort(signs @ ranks)
+    sums = signs @ ranks
     seen, whole = float(ranks[differences > 0].sum()), float(ranks.sum())
     extreme = abs(seen - whole / 2)
     return float(np.mean(np.abs(sums - whole / 2) >= extreme - 1e-9))

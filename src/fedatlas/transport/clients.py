@@ -21,7 +21,7 @@ from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.pipeline import ServerPipeline
 from fedatlas.transport.reply import Passing, Refused, Spool
-from fedatlas.transport.stages import LIFTS_MASKS, NotHeld, Payload
+from fedatlas.transport.stages import KEPT_REPLIES, LIFTS_MASKS, NotHeld, Payload
 from fedatlas.transport.store import make_room
 
 
@@ -62,21 +62,29 @@ class Transport(Protocol):
 class Released:
     """What ε of a run rests on, over all its calls so far. most: noised models that one site has sent; fewest: sites
     that answered such a call with one. In a sum under masks that was never opened they count for `most` alone. sites: site -> what it had
-    sent before it last began to count anew, and what it says since."""
+    sent before it last began to count anew, and what it says since. heard: call -> what sites said with their answers to it, of the last
+    calls."""
 
     most: int = 0
     fewest: int = NEVER
     sites: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False)
+    heard: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False)
 
-    def after(self, releases: Mapping[str, int], *, opened: bool = True) -> "Released":
-        """With a further call. releases: so many has each site sent that answered it, as its own folder counts; where that is fewer than it
-        said before, the folder was lost, and what it had said is added. opened: what they answered could be seen, alone or in a sum."""
-        sites = dict(self.sites)
+    def after(self, releases: Mapping[str, int], *, call: str = "", opened: bool = True) -> "Released":
+        """With a further call. releases: so many has each site sent that answered it, as its own folder counts. Where that is fewer than it
+        said before, the folder was lost, and what it had said is added; but not where it said the same to the same call, which is the
+        very answer of then. opened: what they answered could be seen, alone or in a sum."""
+        sites, then = dict(self.sites), self.heard.get(call, {})
         for site, told in releases.items():
             before, last = sites.get(site, (0, 0))
-            sites[site] = (before + last, told) if told < last else (before, told)
+            if told >= last:
+                sites[site] = (before, told)
+            elif told != then.get(site):
+                sites[site] = (before + last, told)
         most = max(self.most, *(sum(sites[site]) for site in releases))
-        return Released(most, min(self.fewest, len(releases)) if opened else self.fewest, sites)
+        others = [(name, of) for name, of in self.heard.items() if name != call]
+        heard = dict([*others, (call, dict(releases))][-KEPT_REPLIES:])
+        return Released(most, min(self.fewest, len(releases)) if opened else self.fewest, sites, heard)
 
 
 @dataclass(frozen=True)
@@ -248,7 +256,7 @@ class SiteClients:
         releases = {site: int(log["releases"]) for site, log in record.logs.items() if "releases" in log}
         if not releases:
             return record
-        released = self.released.after(releases, opened=opened)
+        released = self.released.after(releases, call=f"{self._round}/{self._call}", opened=opened)
         spent = self.pipeline.epsilon(released.most, released.fewest)
         self.released = released
         self.keep_released(released)

@@ -83,8 +83,8 @@ def question_of(data: bytes | bytearray, **paths: Path | None) -> Question:
         raise ValueError(f"a question lacks or misuses {error}") from None
 
 
-_ENDS = {"round": 10**6, "call": 10**3}
-"""Where the numbers of rounds and calls end, so that names of files made of them keep their order."""
+_ENDS = {"round": 10**6, "call": 10**6}
+"""Where the numbers of rounds and calls end; files are named by them."""
 _LONGEST = 100
 """Characters that the name of a function may have."""
 

@@ -184,6 +184,10 @@ def expanded(model: dict[str, Any], sent: Tensors, comm: Comm) -> Tensors:
 # -------------------------------------------------------------------------------------------------------------- privacy
 
 
+KEPT_REPLIES = 4
+"""So many private answers does a site keep, to be sent again as they were."""
+
+
 @dataclass
 class Releases:
     """A site's end of differential privacy. folder: keeps the number of releases, and the last replies as they were
@@ -220,12 +224,14 @@ class Releases:
         return data[32:] if bytes(data[:32]) == bytes.fromhex(mark) else None
 
     def keep(self, round: int, call: int, mark: str, reply: Data) -> None:
-        """Keeps a reply for `sent_before`, and the three that were written last before it, of whatever rounds: a run that
+        """Keeps a reply for `sent_before`, and those that were written last before it, of whatever rounds: a run that
         is begun anew counts its rounds from 1 again."""
         path = self._path(round, call)
         write_atomic(path, bytes.fromhex(mark) + reply)
         others = [other for other in path.parent.glob("*.fa") if other != path]
-        for old in sorted(others, key=lambda other: (other.stat().st_mtime_ns, other.name))[:-3]:
+        for old in sorted(others, key=lambda other: (other.stat().st_mtime_ns, other.name))[
+            : 1 - KEPT_REPLIES
+        ]:
             old.unlink()
 
     def _path(self, round: int, call: int) -> Path:

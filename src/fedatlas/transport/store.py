@@ -231,7 +231,7 @@ class MemoryStore:
         return (int(version[:6]), int(version[7:])) if version else None
 
     def versions(self) -> list[str]:
-        """The names of all that is kept, oldest first; a name orders by round and call."""
+        """The names of all that is kept, oldest first, by round and call."""
         return [self._path(version).stem for version in self._versions()]
 
     def after(self, round: int, call: int) -> str:
@@ -243,8 +243,8 @@ class MemoryStore:
         return self.folder / f"{version[0]:06d}-{version[1]:03d}.fa"
 
     def _versions(self) -> list[tuple[int, int]]:
-        names = sorted(path.stem for path in self.folder.glob("[0-9]*-[0-9]*.fa"))
-        return [(int(name[:6]), int(name[7:])) for name in names]
+        names = [path.stem for path in self.folder.glob("[0-9]*-[0-9]*.fa")]
+        return sorted((int(name[:6]), int(name[7:])) for name in names)
 
     def _newest_before(self, limit: tuple[int, int]) -> tuple[int, int] | None:
         older = [version for version in self._versions() if version < limit]
