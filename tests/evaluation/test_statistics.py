@@ -10,6 +10,7 @@ from fedatlas.evaluation.statistics import (
     bootstrap_interval,
     client_wise_index,
     holm,
+    interval_levels,
     macro_over_classes,
     paired,
     read_rows,
@@ -106,6 +107,16 @@ def test_bootstrap_covers_the_mean_and_repeats() -> None:
     low, high = bootstrap_interval(values, np.random.default_rng(2))
     assert low < np.mean(values) < high and 0.3 < high - low < 0.9
     assert (low, high) == bootstrap_interval(values, np.random.default_rng(2))
+
+
+def test_an_interval_of_few_values_is_as_wide_as_its_level_says() -> None:
+    """Of 8 values; with percentiles of 2.5 and 97.5 of 8 draws 88 of 100 hold the mean."""
+    rng = np.random.default_rng(0)
+    held = [low <= 0 <= high for low, high in
+            (bootstrap_interval(rng.normal(size=8).tolist(), rng, draws=400) for _ in range(1000))]  # fmt: skip
+    assert 0.925 < np.mean(held) < 0.97
+    assert interval_levels(10**6) == pytest.approx((2.5, 97.5), abs=1e-3)
+    assert bootstrap_interval([0.3], rng) == (0.3, 0.3)
 
 
 def test_rows_survive_on_disk(tmp_path) -> None:

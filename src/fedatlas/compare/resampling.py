@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedatlas.evaluation.statistics import LEAST_PAIRS
+from fedatlas.evaluation.statistics import LEAST_PAIRS, interval_levels
 
-DRAWS = 1000
+DRAWS = 4000
 """Resamples of cases or patients."""
 
 
@@ -24,10 +24,12 @@ class Cell(NamedTuple):
 def interval_of(
     cells: Sequence[Cell], rng: np.random.Generator, *, unit: str = "case", draws: int = DRAWS
 ) -> dict[str, Any]:
-    """The weighted mean of the cells' means, and its 95 % percentile interval over resamples.
+    """The weighted mean of the cells' means, and its 95 % interval over resamples.
 
-    A resample draws as many cases (patients, each with all of its cases) of every site as there are, with replacement, the same ones in all cells; a cell that
-    is left without one is left out of that resample, and its weight goes to the others of its column. unit: what is drawn, "case" or "patient". value, low, high, n (how
+    A resample draws cases (patients, each with all of its cases) of every site with replacement, the same ones in all cells. It draws
+    one fewer than the site has, so that the variance of a site's mean is not too small with few (McCarthy and Snowden, 1985, "The
+    bootstrap and finite population sampling"), and the interval lies between the percentiles of `interval_levels`. A cell that is
+    left without a case is left out of that resample, and its weight goes to the others of its column. unit: what is drawn, "case" or "patient". value, low, high, n (how
     many there are to draw from), and reason where there is none of the first, or no interval: with fewer than LEAST_PAIRS, or a single one of a site, which no resample varies.
     """
     used = [cell for cell in cells if cell.values]
@@ -49,7 +51,7 @@ def interval_of(
     columns = {column: place for place, column in enumerate(dict.fromkeys(cell.column for cell in used))}
     total, weight = np.zeros((2, len(columns), draws))
     for site, names in units.items():
-        drawn = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), draws).astype(float)
+        drawn = rng.multinomial(len(names) - 1, np.full(len(names), 1 / len(names)), draws).astype(float)
         for cell in (cell for cell in used if cell.site == site):
             values = [cell.values.get(name, ()) for name in names]
             n = drawn @ np.array([len(of) for of in values], dtype=float)
@@ -61,7 +63,7 @@ def interval_of(
     whole = np.bincount([columns[cell.column] for cell in used], weights)[:, None]
     # no weights are all 0: every resample has something drawn, and all of that is in a cell
     found = np.average(means, axis=0, weights=whole * (weight > 0))
-    low, high = np.percentile(found, [2.5, 97.5])
+    low, high = np.percentile(found, interval_levels(count - len(units)))
     return {"value": value, "low": float(low), "high": float(high), "n": count, "reason": ""}
 
 

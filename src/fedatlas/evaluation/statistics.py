@@ -135,18 +135,34 @@ def holm(p: Sequence[float]) -> list[float]:
     return adjusted.tolist()
 
 
+def interval_levels(freedom: int, *, level: float = 0.95) -> tuple[float, float]:
+    """The two percentiles of resampled means between which an interval of that level lies, in percent.
+
+    2.5 and 97.5 hold for many values only. With few, the percentiles move out as far as the bounds of Student's t lie outside those
+    of a normal distribution (the expanded percentile interval of Hesterberg, 2015, "What teachers should know about the
+    bootstrap"). freedom: as many values as were drawn from, less one for each site; at least 1.
+    """
+    from scipy import stats  # takes half a second to import
+
+    low = 100 * float(stats.norm.sf(stats.t.ppf(0.5 + level / 2, freedom)))
+    return low, 100 - low
+
+
 def bootstrap_interval(
     values: Sequence[float], rng: np.random.Generator, *, level: float = 0.95, draws: int = 2000
 ) -> tuple[float, float]:
     """The percentile interval of the mean; draws whole values, which should be one per patient.
 
-    Raises ValueError if there are no values.
+    A resample is one value short of all, so that its variance is that of a mean (that of as many as there are is too small by
+    1/n), and the percentiles are those of `interval_levels`. A single value has itself as both bounds. Raises ValueError if there are no values.
     """
     array = np.asarray(values, dtype=float)
     if not len(array):
         raise ValueError("bootstrap: no values; at least one is needed")
-    means = array[rng.integers(0, len(array), (draws, len(array)))].mean(1)
-    low, high = np.percentile(means, [50 * (1 - level), 50 * (1 + level)])
+    if len(array) == 1:
+        return float(array[0]), float(array[0])
+    means = array[rng.integers(0, len(array), (draws, len(array) - 1))].mean(1)
+    low, high = np.percentile(means, interval_levels(len(array) - 1, level=level))
     return float(low), float(high)
 
 

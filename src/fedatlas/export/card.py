@@ -139,7 +139,7 @@ def _of_cases(run: read.Run, rows: Sequence[tables.RowDict]) -> Iterator[str]:
                 lines.append([run.title(name), str(n), *cells])
         if lines:
             yield table([words, "n", *(tables.described(m).title for m in metrics)], lines)
-    yield "Mean over cases, with its 95 % interval (percentile bootstrap over cases, 2,000 draws); n: cases with a value."
+    yield "Mean over cases, with its 95 % interval (bootstrap over cases, 2,000 draws, as wide for few cases as Student's t asks); n: cases with a value."
 
 
 def _interval(values: Sequence[float], rng: np.random.Generator, decimals: int) -> str:
