@@ -185,6 +185,8 @@ def test_a_name_in_the_place_of_a_block_is_told_how(small, tmp_path) -> None:
         ("net.name=unett", "^-o net.name=unett: the net 'unett' does not exist; did you mean 'unet'"),
         ("method.mu=1", "^-o method.mu=1: the key 'mu' does not exist; of method fedavg, known: swa_start,"),
         ("labels.names=[a]", r"^-o labels.names=\[a\]: labels.names: exclusive classes begin with 'background'"),
+        ("labels={names: [background, a], groups: [[a, b]]}", r"labels.groups: no class 'b'; known: background, a$"),
+        ("labels={names: [background, a], findings: {a: null}}", r"labels.findings: the finding 'a' has the name of"),
         ("rounds=2020-13-45", "^-o rounds=2020-13-45: rounds: got '2020-13-45'"),
     ):  # fmt: skip
         with pytest.raises(FederationError, match=text):

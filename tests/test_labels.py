@@ -20,7 +20,7 @@ def test_groups_cover_all_foreground_in_order() -> None:
         (("background", "liver", "liver"), (), "liver is given twice"),
         (("liver", "spleen"), (), "begin with 'background'"),
         (("background",), (), "no class besides"),
-        (("background", "a"), ((0, 1),), "holds class 0; allowed: 1 to 1"),
+        (("background", "a"), ((0, 1),), "a group holds 'background'; allowed: a$"),
         (("background", "a", "b"), ((1,), (1, 2)), "'a' is in two groups"),
     ],
 )

@@ -64,10 +64,9 @@ class LabelSpace:
         for group in self.groups:
             for index in group:
                 if index not in self.foreground:
-                    allowed = f"{self.foreground.start} to {self.foreground.stop - 1}"
-                    raise FederationError(
-                        f"label space: group {group} holds class {index}; allowed: {allowed}"
-                    )
+                    got = self.names[index] if 0 <= index < len(self.names) else index
+                    allowed = ", ".join(self.names[of] for of in self.foreground)
+                    raise FederationError(f"label space: a group holds {got!r}; allowed: {allowed}")
                 if index in seen:
                     raise FederationError(f"label space: class {self.names[index]!r} is in two groups")
                 seen.add(index)
@@ -131,6 +130,22 @@ class LabelSpace:
         findings, about = tuple(plain.get("findings", ())), tuple(plain.get("finding_of", ()))
         level = plain.get("level", "voxel")
         return cls(tuple(plain["names"]), groups, plain["exclusive"], level, findings, about)
+
+    @classmethod
+    def of_names(
+        cls,
+        names: Sequence[str],
+        groups: Iterable[Sequence[str]] = (),
+        *,
+        exclusive: bool = True,
+        level: Literal["voxel", "image"] = "voxel",
+        findings: Mapping[str, str | None] | None = None,
+    ) -> "LabelSpace":
+        """A space whose groups are of names, and whose findings are name -> the name of the class that it is about, or None."""
+        plain = cls(tuple(names), (), exclusive, level)
+        about = {name: None if of is None else plain.index(of) for name, of in (findings or {}).items()}
+        of_groups = tuple(tuple(plain.index(name) for name in group) for group in groups)
+        return cls(plain.names, of_groups, exclusive, level, tuple(about), tuple(about.values()))
 
     def index(self, name: str) -> int:
         """The class of a name; FederationError if there is none."""

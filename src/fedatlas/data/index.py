@@ -686,10 +686,7 @@ def label_space_of(
         names.update(dict.fromkeys(site))
     if not exclusive:
         names.pop(BACKGROUND, None)
-    plain = LabelSpace(tuple(names), exclusive=exclusive)
-    return LabelSpace(
-        plain.names, tuple(tuple(plain.index(name) for name in group) for group in groups), exclusive
-    )
+    return LabelSpace.of_names(tuple(names), groups, exclusive=exclusive)
 
 
 def split_validation(index: SiteIndex, *, seed: int, fraction: float) -> dict[Split, tuple[Case, ...]]:

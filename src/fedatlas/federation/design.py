@@ -401,10 +401,7 @@ def space_of(federation: Federation, brings: Mapping[str, Sequence[str]]) -> Lab
     names = given.names
     if names is None:
         names = label_space_of([brings[site] for site in sorted(brings)], (), exclusive).names
-    plain = LabelSpace(names, (), exclusive, level)
-    groups = tuple(tuple(plain.index(name) for name in group) for group in given.groups)
-    about = tuple(None if name is None else plain.index(name) for name in given.findings.values())
-    return LabelSpace(names, groups, exclusive, level, tuple(given.findings), about)
+    return LabelSpace.of_names(names, given.groups, exclusive=exclusive, level=level, findings=given.findings)
 
 
 def cache_folder(federation: Federation, runs: Path) -> Path:

@@ -297,14 +297,21 @@ def _of_task(federation: Federation) -> Federation:
 
 
 def _check_names(federation: Federation, source: str, given: Mapping[str, str]) -> None:
-    """Raises FederationError for `labels.names` that make no label space."""
-    names, level = federation.labels.names, "voxel" if federation.task == "segmentation" else "image"
-    try:
-        if names is not None:
-            LabelSpace(names, exclusive=bool(federation.labels.exclusive), level=level)
-    except FederationError as error:
-        what = f"{blamed(('labels', 'names'), source, given)}: labels.names"
-        raise FederationError(f"{what}: {str(error).removeprefix('label space: ')}") from None
+    """Raises FederationError for `labels` that make no label space, where they give its names."""
+    labels, level = federation.labels, "voxel" if federation.task == "segmentation" else "image"
+    if labels.names is None:
+        return
+    parts_of: dict[str, dict[str, Any]] = {
+        "names": {},
+        "groups": {"groups": labels.groups},
+        "findings": {"findings": labels.findings},
+    }
+    for key, parts in parts_of.items():
+        try:
+            LabelSpace.of_names(labels.names, exclusive=bool(labels.exclusive), level=level, **parts)
+        except FederationError as error:
+            what = f"{blamed(('labels', key), source, given)}: labels.{key}"
+            raise FederationError(f"{what}: {str(error).removeprefix('label space: ')}") from None
 
 
 def _all_used(federation: Federation) -> None:
