@@ -12,7 +12,7 @@ import yaml
 from scipy import stats
 
 from fedatlas.compare import Comparison, Layout, collect, load_comparison, write_table
-from fedatlas.compare.cells import UnitOf, cell_tests, over_cases, pairs_of
+from fedatlas.compare.cells import Counted, UnitOf, cell_tests, over_cases, pairs_of
 from fedatlas.compare.running import average
 from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import holm, rows_text
@@ -386,6 +386,32 @@ def test_the_verdict_ranks_what_is_whole(tmp_path) -> None:
     text = markdown(collect(comparison))
     assert "(an empty prediction has no distance): unet 2 of 4. " in text
     assert "| unet | 1 | **2.0** | – | 2.0 |" in text and "| menu | 1 | **2.0** | **8.0** | **5.0** |" in text
+
+
+def test_in_a_seed_that_the_first_arm_lacks_its_sites_and_classes_are_counted() -> None:
+    """Validation cases follow the seed, so that no case of it need be one of the first arm's."""
+
+    def row(case: str, name: str, known: bool = True) -> dict[str, Any]:
+        return {"site": "c1", "case": case, "class": name, "known": known}
+
+    counted = Counted({0: [row("one", "liver"), row("one", "kidney", False)]}, known=True)
+    assert counted(0, row("one", "liver")) and not counted(0, row("two", "liver"))
+    assert counted(1, row("two", "liver")) and not counted(1, row("two", "kidney"))
+    assert not counted(1, {**row("two", "liver"), "site": "c2"})
+
+
+def test_what_a_site_annotates_is_read_of_the_first_arm_even_if_it_forgets_nothing(tmp_path) -> None:
+    """`standalone` has nothing to forget; an arm with more labels comes after it."""
+    comparison = menu(tmp_path, arms={"localized": {"method.name": "standalone"}, "unet": {}})
+    local = {"c2/kidney": [0.2] * 6}
+    for arm in comparison.arms:
+        pretend(comparison, arm, {"best": {"c2/kidney": [0.9] * 6}, "local/c1": local})
+    file = comparison.path("unet", 0) / "run.json"
+    about = json.loads(file.read_text())
+    about["sites"]["c1"]["annotated"] = [*ORGANS]
+    file.write_text(json.dumps(about))
+    found = collect(comparison)["forgetting"]
+    assert list(found) == ["unet"] and found["unet"]["value"] == pytest.approx(-0.7)
 
 
 def test_the_verdict_says_of_a_further_table_which_means_are_of_less(tmp_path) -> None:

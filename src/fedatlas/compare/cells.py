@@ -19,6 +19,25 @@ def place_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["site"], row["case"], row["class"]
 
 
+class Counted:
+    """Which rows of scores are counted for all arms: those of a site, case and class that one arm, the first that is finished, has.
+
+    In a seed that this arm lacks other cases may be validated on; there its sites and classes are counted, whatever the case.
+    known: whether each is annotated, as that arm says.
+    """
+
+    def __init__(self, of_seeds: Mapping[int, Iterable[Mapping[str, Any]]], known: bool | None) -> None:
+        self.seeds = set(of_seeds)
+        self.known = {place_of(row): bool(row["known"]) for rows in of_seeds.values() for row in rows}
+        self._places = {place for place, of in self.known.items() if known in (None, of)}
+        self._cells = {(site, name) for site, _, name in self._places}
+
+    def __call__(self, seed: int, row: Mapping[str, Any]) -> bool:
+        if seed in self.seeds:
+            return place_of(row) in self._places
+        return (row["site"], row["class"]) in self._cells
+
+
 class UnitOf(NamedTuple):
     """(site, case) -> what is paired and resampled. name: "case", or "patient" where sites say how a case's name tells its patient.
     patterns: site -> the expression that finds it."""

@@ -1,12 +1,13 @@
 """Validation of all arms over the rounds, of every class too, and how much it swings."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedatlas.compare.cells import place_of
+from fedatlas.compare.cells import Counted
 from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import average
 from fedatlas.evaluation.statistics import cell_means, class_means, select
@@ -25,7 +26,8 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
 
     metric: that of the tables, if every arm validates it, else the one that selects the best round. seeds: those that
     are finished; rounds, values: per seed the rounds with a value in whose validation no site was lost, and it: of the global model on the training grid, averaged
-    as the table is, over all sites and the values of site, case and class that the first arm has in that seed, of `measure.known`. change:
+    as the table is, over all sites and the values of site, case and class that the first finished arm has, of `measure.known` (see
+    `Counted`). change:
     per seed the mean absolute difference between neighbouring values; fall: the same of steps for the worse alone, all others being 0. A
     steady gain has a change, and no fall. classes: class -> per seed (round, the mean over sites).
     """
@@ -36,22 +38,17 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
     if not all(metric in evaluation.round_metrics for evaluation in evaluated):
         metric = selects(comparison.first)
     found: dict[str, dict[str, Any]] = {}
-    counted: dict[int, set[tuple[str, str, str]]] = {}
+    counted = Counted({}, None)
     for arm in comparison.arms:
         of_seeds: dict[int, list[tuple[int, float]]] = {}
         of_classes: dict[str, dict[int, list[list[float]]]] = {}
-        for seed in seeds[arm]:
-            of_rounds = _rows(comparison.path(arm, seed), metric)
-            if seed not in counted:
-                known = comparison.measure.known
-                counted[seed] = {
-                    place_of(row)
-                    for rows in of_rounds.values()
-                    for row in rows
-                    if known in (None, row["known"])
-                }
+        validated = {seed: _rows(comparison.path(arm, seed), metric) for seed in seeds[arm]}
+        if not counted.seeds:
+            of_all = {seed: chain.from_iterable(of_rounds.values()) for seed, of_rounds in validated.items()}
+            counted = Counted(of_all, comparison.measure.known)
+        for seed, of_rounds in validated.items():
             kept = {
-                number: cell_means(row for row in rows if place_of(row) in counted[seed])
+                number: cell_means(row for row in rows if counted(seed, row))
                 for number, rows in of_rounds.items()
             }
             means = {number: average(comparison, cells) for number, cells in kept.items()}

@@ -33,15 +33,15 @@ def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> di
     model = "best" if measure.model.startswith("local/") else measure.model
     annotated: dict[str, set[str]] = {}
     for arm in comparison.arms:
+        if not annotated and seeds[arm]:
+            sites = read_run(comparison.path(arm, seeds[arm][0]))["sites"]
+            annotated = {name: set(site["annotated"]) for name, site in sites.items()}
         method = make_method(comparison.federation(arm))
         if any({"model", "classes"} <= set(kinds) for kinds in sends_of(method).values()):
             continue
         both: list[tuple[str, _Both]] = []
         for seed in seeds[arm]:
             path = comparison.path(arm, seed)
-            if not annotated:
-                sites = read_run(path)["sites"]
-                annotated = {name: set(site["annotated"]) for name, site in sites.items()}
             rows = select(all_rows(comparison, arm, seed), metric=comparison.metric, split=measure.split)
             rows = [row for row in rows if row["case"] and row["value"] is not None and has_truth(row)]
             rows = [row for row in rows if comparison.counts(arm, row["site"])]

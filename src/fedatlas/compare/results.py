@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedatlas.compare.cells import UnitOf, Values, cell_tests, means_of, over_cases, place_of, unit_of
+from fedatlas.compare.cells import (
+    Counted,
+    UnitOf,
+    Values,
+    cell_tests,
+    means_of,
+    over_cases,
+    place_of,
+    unit_of,
+)
 from fedatlas.compare.costs import costs
 from fedatlas.compare.curves import curves
 from fedatlas.compare.forgetting import forgetting
@@ -109,10 +118,10 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     "site/class" -> `OverCases`. tests, with layout.against: see `cell_tests`. Those two have the rows of an arm
     in its place.
 
-    A cell that the first finished arm does not have is not counted for any: an arm that was given more labels is
+    A cell that the first finished arm does not have is not counted for any (see `Counted`): an arm that was given more labels is
     scored on what all are. known_of: that arm, which also says which classes a site annotates.
     """
-    counted: dict[tuple[str, str, str], bool] = {}
+    counted = Counted({}, None)
     values: dict[str, dict[int, Values]] = {}
     arms: dict[str, dict[str, Any]] = {}
     own: dict[str, dict[int, Values]] = {}
@@ -127,18 +136,15 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
             if by_site and arm in comparison.measure.local:
                 for site, of_seed in local_rows(comparison, arm, seed).items():
                     rows.setdefault(f"{arm}/{site}", {})[seed] = of_seed
-        if not counted and done.seeds[arm]:
+        if not counted.seeds and done.seeds[arm]:
             known_of = arm
-            counted = {
-                place_of(row): row["known"]
-                for of in rows.values()
-                for of_seed in of.values()
-                for row in of_seed
+            of_seeds = {
+                seed: [row for of in rows.values() for row in of.get(seed, ())] for seed in done.seeds[arm]
             }
-        wanted = {key for key, known in counted.items() if comparison.measure.known in (None, known)}
+            counted = Counted(of_seeds, comparison.measure.known)
         found = {
             name: {
-                seed: {place_of(row): row["value"] for row in of_seed if place_of(row) in wanted}
+                seed: {place_of(row): row["value"] for row in of_seed if counted(seed, row)}
                 for seed, of_seed in of.items()
             }
             for name, of in rows.items()
@@ -146,7 +152,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
         values[arm] = found.pop(arm)
         own |= found
     cells = {arm: {seed: means_of(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
-    starred = _starred(comparison, counted)
+    starred = _starred(comparison, counted.known)
     for arm, of_arm in cells.items():
         paths = [comparison.path(one, seed) for seed in of_arm for one in comparison.trained(arm)]
         runs = [read_run(path) for path in paths]
