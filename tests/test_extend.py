@@ -266,6 +266,29 @@ def test_the_verb_writes_a_file_that_learns_a_new_class(finished, joins, tmp_pat
     assert state["old"] == [classes.index(c) for c in classes[1:]] and state["teacher"]
 
 
+def test_a_group_may_hold_a_class_that_a_site_brings_and_a_site_that_replaces_one_brings_its_classes(
+    finished, joins, tmp_path
+) -> None:
+    known = json.loads((finished / "run.json").read_text())["labels"]["names"]
+    for name in ("new", "s0"):
+        out = tmp_path / f"with-{name}.yaml"
+        new = {"sites": [joins | {"name": name}], "labels": {"groups": [[known[1], "new class"]]}}
+        extend(finished, asked(tmp_path, new), out)
+        labels = load_federation(out).labels
+        assert labels.names == (*known, "new class") and labels.groups == ((known[1], "new class"),)
+
+
+def test_a_class_that_nobody_annotates_any_more_is_told(finished, tmp_path) -> None:
+    sites = json.loads((finished / "run.json").read_text())["sites"]
+    names = {name for site in sites.values() for name in site["annotated"]}
+    owners = {name: [site for site, of in sites.items() if name in of["annotated"]] for name in names}
+    rare = min(sorted(owners), key=lambda name: len(owners[name]))
+    new = asked(tmp_path, {"rounds": 3})
+    told = extend(finished, new, tmp_path / "out.yaml", without=owners[rare])
+    assert re.search(f"nobody annotates .*{rare}.* any more", told[2])
+    assert not any("nobody" in line for line in extend(finished, new, tmp_path / "whole.yaml"))
+
+
 def test_the_loss_that_a_runs_method_took_goes_on(small, joins, tmp_path) -> None:
     """A file that names none has that of its method: marginal, or what fedatlas takes."""
     for method, options in (("fedavg", None), ("fedatlas", NO_CLASS_LOST)):
@@ -303,6 +326,12 @@ def test_what_the_new_file_says_stands_before_the_run(
         ({"sites": {"name": "x"}}, (), "sites: expected a list of mappings, each with a name"),
         ({"sites": [{"path": "x"}]}, (), "sites: expected a list of mappings, each with a name"),
         ({"sites": [{"name": "x", "path": "nowhere"}]}, (), "site x: .*nowhere"),
+        (
+            {"sites": [{"name": "x", "path": "a"}, {"name": "x", "path": "b"}]},
+            (),
+            "sites: x is given twice; each name",
+        ),
+        ({"labels": {"names": "larynx"}}, (), r"labels.names: got 'larynx'; expected a list, as \[larynx\]"),
         ({"labels": 3}, (), "labels: got 3; expected a mapping of keys"),
         ({"rounds": 3}, ("--without", "s9"), "--without: the site 's9' does not exist; .*known: s0, s1, s2"),
         ({"method": {"name": "mibb"}}, (), "'mibb' does not exist; did you mean 'mib'"),

@@ -77,7 +77,11 @@ def _places(plain: Any, path: Sequence[str]) -> Iterator[tuple[dict[str, Any], s
     first, *rest = path
     if isinstance(plain, list):
         for entry in plain:
-            if rest and (first == entry["name"] or (first == "*" and entry["role"] == "train")):
+            if (
+                rest
+                and isinstance(entry, dict)
+                and (first == entry["name"] or (first == "*" and entry["role"] == "train"))
+            ):
                 yield from _places(entry, rest)
     elif isinstance(plain, dict) and not rest:
         yield plain, first

@@ -35,22 +35,32 @@ def extend(
     require_run(run, "run.json")
     if out.exists():
         raise FederationError(f"{out}: exists already; name another file with -o")
-    space = record_of(run)[1]
+    info, space, _ = record_of(run)
     known, of_run = space.names, load_federation(run / "federation.yaml")
     old, new = read_yaml(run / "federation.yaml"), load_raw(file)
     if not new and not without:
         raise FederationError(f"{file}: says nothing new; give `sites`, new names in `labels`, or other keys")
-    sites = _sites(old, new.pop("sites", None) or [], without, file)
+    given = new.pop("sites", None) or []
+    sites = _sites(old, given, without, file)
     labels = new.pop("labels", None) or {}
     if not isinstance(labels, Mapping):
         raise FederationError(
             f"{file}: labels: got {labels!r}; expected a mapping of keys, as names: [larynx]"
         )
-    added = [name for name in labels.get("names") or () if name not in known]
+    names = labels.get("names") or []
+    if not isinstance(names, list):
+        raise FederationError(f"{file}: labels.names: got {names!r}; expected a list, as [{names}]")
+    added = [name for name in names if name not in known]
+    asked = [str(site["name"]) for site in given]
+    # groups and findings may be of classes that are known once the sites that bring them have been read
+    later = {} if names else {key: labels[key] for key in ("groups", "findings") if key in labels}
     values: dict[str, Any] = {
         "extends": os.path.relpath((run / "federation.yaml").resolve(), out.resolve().parent),
         "name": f"{old['name']}-extended"[:100],
-        "labels": {**labels, "names": [*known, *added]},
+        "labels": {
+            **{key: value for key, value in labels.items() if key not in later},
+            "names": [*known, *added],
+        },
         "sites": list(sites.values()),
         "init_from": {"path": str(run.resolve()), "model": model},
         "method": methods.continued(of_run.method, make_method(of_run), space),
@@ -59,8 +69,9 @@ def extend(
     joined = [name for name in sites if name not in {site["name"] for site in old["sites"]}]
     try:
         federation = _written(values, out, run)
-        if not labels.get("names"):
-            values["labels"]["names"] += _brought(federation, joined, known)
+        if not names:
+            values["labels"]["names"] += _brought(federation, asked, known)
+            values["labels"] |= later
             federation = _written(values, out, run)
     except BaseException:
         out.unlink(missing_ok=True)
@@ -73,6 +84,12 @@ def extend(
         )
     ]
     told.append(sentence(federation.init_from, space_of(federation, {})))
+    kept = [set(info["sites"].get(name, {}).get("annotated", ())) for name in sites if name not in asked]
+    lost = set[str]().union(*(site["annotated"] for site in info["sites"].values())).difference(*kept)
+    if lost and not asked:
+        told.append(
+            f"nobody annotates {', '.join(name for name in known if name in lost)} any more; a run needs a site that does"
+        )
     return [*told, f"method: {federation.method['name']}, {federation.rounds} rounds"]
 
 
@@ -86,6 +103,10 @@ def _sites(old: Mapping[str, Any], new: Any, without: Sequence[str], file: Path)
         del sites[name]
     if not isinstance(new, list) or not all(isinstance(site, Mapping) and "name" in site for site in new):
         raise FederationError(f"{file}: sites: expected a list of mappings, each with a name")
+    asked = [str(site["name"]) for site in new]
+    twice = sorted({name for name in asked if asked.count(name) > 1})
+    if twice:
+        raise FederationError(f"{file}: sites: {', '.join(twice)} is given twice; each name is allowed once")
     defaults = TypeAdapter(SiteConfig).dump_python(SiteConfig(name="any"), mode="json")  # type: ignore[call-arg]
     kept = {
         name: {key: value for key, value in site.items() if key == "name" or value != defaults.get(key)}
@@ -101,10 +122,10 @@ def _written(values: Mapping[str, Any], out: Path, run: Path) -> Federation:
     return load_federation(out)
 
 
-def _brought(federation: Federation, joined: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The names of classes that sites which join bring, and that are not known yet."""
+def _brought(federation: Federation, asked: Sequence[str], known: Sequence[str]) -> list[str]:
+    """The names of classes that sites which join, or replace others, bring, and that are not known yet."""
     task, names = task_of(federation), []
     for site in federation.sites:
-        if site.name in joined and site.path is not None:
+        if site.name in asked and site.path is not None:
             names += task.read(federation, site, Path(site.path)).brings
     return [name for name in dict.fromkeys(names) if name not in known]
