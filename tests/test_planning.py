@@ -18,6 +18,8 @@ from fedatlas.core.errors import DataError, FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.names import key
 from fedatlas.data.checks import check_federation, shared_scans
+from fedatlas.data.index import split_validation
+from fedatlas.data.transforms import geometry_of
 from fedatlas.federation.design import Design, Experiment
 from fedatlas.federation.file import load_federation, parse_federation
 from fedatlas.federation.forecast import (
@@ -31,9 +33,18 @@ from fedatlas.federation.forecast import (
     made_up,
     makespan,
 )
-from fedatlas.planning.description import SPREAD, VALUES, Description, describe, read_description, written
+from fedatlas.federation.tasks import task_of
+from fedatlas.planning.description import (
+    SPREAD,
+    VALUES,
+    Description,
+    _sample,
+    describe,
+    read_description,
+    written,
+)
 from fedatlas.planning.names import Merged, Question, merged
-from fedatlas.planning.plan import descriptions
+from fedatlas.planning.plan import brought, descriptions, sizes
 from fedatlas.planning.recognise import recognised
 from fedatlas.planning.rules import (
     Machine,
@@ -155,6 +166,39 @@ def test_an_organ_drawn_whole_and_by_sides_becomes_one_class() -> None:
     assert merged(sites, Answers(1)).names == ["kidney", "left kidney", "right kidney"]
 
 
+@pytest.mark.parametrize("right", [{}, {"right kidney": (3, 0)}], ids=["not in the table", "nobody drew it"])
+def test_a_side_alone_is_not_annotated_where_another_site_draws_the_whole(
+    right: dict[str, tuple[int, int]],
+) -> None:
+    sites = [
+        told("north", {"kidney": (3, 3)}),
+        told("south", {"left kidney": (3, 3), "spleen": (3, 3)} | right),
+        told("west", {"left kidney": (3, 3), "right kidney": (3, 3)}),
+    ]
+    for given in (sites, sites[:2]):
+        ask = Answers()
+        found = classes(merged(given, ask))
+        assert found["south/left kidney"] is None, "else every right kidney counted as no kidney"
+        assert found.get("south/right kidney") is None and found["south/spleen"] == "spleen"
+        assert found["north/kidney"] == "kidney"
+        assert "One side alone is drawn as 'left kidney' at site south" in ask.asked[-1]
+        assert found.get("west/left kidney", "kidney") == found.get("west/right kidney", "kidney") == "kidney"
+
+
+def test_a_side_that_was_looked_for_and_is_absent_makes_the_organ_whole() -> None:
+    sites = [told("a", {"kidney": (3, 3)}), told("b", {"left kidney": (3, 3), "right kidney": (3, 0)})]
+
+    def ask(question: Question) -> int:
+        return 1 if "Was it looked for" in question.text else 0
+
+    assert set(classes(merged(sites, ask)).values()) == {"kidney"}
+
+
+def test_a_site_without_a_label_that_counts_is_told() -> None:
+    found = merged([told("a", {"kidney": (3, 3)}), told("b", {"left kidney": (3, 3)})], Answers())
+    assert found.names == ["kidney"] and any("site b: none of its labels" in note for note in found.notes)
+
+
 def test_a_label_that_nobody_drew_is_not_annotated() -> None:
     sites = [told("a", {"liver": (3, 3), "spleen": (3, 0)}), told("b", {"spleen": (3, 2)})]
     assert classes(merged(sites, Answers())) == {"a/liver": "liver", "a/spleen": None, "b/spleen": "spleen"}
@@ -175,6 +219,31 @@ def test_a_lesion_without_its_organ_is_of_the_organ_beside_it() -> None:
     found = merged(sites, Answers())
     assert classes(found)["a/cancer"] == "liver cancer" and classes(found)["b/cancer"] == "pancreas cancer"
     assert sorted(found.groups) == [("liver", "liver cancer"), ("pancreas", "pancreas cancer")]
+
+
+@pytest.mark.parametrize(
+    ("sites", "expected"),
+    [
+        (["liver spleen cancer", "pancreas cancer"], ["cancer as at a", "pancreas cancer"]),
+        (["liver spleen cancer", "spleen liver cancer", "pancreas kidney cancer"], ["cancer as at a", "cancer as at a", "cancer as at c"]),
+        (["liver cancer", "cancer", "liver cancer"], ["liver cancer", "cancer as at b", "liver cancer"]),
+        (["liver Liver_Cancer cancer", "pancreas cancer"], ["cancer as at a", "pancreas cancer"]),
+        (["liver cancer", "pancreas cancer", "liver Liver_Cancer"], ["Liver_Cancer", "pancreas cancer"]),
+        (["liver cyst cancer", "pancreas cancer"], ["liver cancer", "pancreas cancer"]),
+        (["liver spleen cancer", "liver spleen cancer"], ["cancer", "cancer"]),
+        (["kidney cancer", "left_kidney right_kidney cancer"], ["cancer", "cancer"]),
+    ],
+)  # fmt: skip
+def test_a_lesion_without_its_organ_is_one_class_only_where_the_organs_are_the_same(
+    sites: list[str], expected: list[str]
+) -> None:
+    given = [told(site, dict.fromkeys(own.split(), (3, 3))) for site, own in zip("abc", sites, strict=False)]
+    ask = Answers()
+    found = classes(merged(given, ask))
+    assert [ours for place, ours in found.items() if place.endswith("/cancer")] == expected
+    assert any("is it the same class" in text for text in ask.asked) == (expected[0] != "cancer")
+    once = merged(given, Answers(1)).classes
+    assert {ours for (_, own), ours in once.items() if own == "cancer"} == {"cancer"}
 
 
 def test_a_finding_that_no_site_has_is_left_out_and_told() -> None:
@@ -303,6 +372,33 @@ def test_proposals_are_a_federation_file(machine: Machine) -> None:
     assert len(proposals_patch(sites, machine, 2)) == 2 and len(proposals_patch(sites, machine, 3)) == 3
 
 
+@pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize(("coarse", "letters"), [(0, "ASR"), (1, "RSA"), (2, None)])
+def test_slices_lie_across_the_coarse_axis(coarse: int, letters: str | None, machine: Machine) -> None:
+    spacing, shape = [0.8, 0.8], [96.0, 160.0]
+    spacing.insert(coarse, 4.4)
+    shape.insert(coarse, 12.0)
+    found = proposals([told("a", {"x": (1, 1)}, spacing=tuple(spacing), shape=tuple(shape))], 2, machine)
+    values = values_of(found)["preprocessing"]
+    assert values.get("orientation") == letters
+    assert values["spacing"] == [0.8, 0.8, 4.4] and values["context"] == 1 and values["patch"] == [96, 160]
+    reason = next(p.reason for p in found if p.key == "preprocessing.patch")
+    assert "0.8 × 0.8 × 4.4 mm" in reason and "96 × 160 × 12 voxels" in reason
+    federation = parse_federation(values_of(found) | {"name": "n", "sites": [{"name": "a"}]}, base=Path())
+    assert federation.preprocessing is not None
+    whole = tuple(int(n) for n in shape)
+    geometry = geometry_of(whole, np.diag([*spacing, 1.0]), federation.preprocessing)
+    assert geometry.grid_shape == (96, 160, 12), "the run's grid is the one that was planned for"
+
+
+def test_two_coarse_axes_are_no_reason_for_slices() -> None:
+    site = told("a", {"x": (1, 1)}, spacing=(5.0, 5.0, 1.0), shape=(64.0, 64.0, 200.0))
+    found = proposals([site], 2, GPU)
+    values = values_of(found)["preprocessing"]
+    assert len(values["patch"]) == 3 and "orientation" not in values
+    assert "blocks: a GPU trains blocks" in next(p.reason for p in found if p.key == "preprocessing.patch")
+
+
 def proposals_patch(sites: list[Description], machine: Machine, dimensions: int) -> list[int]:
     return values_of(proposals(sites, 3, machine, dimensions))["preprocessing"]["patch"]
 
@@ -325,6 +421,58 @@ def test_a_description_is_read_as_it_was_written(phantom: Path, tmp_path: Path) 
     file.write_text(written(made))
     assert read_description(file) == made
     assert made.cases["train"] == 4 and all(label.present for label in made.labels.values())
+
+
+@pytest.mark.parametrize(
+    "shape", [(200, 200, 40), (400, 400, 109), (512, 512, 9), (500, 400, 100), (30, 200, 300), (256, 256, 1)]
+)
+def test_every_slice_of_a_case_counts(shape: tuple[int, int, int]) -> None:
+    for axis, n in enumerate(shape):
+        along = [1, 1, 1]
+        along[axis] = n
+        slices = np.broadcast_to(np.arange(n, dtype=np.float32).reshape(along), shape)
+        seen = _sample(slices.ravel())
+        assert len(np.unique(seen)) == n and 5_000 <= len(seen) <= 40_000
+        assert seen.mean() == pytest.approx((n - 1) / 2, rel=0.02)
+
+
+def test_ct_with_a_padded_slice_is_taken_for_ct(tmp_path: Path) -> None:
+    import nibabel as nib
+
+    voxels = np.full((200, 200, 40), -1000, np.int16)
+    voxels[60:140, 60:140] = 40
+    voxels[..., 0] = 0
+    drawn = np.zeros(voxels.shape, np.uint8)
+    drawn[80:100, 80:100, 10:20] = 1
+    for name, values in (("imagesTr/a_0000", voxels), ("labelsTr/a", drawn)):
+        (tmp_path / name).parent.mkdir()
+        nib.save(nib.Nifti1Image(values, np.diag([2.0, 2.0, 5.0, 1.0])), tmp_path / f"{name}.nii.gz")  # type: ignore[attr-defined]
+    (tmp_path / "dataset.json").write_text(
+        json.dumps({"labels": {"background": 0, "liver": 1}, "file_ending": ".nii.gz"})
+    )
+    assert describe(*recognised(tmp_path, "a")).is_ct
+
+
+def test_a_site_of_a_file_is_described_by_its_own_names_whatever_its_aliases(
+    phantom: Path, small, tmp_path: Path, capsys
+) -> None:
+    folder = phantom / "site-0"
+    plain = describe(*recognised(folder, "a"))
+    first, *others = plain.labels
+    keys: dict[str, Any] = {"name": "a", "path": str(folder), "aliases": {first: "ours", others[0]: "theirs"}}
+    names = ["background", "ours", "theirs", *others[1:]]
+    for annotated, own in ((None, [*plain.labels]), (["ours"], [first]), ([others[0]], [others[0]])):
+        values = small | {"labels": {"names": names}, "sites": [keys | {"annotated": annotated}]}
+        federation = parse_federation(values, base=tmp_path)
+        found = descriptions(federation, [], lambda text: None)["a"]
+        assert found.labels == {name: plain.labels[name] for name in own}, "as the hospital describes itself"
+        assert brought(federation, found) == brought(federation, plain)
+        assert brought(federation, found) == [keys["aliases"].get(name, name) for name in own]
+        if annotated is None:
+            assert found.intensities == plain.intensities
+        file = tmp_path / "federation.yaml"
+        file.write_text(yaml.safe_dump(values))
+        assert main(["plan", str(file), "--no-trial", "--quiet"]) == 0 and not capsys.readouterr().err
 
 
 def changed(**keys: Any) -> str:
@@ -644,6 +792,52 @@ def test_descriptions_that_are_not_of_the_file_are_refused(
 
 
 # ---------------------------------------------------------------------------------------------------- predictions
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"cases": 4},
+        {"cases": 100},
+        {"split": {"validation": 0, "test": 10}},
+        {"split": {"validation": 0.25, "test": 0.1}, "cases": 5},
+        {"split": {"validation": 3, "folds": 3, "fold": 2}},
+        {"patient": r"scan_(\d)"},
+        {"patient": r"scan_(\d)", "split": {"validation": 3, "test": 0.5}},
+    ],
+    ids=str,
+)
+def test_splits_are_planned_as_a_run_takes_them(keys: dict[str, Any], small, tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    for number in range(20):
+        write_scan(folder, f"imagesTr/scan_{number % 5}{number // 5}_0000.nii.gz", None, number)
+        write_scan(folder, "unused.nii.gz", f"labelsTr/scan_{number % 5}{number // 5}.nii.gz", number)
+    (folder / "unused.nii.gz").unlink()
+    table = {"labels": {"background": 0, "liver": 1, "spleen": 2}, "file_ending": ".nii.gz"}
+    (folder / "dataset.json").write_text(json.dumps({"channel_names": {"0": "CT"}, **table}))
+    site = {"name": "a", "path": str(folder), **keys}
+    federation = parse_federation(small | {"sites": [site], "labels": {}}, base=tmp_path)
+    index = task_of(federation).read(federation, federation.sites[0], folder)
+    taken = split_validation(
+        index, seed=federation.evaluation.split_seed, fraction=federation.evaluation.validation
+    )
+    elsewhere = parse_federation(
+        small | {"sites": [{"name": "a", "path": str(folder), "patient": keys.get("patient")}], "labels": {}},
+        base=tmp_path,
+    )
+    described = descriptions(elsewhere, [], lambda text: None)["a"]
+    for given in ([], [described]):  # read here, where `split` was drawn, and described before there was one
+        sites = descriptions(federation, given, lambda text: None)
+        planned = sizes(federation, sites, {"a": ["liver", "spleen"]})["a"].cases
+        assert planned == {split: len(cases) for split, cases in taken.items()}
+
+
+def test_a_split_that_leaves_nothing_to_train_on_is_refused(small, tmp_path: Path) -> None:
+    site = {"name": "a", "path": "a", "split": {"validation": 4, "test": 6}}
+    federation = parse_federation(small | {"sites": [site], "labels": {}}, base=tmp_path)
+    with pytest.raises(FederationError, match="site a: split: 4 cases .* 6 for the test leave nothing"):
+        sizes(federation, {"a": told("a", {"x": (10, 10)})}, {"a": ["x"]})
 
 
 def test_tasks_are_done_in_their_order_by_whoever_is_free() -> None:

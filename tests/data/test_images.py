@@ -122,6 +122,17 @@ def test_csv_uncertain_by_policy(site: Path, policy: str, counts: tuple[int, int
     assert listed(csv_table, "north", site, form, NONE).counts() == {"Effusion": counts, "Nodule": counts}
 
 
+@pytest.mark.parametrize("value", ["inf", "-inf", "Infinity", "1e999", "-nan", "0.5", "yes"])
+def test_csv_values_that_are_none_are_told_by_line(tmp_path: Path, value: str) -> None:
+    table(tmp_path / "labels.csv", [("file", "Nodule"), ("a.png", "1"), ("b.png", value)])
+    for name in ("a.png", "b.png"):
+        picture(tmp_path / name)
+    listing = listed(csv_table, "north", tmp_path, CsvForm(patient="file", classes=("Nodule",)), NONE)
+    [problem] = listing.problems
+    assert list(by_name(listing)) == ["a"] and problem.fatal and problem.file == "labels.csv, line 3"
+    assert f"column 'Nodule' holds {value!r}; allowed: 1 present" in problem.what
+
+
 def test_csv_classes_by_name_and_no_finding(tmp_path: Path) -> None:
     """CheXpert's columns: No Finding makes what is left empty absent, and overrules nothing that is said."""
     rows = [

@@ -69,6 +69,42 @@ def test_what_is_annotated_may_differ_per_case(tmp_path: Path) -> None:
     assert "'kidney', which is not in the table" in told(root)
 
 
+def test_annotated_that_is_no_table_is_refused(tmp_path: Path) -> None:
+    """Also where the first training case has no label file."""
+    root = nnunet(tmp_path / "s", ["a", "b"], annotated=[["liver"]])
+    (root / "labelsTr" / "a.nii.gz").unlink()
+    assert 'the key "annotated" must be a table of cases, {case: [label names]}, got list' in told(root)
+    nnunet(root, ["a"], annotated=[])
+    assert "got list" in told(root)
+    nnunet(root, ["a"], annotated=None)
+    assert index_of(root).cases[0].annotated == ("liver", "spleen")
+
+
+def test_files_of_another_ending_are_noted(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", ["a", "b"], ["t"], numTraining=3)
+    for name in ("imagesTr/c_0000.nii", "labelsTr/c.nii", "imagesTs/u_0000.NII.GZ", "labelsTs/u.Nii"):
+        touch(root / name)
+    for name in ("imagesTr/.hidden_0000.nii", "labelsTr/notes.txt", "labelsTr/folder.nii/inside.txt"):
+        touch(root / name)
+    index = index_of(root)
+    assert [case.name for case in index.cases] == ["a", "b", "t"]
+    numbers, *notes = index.problems
+    assert not any(note.fatal for note in index.problems) and "numTraining is 3" in numbers.what
+    assert [note.file for note in notes] == [
+        "imagesTr/c_0000.nii",
+        "labelsTr/c.nii",
+        "imagesTs/u_0000.NII.GZ",
+        "labelsTs/u.Nii",
+    ]
+    assert "does not end in .nii.gz, the file_ending of dataset.json" in str(notes[0])
+    root = tmp_path / "t"
+    for name in ("imagesTr/a_0000.nii", "labelsTr/a.nii", *(f"imagesTr/b{n}_0000.nii.gz" for n in range(30))):
+        touch(root / name)
+    (root / "dataset.json").write_text(json.dumps({"labels": {"liver": 1}, "file_ending": ".nii"}))
+    notes = index_of(root).problems
+    assert len(notes) == 21 and notes[0].file == "imagesTr/b0_0000.nii.gz" and "10 more" in notes[20].what
+
+
 def test_missing_files_are_kept_as_problems(tmp_path: Path) -> None:
     root = nnunet(tmp_path / "s", ["a", "b", "c"], [], 2, channel_names={"0": "T1", "1": "T2"})
     (root / "labelsTr" / "a.nii.gz").unlink()
@@ -236,6 +272,55 @@ def test_patients(tmp_path: Path) -> None:
     for wrong in ("(", "p1", "(a)(b)"):
         with pytest.raises(FederationError, match="site x: patient"):
             SiteConfig(name="x", path=".", patient=wrong)
+
+
+def test_keys_of_patients_that_are_no_case(tmp_path: Path) -> None:
+    """None is a case: refused. Some are none: an error, or a note where every case has its patient."""
+    names = [f"P{patient}_{scan}" for patient in range(1, 4) for scan in "ab"]
+    table = {name: name[:2] for name in names}
+    root = nnunet(tmp_path / "s", names, patients={f"{name}_0000": name[:2] for name in names})
+    text = told(root)
+    assert "dataset.json" in text and "'P1_a_0000', 'P1_b_0000', 'P2_a_0000' and 3 more" in text
+    assert "the cases are: 'P1_a', 'P1_b', 'P2_a' and 3 more" in text
+
+    nnunet(root, names, patients={("P1_a_0000" if name == "P1_a" else name): name[:2] for name in names})
+    [problem] = index_of(root).problems
+    assert problem.fatal and problem.file == "dataset.json"
+    assert "no case here: 'P1_a_0000', while these cases are not in it: 'P1_a'" in problem.what
+
+    nnunet(root, names, patients=table | {"P4_a": "P4"})
+    index = index_of(root)
+    [note] = index.problems
+    assert not note.fatal and note.what.endswith("no case here: 'P4_a'")
+    assert {case.name: case.patient for case in index.cases} == table
+
+    nnunet(root, names, patients={"P1_a": "P1", "P1_b": "P1"})
+    assert not index_of(root).problems, "a table may leave cases out"
+    for case in names:
+        (root / "labelsTr" / f"{case}.nii.gz").unlink()
+    assert all("labelsTr" in problem.file for problem in index_of(root).problems), (
+        "what is wrong is said first"
+    )
+    nnunet(root, names, patients=[["P1_a", "P1"]])
+    assert "must be {case: patient}, got list" in told(root)
+
+
+@pytest.mark.parametrize("nothing", [None, float("nan"), "", " "])
+def test_a_patient_that_is_left_open_is_missing(tmp_path: Path, nothing: Any) -> None:
+    """As exports of tables write it: it is not one patient "None"."""
+    names = ["p1_a", "p1_b", "p2_a"]
+    root = nnunet(tmp_path / "s", names, patients={"p1_a": nothing, "p1_b": nothing, "p2_a": 7})
+    assert [case.patient for case in index_of(root).cases] == ["p1_a", "p1_b", "7"]
+    assert [case.patient for case in index_of(root, patient=r"^(p\d+)").cases] == ["p1", "p1", "7"]
+    entries = [
+        {"image": f"imagesTr/{name}_0000.nii.gz", "label": f"labelsTr/{name}.nii.gz", "patient": nothing}
+        for name in names
+    ]
+    entries[2]["patient"] = 7
+    for form in ("monai", "msd"):
+        (root / "list.json").write_text(json.dumps({"labels": {"liver": 1}, "training": entries}))
+        found = index_of(root, format=form, table="list.json").cases
+        assert [case.patient for case in found] == ["p1_a", "p1_b", "7"]
 
 
 def test_validation_is_split_by_patient_and_by_nothing_else(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from fedatlas.data.datasets.shared.listing import (
     Splitting,
     annotated_in,
     parse_table,
+    patient_of,
     read_json,
     shown,
 )
@@ -289,7 +290,7 @@ def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
             )
     layout = Layout(config.name, root, config.table, config.labels, config.test_labels)
     index = _read(config, chosen or datasets.get(detect(layout)), layout, seed, "voxel")
-    index = replace(index, cases=_with_patients(config, index.cases, root))
+    index = _with_patients(config, index)
     if config.reference:
         index = _with_reference(config.reference, index)
     if config.split is not None:
@@ -525,17 +526,20 @@ def _taken(
     return taken if count >= portion else set(order)
 
 
-def _with_patients(config: SiteConfig, cases: Sequence[Case], root: Path) -> tuple[Case, ...]:
-    table = root / config.table
+def _with_patients(config: SiteConfig, index: SiteIndex) -> SiteIndex:
+    """The cases with their patients: those of the table "patients", then those that the expression finds, then those of
+    the layout. Keys of the table that are no case are a problem, see `_unmatched`."""
+    table = index.root / config.table
     listed = read_json(table, config.name).get("patients") or {} if table.is_file() else {}
     if not isinstance(listed, dict):
-        raise DataError(f'site {config.name}: {root / config.table}: "patients" must be {{case: patient}}')
+        raise DataError(
+            f'site {config.name}: {table}: "patients" must be {{case: patient}}, got {type(listed).__name__}'
+        )
+    problems = _unmatched(config, table, listed, [case.name for case in index.cases])
     found = []
-    for case in cases:
-        patient = case.patient
-        if case.name in listed:
-            patient = str(listed[case.name])
-        elif config.patient is not None:
+    for case in index.cases:
+        patient = patient_of(listed.get(case.name), "")
+        if not patient and config.patient is not None:
             match = re.search(config.patient, case.name)
             if match is None or match[1] is None:
                 raise DataError(
@@ -543,8 +547,38 @@ def _with_patients(config: SiteConfig, cases: Sequence[Case], root: Path) -> tup
                     "correct the expression"
                 )
             patient = match[1]
-        found.append(replace(case, patient=patient))
-    return tuple(found)
+        found.append(replace(case, patient=patient or case.patient))
+    return replace(index, cases=tuple(found), problems=(*index.problems, *problems))
+
+
+def _unmatched(
+    config: SiteConfig, table: Path, listed: Mapping[str, Any], cases: Sequence[str]
+) -> list[Problem]:
+    """A problem where keys of the table "patients" are no case. It is a note where the table has every case, since the
+    keys are then those of cases that are not here; else a case may be meant whose name is another, and two scans of a
+    patient would come into two splits. Raises DataError where no key is a case."""
+    known = set(cases)
+    strange = [key for key in listed if key not in known]
+    if not strange or not cases:
+        return []
+    if len(strange) == len(listed):
+        raise DataError(
+            f'site {config.name}: {table}: "patients" must be {{case: patient}}, and none of its keys is a case: '
+            f"{_first_of(strange)}; the cases are: {_first_of(cases)}"
+        )
+    what = f'keys of "patients" that are no case here: {_first_of(strange)}'
+    missing = [case for case in cases if case not in listed]
+    if not missing:
+        remedy = "see that no case was left behind, or take them out"
+        return [Problem(config.name, config.table, what, remedy, False)]
+    what += f", while these cases are not in it: {_first_of(missing)}"
+    return [Problem(config.name, config.table, what, "write each key as its case is named, or take it out")]
+
+
+def _first_of(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
 
 
 def _with_reference(reference: Reference, index: SiteIndex) -> SiteIndex:

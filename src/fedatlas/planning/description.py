@@ -7,8 +7,10 @@ Axes are in the order left-right, back-front, foot-head; spacings in mm, shapes 
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,7 +38,7 @@ SPREAD = (0.0, 10.0, 25.0, 50.0, 75.0, 90.0, 100.0)
 VALUES = (0.5, 5.0, 25.0, 50.0, 75.0, 95.0, 99.5)
 """Percentiles over voxels."""
 SAMPLE = 20_000
-"""Voxels of a case that count, evenly spread."""
+"""About so many voxels of a case count, evenly spread."""
 MOST_BYTES = 1 << 20
 """The largest description that is read."""
 LONGEST = 100_000
@@ -256,7 +258,8 @@ class _OfVoxels:
         self.exclusive = not any(case.masks for case in index.cases)
         own = ((BACKGROUND,) if self.exclusive else ()) + index.used
         self.space = LabelSpace(own, exclusive=self.exclusive)
-        self.naming = naming_of(index, self.space)
+        # a description holds the site's own names, which its aliases, where a federation file gives them, do not touch
+        self.naming = naming_of(replace(index, aliases={}, annotated=index.used), self.space)
         self.shapes: list[tuple[int, ...]] = []
         self.spacings: list[tuple[float, ...]] = []
         self.values: list[list[np.ndarray]] = [[] for _ in range(index.channels)]
@@ -321,7 +324,12 @@ class _OfVoxels:
 
 
 def _sample(values: np.ndarray) -> np.ndarray:
-    return values[:: max(1, len(values) // SAMPLE)].astype(np.float32)
+    """Evenly spread values of all slices: a step that has a divisor in common with the number of values, and so perhaps with that of
+    slices, would read some slices alone."""
+    step = max(1, len(values) // SAMPLE)
+    while math.gcd(step, len(values)) > 1 and step < len(values):
+        step += 1
+    return values[::step].astype(np.float32)
 
 
 def _percentiles(values: np.ndarray) -> dict[str, float]:

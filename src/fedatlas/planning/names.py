@@ -31,6 +31,10 @@ class Merged:
         """The sites that have a class."""
         return list(dict.fromkeys(site for (site, _), ours in self.classes.items() if ours == name))
 
+    def of(self, site: str) -> list[str]:
+        """The classes of a site."""
+        return list(dict.fromkeys(n for (s, _), n in self.classes.items() if s == site and n is not None))
+
     def rename(self, old: str, new: str) -> None:
         self.classes = {place: new if ours == old else ours for place, ours in self.classes.items()}
 
@@ -55,9 +59,15 @@ def merged(sites: Sequence[Description], ask: Ask, *, findings: bool = False) ->
     of_images = findings or sites[0].task == "classification"
     if of_images:
         _leave_out_absent(found, labels)
-    for finder in (_same,) if of_images else (_undrawn, _same, _generic, _sides, _lesions):
+    for finder in (_same,) if of_images else (_undrawn, _same, _sides, _generic, _lesions):
         for question in finder(found, labels):
             question.choices[ask(question)][1](found)
+    if not of_images:
+        found.notes += [
+            f"site {site.site}: none of its labels counts as annotated, so that it cannot train; take it out of the file"
+            for site in sites
+            if not found.of(site.site) and not site.findings
+        ]
     return found
 
 
@@ -130,53 +140,89 @@ def _same(found: Merged, drawn: Drawn) -> Iterator[Question]:
         )
 
 
+def _sides(found: Merged, drawn: Drawn) -> Iterator[Question]:
+    """An organ that one site draws whole, and another left and right. A site that draws one side alone cannot say where the whole
+    is: the other side would count as none of it."""
+    for name in found.names:
+        both = {f"left {key(name)}", f"right {key(name)}"}
+        halves = {place: ours for place, ours in found.classes.items() if ours and key(ours) in both}
+        if not halves:
+            continue
+        sites = sorted({site for site, _ in halves})
+        whole = [
+            site
+            for site in sites
+            if site in found.at(name) or {key(ours) for (s, _), ours in halves.items() if s == site} == both
+        ]
+        lone = [place for place in halves if place[0] not in whole]
+
+        def join(
+            merged: Merged,
+            name: str = name,
+            halves: Mapping[tuple[str, str], str] = halves,
+            lone: Sequence[tuple[str, str]] = lone,
+        ) -> None:
+            for place in halves:
+                merged.classes[place] = None if place in lone else name
+
+        held = " and ".join(map(repr, dict.fromkeys(halves.values())))
+        text = f"{name!r} (site {', '.join(found.at(name))}) holds what is {held} at site {', '.join(sites)}: a voxel cannot be both"
+        choice = f"one class, {name}: what was drawn whole cannot be divided"
+        if lone:
+            alone = ", ".join(f"{own!r} at site {site}" for site, own in lone)
+            text += f". One side alone is drawn as {alone}: as {name!r}, it would make the other side count as none"
+            choice += f"; not annotated: {alone}"
+        yield Question(text, ((choice, join), ("several classes all the same", _nothing)))
+
+
 def _generic(found: Merged, drawn: Drawn) -> Iterator[Question]:
     """A lesion without its organ, at sites that draw different organs."""
     for name in [n for n in found.names if key(n) in LESIONS]:
         organs = {
-            site: [o for (s, _), o in found.classes.items() if s == site and o and o != name]
+            site: frozenset(o for o in found.of(site) if not set(key(o).split()) & set(LESIONS))
             for site in found.at(name)
         }
-        if (
-            len(organs) < 2
-            or not all(len(own) == 1 for own in organs.values())
-            or len({o[0] for o in organs.values()}) < 2
-        ):
+        alike: dict[frozenset[str], list[str]] = {}
+        for site, own in organs.items():
+            alike.setdefault(own, []).append(site)
+        if len(alike) < 2:
             continue
+        by_set = {own: _lesion_of(found, name, own, sites) for own, sites in alike.items()}
 
-        def by_organ(merged: Merged, name: str = name, organs: dict[str, list[str]] = organs) -> None:
+        def apart(
+            merged: Merged,
+            name: str = name,
+            organs: Mapping[str, frozenset[str]] = organs,
+            by_set: Mapping[frozenset[str], str] = by_set,
+        ) -> None:
             for place, ours in merged.classes.items():
                 if ours == name:
-                    merged.classes[place] = f"{organs[place[0]][0]} {plain(name)}"
+                    merged.classes[place] = by_set[organs[place[0]]]
 
-        where = ", ".join(f"beside {own[0]} at site {site}" for site, own in organs.items())
+        where = ", ".join(
+            (f"beside {' and '.join(sorted(own))}" if own else "alone") + f" at site {site}"
+            for site, own in organs.items()
+        )
+        certain = all(len(own) == 1 and not new.startswith(_as_at(name, "")) for own, new in by_set.items())
+        how = "each is of its organ" if certain else "a class for each set of organs"
         yield Question(
             f"{name!r} stands {where}: is it the same class?",
-            (("no: each is of its organ, " + ", ".join(f"{o[0]} {plain(name)}" for o in organs.values()), by_organ),
-             ("yes: one class", _nothing)),
-        )  # fmt: skip
-
-
-def _sides(found: Merged, drawn: Drawn) -> Iterator[Question]:
-    """An organ that one site draws whole, and another left and right."""
-    for name in found.names:
-        halves = [n for n in found.names if key(n) in (f"left {key(name)}", f"right {key(name)}")]
-        if not halves:
-            continue
-
-        def join(merged: Merged, name: str = name, halves: list[str] = halves) -> None:
-            for half in halves:
-                merged.rename(half, name)
-
-        sites = sorted({site for half in halves for site in found.at(half)})
-        yield Question(
-            f"{name!r} (site {', '.join(found.at(name))}) holds what is {' and '.join(map(repr, halves))} at site "
-            f"{', '.join(sites)}: a voxel cannot be both",
-            (
-                (f"one class, {name}: what was drawn whole cannot be divided", join),
-                ("several classes all the same", _nothing),
-            ),
+            ((f"no: {how}, {', '.join(by_set.values())}", apart), ("yes: one class", _nothing)),
         )
+
+
+def _lesion_of(found: Merged, name: str, organs: frozenset[str], sites: Sequence[str]) -> str:
+    """What a lesion without its organ is called at sites that draw these organs: by the organ where it is the only one and no
+    lesion of it is drawn there, otherwise by the first of the sites."""
+    if len(organs) == 1:
+        wanted = f"{next(iter(organs))} {plain(name)}"
+        if not any(key(ours) == key(wanted) for site in sites for ours in found.of(site)):
+            return next((ours for ours in found.names if key(ours) == key(wanted)), wanted)
+    return _as_at(name, sites[0])
+
+
+def _as_at(name: str, site: str) -> str:
+    return f"{plain(name)} as at {site}"
 
 
 def _lesions(found: Merged, drawn: Drawn) -> Iterator[Question]:

@@ -1,5 +1,6 @@
 """`fedatlas plan`: what the rules propose for a federation file, and what a run of it will take."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.memory import gibibytes
+from fedatlas.data.index import Portions, SiteConfig
 from fedatlas.federation.check import megabytes
 from fedatlas.federation.design import space_of
 from fedatlas.federation.file import Federation, load_federation, resolved
@@ -118,22 +120,54 @@ def brought(federation: Federation, site: Description) -> list[str]:
 def sizes(
     federation: Federation, sites: Mapping[str, Description], brings: Mapping[str, Sequence[str]]
 ) -> dict[str, Size]:
-    """What a forecast needs of the sites. Where a site lists no validation cases, they are taken as a run takes them."""
+    """What a forecast needs of the sites, with the cases of each split as a run takes them."""
+    configs = {config.name: config for config in federation.sites}
     found = {}
     for name, site in sites.items():
-        cases = {
-            "train": site.cases["train"],
-            "validation": site.cases["validation"],
-            "test": site.cases["test"],
-        }
-        share = federation.evaluation.validation
-        if site.task == "segmentation" and not cases["validation"] and share and cases["train"] > 1:
-            cases["validation"] = min(max(round(share * cases["train"]), 1), cases["train"] - 1)
-            cases["train"] -= cases["validation"]
+        cases = _in_a_run(configs[name], site, federation.evaluation.validation)
         shape = tuple(max(1, round(n)) for n in site.shape["50"])
         spacing = tuple(site.spacing_mm["50"]) if site.spacing_mm else (1.0,) * len(shape)
         found[name] = Size(tuple(brings[name]), cases, shape, spacing, site.kind == "masks")
     return found
+
+
+def _in_a_run(config: SiteConfig, site: Description, share: float) -> dict[str, int]:
+    """Split -> cases, as `data.index` takes them from those that are described: by `split`, else validation cases by their share
+    where none are listed; then at most `cases` for training. A description names no patient, so all are taken to have equally
+    many cases. What `split` was drawn of already, as at a site that lies here, is not drawn again."""
+    cases = {split: site.cases.get(split, 0) for split in ("train", "validation", "test")}
+    described, patients = cases["train"], max(1, site.patients)
+    each = described / patients
+    drawn: dict[str, float] = {}
+    if config.split is not None:
+        drawn = _patients_of(config.split, patients, each)
+    elif site.task == "segmentation" and share:
+        drawn = {"validation": min(max(round(share * patients), 1), patients - 1)}
+    for split, count in drawn.items():
+        if not cases[split]:
+            cases[split] = round(count * each)
+            cases["train"] -= cases[split]
+    if cases["train"] < 1 <= described:
+        raise FederationError(
+            f"site {site.site}: split: {cases['validation']} cases for validation and {cases['test']} for the test leave nothing "
+            f"to train on: its description has {described} labelled training cases; ask for fewer"
+        )
+    cases["train"] = min(cases["train"], config.cases or cases["train"])
+    return cases
+
+
+def _patients_of(portions: Portions, patients: int, each: float) -> dict[str, float]:
+    """Split -> patients. each: cases of a patient."""
+
+    def taken(portion: int | float) -> int:
+        asked = portion * patients if isinstance(portion, float) else math.ceil(portion / each)
+        return min(patients, round(asked))
+
+    test = taken(portions.test)
+    if portions.folds is not None and portions.fold is not None:
+        start, end = (patients * part // portions.folds for part in (portions.fold - 1, portions.fold))
+        test = end - start
+    return {"validation": taken(portions.validation), "test": test}
 
 
 def in_time(draft: Draft, federation: Federation, hours: float, tell: Tell) -> Draft:

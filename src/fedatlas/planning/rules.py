@@ -8,7 +8,8 @@ biomedical image segmentation", Nature Methods 18, 2021), written from its text 
 * a batch is small for the smallest site, since every site makes batches of its own;
 * memory is that of a processor or a GPU, whichever trains.
 
-Sizes are in voxels, spacings in mm, along left-right, back-front, foot-head.
+Sizes are in voxels, spacings in mm, along left-right, back-front, foot-head; where another axis is coarse it is proposed as the
+last, and sizes and spacings are in the order of `preprocessing.orientation`.
 """
 
 import math
@@ -23,6 +24,8 @@ from fedatlas.core.memory import device_memory, gibibytes
 from fedatlas.federation.design import step_memory
 from fedatlas.planning.description import Description
 
+AXES = "RAS"
+"""Where left-right, back-front and foot-head point, as `preprocessing.orientation` has them by default."""
 ANISOTROPIC = 3.0
 """An axis is coarse whose voxels are so many times as long as the shortest side, and nnU-Net's 10th percentile holds."""
 LEAST_EDGE = 4
@@ -121,17 +124,27 @@ def _mm(values: Sequence[float]) -> str:
 def _of_scans(
     sites: Sequence[Description], classes: int, machine: Machine, dimensions: int | None
 ) -> list[Proposal]:
-    spacing, why = target_spacing(sites)
-    found = [Proposal("preprocessing.spacing", spacing, *why)]
+    upright, why = target_spacing(sites)
+    coarse = coarse_axis(upright)
+    order = sorted(range(3), key=lambda axis: axis == coarse)
+    spacing = [upright[axis] for axis in order]
+    found: list[Proposal] = []
+    if order != [0, 1, 2]:
+        turned = (
+            "the coarse axis last, across which slices lie",
+            f"voxels of {_mm(upright)} mm along left-right, back-front, foot-head; spacing and patch are in the order of these letters",
+        )
+        found.append(Proposal("preprocessing.orientation", "".join(AXES[axis] for axis in order), *turned))
+        why = (why[0], f"{why[1]}, along left-right, back-front, foot-head")
+    found.append(Proposal("preprocessing.spacing", spacing, *why))
     found += intensities(sites)
-    on_grid = [_at(site.shape) * _at(site.spacing_mm or site.shape) / spacing for site in sites]
+    on_grid = [(_at(site.shape) * _at(site.spacing_mm or site.shape) / upright)[order] for site in sites]
     shape = [max(1.0, value) for value in _middle(sites, on_grid)]
-    coarse = max(spacing) >= ANISOTROPIC * min(spacing)
-    flat = dimensions == 2 or (dimensions is None and (coarse or not machine.gpu))
+    flat = dimensions == 2 or (dimensions is None and (coarse is not None or not machine.gpu))
     if dimensions is not None:
         reason = "asked for"
-    elif coarse:
-        reason = f"voxels of {_mm(spacing)} mm are {ANISOTROPIC:g} times as long as wide or more"
+    elif coarse is not None:
+        reason = f"voxels of {_mm(spacing)} mm are {ANISOTROPIC:g} times as long as wide or more along the last axis alone"
     else:
         reason = (
             "a GPU trains blocks"
@@ -168,6 +181,12 @@ def _of_scans(
         *_optimizer(),
         *_length(sites, smallest, on_grid, patch, batch),
     ]
+
+
+def coarse_axis(spacing: Sequence[float]) -> int | None:
+    """The axis along which voxels are ANISOTROPIC times as long as their shortest side, None where there is none or are two."""
+    found = [axis for axis, mm in enumerate(spacing) if mm >= ANISOTROPIC * min(spacing)]
+    return found[0] if len(found) == 1 else None
 
 
 def target_spacing(sites: Sequence[Description]) -> tuple[list[float], tuple[str, str]]:

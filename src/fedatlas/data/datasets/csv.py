@@ -197,6 +197,7 @@ def _csv_case(
                 column,
                 "1 present, 0 absent, -1 uncertain, empty not annotated; other columns go into `ignored`",
             )
+            continue
         values[column] = marks[form.uncertain] if number == -1 else None if number is None else int(number)
     if faults or split is None:
         return None, faults

@@ -5,6 +5,7 @@ per case. A second, "patients", {case: patient}, keeps the cases of a patient in
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from fedatlas.data.datasets.shared.listing import (
     annotated_in,
     parse_table,
     read_json,
+    require_annotated,
+    some,
 )
 
 
@@ -31,6 +34,7 @@ def read(layout: Layout) -> Listing:
     ending = found.get("file_ending", ".nii.gz")
     if ending not in (".nii.gz", ".nii"):
         raise DataError(f"{where}: file_ending is {ending!r}; NIfTI is read: .nii.gz or .nii")
+    listed = require_annotated(found.get("annotated"), where)
     names = found.get("channel_names", found.get("modality"))
     channels = len(names) if isinstance(names, dict | list) else None
     cases: list[Case] = []
@@ -45,7 +49,6 @@ def read(layout: Layout) -> Listing:
         for case, files in scans.items():
             label = drawn.pop(case, None)
             annotated = annotated_in(case, found.get("annotated"), table, where) if label else ()
-            listed = found.get("annotated") or {}
             if label is None and split == "train" and listed.get(case) != []:
                 problems.append(
                     Problem(
@@ -74,7 +77,28 @@ def read(layout: Layout) -> Listing:
                 layout.site, layout.table, what, "see that no case was left behind, and correct it", False
             )
         )
+    folders = [folder for _, images, labels in splits for folder in (images, labels)]
+    problems += _strange(layout, folders, ending)
     return Listing(table, tuple(cases), channels, tuple(problems))
+
+
+def _strange(layout: Layout, folders: Iterable[str], ending: str) -> list[Problem]:
+    """A note on every NIfTI file that is passed over since it has another ending than the data set."""
+    found = [
+        Problem(
+            layout.site,
+            f"{folder}/{file.name}",
+            f"not read: it does not end in {ending}, the file_ending of {layout.table}",
+            f"write it again as {ending}, or take it out",
+            False,
+        )
+        for folder in dict.fromkeys(folders)
+        for file in _files(layout.root / folder, "")
+        if file.name.lower().endswith((".nii", ".nii.gz"))
+        and not file.name.endswith(ending)
+        and not file.is_dir()
+    ]
+    return some(found, f"NIfTI files that do not end in {ending}")
 
 
 def _files(folder: Path, ending: str) -> list[Path]:

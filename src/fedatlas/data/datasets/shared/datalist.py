@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas.core.errors import DataError
-from fedatlas.data.datasets.shared.listing import Case, Layout, Listing, Problem, Split, annotated_in, stem
+from fedatlas.data.datasets.shared.listing import (
+    Case,
+    Layout,
+    Listing,
+    Problem,
+    Split,
+    annotated_in,
+    patient_of,
+    stem,
+)
 
 
 def listing(layout: Layout, found: Mapping[str, Any], table: dict[str, int], channels: int | None) -> Listing:
@@ -70,5 +79,5 @@ def _case(layout: Layout, entry: Any, split: Split, table: dict[str, int], liste
     annotated: tuple[str, ...] = ()
     if label is not None:
         annotated = annotated_in(name, {name: own} if own is not None else listed, table, where)
-    patient = entry.get("patient", name) if isinstance(entry, Mapping) else name
-    return Case(name, files, layout.root / Path(label) if label else None, split, str(patient), annotated)
+    patient = patient_of(entry.get("patient") if isinstance(entry, Mapping) else None, name)
+    return Case(name, files, layout.root / Path(label) if label else None, split, patient, annotated)

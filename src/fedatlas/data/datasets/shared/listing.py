@@ -260,6 +260,18 @@ def parse_table(labels: Any, where: str) -> dict[str, int]:
     return {BACKGROUND: 0} | table if zero is None else table
 
 
+def require_annotated(listed: Any, where: str) -> Mapping[str, Any]:
+    """The table file's key "annotated", {} if it has none. Raises DataError for what is no table of cases."""
+    if listed is None:
+        return {}
+    if not isinstance(listed, Mapping):
+        raise DataError(
+            f'{where}: the key "annotated" must be a table of cases, {{case: [label names]}}, got '
+            f"{type(listed).__name__}"
+        )
+    return listed
+
+
 def annotated_in(case: str, listed: Any, names: Iterable[str], where: str) -> tuple[str, ...]:
     """The label names that a case annotates. listed: the table file's key "annotated", None if it has none.
 
@@ -268,9 +280,7 @@ def annotated_in(case: str, listed: Any, names: Iterable[str], where: str) -> tu
     known = [name for name in names if name != BACKGROUND]
     if listed is None:
         return tuple(known)
-    if not isinstance(listed, Mapping):
-        raise DataError(f'{where}: the key "annotated" must be a table of cases, {{case: [label names]}}')
-    if case not in listed:
+    if case not in require_annotated(listed, where):
         raise DataError(
             f'{where}: case {case!r} has a label file but is not in "annotated"; list the labels that were '
             "drawn in it, [] for none"
@@ -285,6 +295,13 @@ def annotated_in(case: str, listed: Any, names: Iterable[str], where: str) -> tu
             f"known: {', '.join(known)}"
         )
     return tuple(name for name in known if name in given)
+
+
+def patient_of(given: Any, otherwise: str) -> str:
+    """The patient that a JSON file names for a case, or `otherwise` where it leaves that open, as exports of tables do:
+    null, NaN, or an empty text."""
+    text = "" if given is None else str(given)
+    return otherwise if text.strip().lower() in ("", "nan") else text
 
 
 def stem(path: Path) -> str:
