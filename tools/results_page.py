@@ -226,7 +226,12 @@ SETTINGS = (
         "[a protocol that nobody trained on](results-ct.md#a-protocol-that-nobody-trained-on)",
         "head-neck-unseen",
         "fedatlas",
-        {"matched": "standalone-matched-mean", "alone": "standalone", "fedavg": "fedavg", "condistfl-matched": "condistfl-matched"},
+        {
+            "matched": "standalone-matched-mean",
+            "alone": "standalone",
+            "fedavg": "fedavg",
+            "condistfl-matched": "condistfl-matched",
+        },
     ),
     Setting(
         "[abdominal MR, three cases at each site](results-others.md#abdominal-mr-four-folds)",
