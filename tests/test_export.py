@@ -320,6 +320,9 @@ def test_errors_say_what_is_allowed_and_leave_what_is_there(
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     assert "it is no export" in fails(str(run), "--to", "safetensors", "-o", str(out), "--overwrite")
+    (out / "mine.txt").rename(out / "model_card.md")  # a card of one's own makes no export of a folder
+    assert "it is no export" in fails(str(run), "--to", "safetensors", "-o", str(out), "--overwrite")
+    (out / "model_card.md").rename(out / "mine.txt")
     below = out / "mine.txt" / "below"
     assert f"-o {below}: cannot be written" in fails(str(run), "--to", "safetensors", "-o", str(below))
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["mine.txt"]

@@ -3,13 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from runs import phantom_federation
 
-from fedatlas.analysis.runs import analyse
+from fedatlas.analysis.runs import analyse, cka
 from fedatlas.analysis.runs.landscape import summary
 from fedatlas.analysis.runs.subject import Subject
 from fedatlas.analysis.similarity import cka_between
@@ -266,3 +267,20 @@ def test_a_damaged_file(run: Path, tmp_path: Path) -> None:
         (path / "analysis" / "hessian.json").write_text(text)
         with pytest.raises(RunFolderError, match=r"hessian\.json"):
             section(read(path), "analyses")
+
+
+def test_activations_are_of_every_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five sites and 16 images, as by default, and of more sites than images."""
+    monkeypatch.setattr(cka, "cases_of", lambda source, *_: [source])
+
+    def batches(cases: list[int], parts: object, count: int, *_: object) -> list[SimpleNamespace]:
+        return [SimpleNamespace(image=torch.full((count, 1), cases[0]))]
+
+    monkeypatch.setattr(cka, "CaseBatches", batches)
+    for sites, images in ((5, 16), (7, 4), (2, 16)):
+        subject: Any = SimpleNamespace(
+            sites=range(sites), sources=range(sites), device="cpu", space=None,
+            experiment=SimpleNamespace(federation=SimpleNamespace(augmentation=None)),
+        )  # fmt: skip
+        drawn = torch.cat(cka._images(subject, cka.CKA(images=images), 3)).flatten().tolist()  # type: ignore[call-arg]
+        assert set(drawn) == set(range(sites)) and len(drawn) == max(images, sites)

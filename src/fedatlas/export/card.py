@@ -44,12 +44,16 @@ def card(subject: Subject, form: str, found: Mapping[str, Any], out: Path) -> st
     return "\n\n".join(blocks) + "\n"
 
 
+EXPORTED = "Exported by FedAtlas"
+"""Words of every card, by which a folder is known to be an export."""
+
+
 def _trained_at(subject: Subject, run: read.Run) -> dict[str, read.SiteInfo]:
     """The sites whose cases moved the model: of a site's own model, where sites train alone, that site."""
     model, alone = subject.trained.model, subject.trained.method.alone
-    own = model.removeprefix("local/") if alone else model
+    own = model.removeprefix("local/") if alone and model.startswith("local/") else None
     sites = {name: site for name, site in run.sites.items() if site.role != "test"}
-    return {own: sites[own]} if own in sites else sites
+    return sites if own is None or own not in sites else {own: sites[own]}
 
 
 def _first(subject: Subject, run: read.Run) -> str:
@@ -285,7 +289,7 @@ def _made(subject: Subject, run: read.Run) -> str:
     )
     return (
         f"Run `{run.info['id']}`, seed {run.info['seed']}, hash of the federation `{run.info['hash'][:16]}`, finished "
-        f"{run.info.get('finished') or 'not yet'}, with {versions}. Exported by FedAtlas {__version__}:\n\n"
+        f"{run.info.get('finished') or 'not yet'}, with {versions}. {EXPORTED} {__version__}:\n\n"
         f"```\nfedatlas export runs/{subject.trained.folder.path.name} --model {subject.trained.model} --to FORM\n```"
     )
 

@@ -15,7 +15,7 @@ import torch
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import not_known
 from fedatlas.export.bundle import write_bundle
-from fedatlas.export.card import card
+from fedatlas.export.card import EXPORTED, card
 from fedatlas.export.subject import Subject, larger, program, subject
 from fedatlas.federation.usable import Warn, silent
 
@@ -42,12 +42,12 @@ def export(
     if form not in FORMS:
         raise not_known("--to: the form", form, FORMS)
     out = out or path / "exports" / form
-    if out.exists() and not (overwrite and (out / CARD).exists()):
+    if out.exists() and not (overwrite and _is_export(out)):
         raise FederationError(
             f"{out}: exists already; give another folder with -o"
             + (
                 ", or replace it with --overwrite"
-                if (out / CARD).exists()
+                if _is_export(out)
                 else "; it is no export, and is left as it is"
             )
         )
@@ -143,13 +143,21 @@ def _as_onnx(subject: Subject, made: torch.export.ExportedProgram, file: Path, f
     onnx.checker.check_model(kept)
     onnx.save(kept, file)
     session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    apart = 0.0
+    apart: list[float] = []
     with torch.inference_mode():
         for n, size in [(1, subject.size), (3, larger(subject) if free else subject.size)]:
             image = subject.example(n, size)
             (said,) = session.run(None, {session.get_inputs()[0].name: image.numpy()})
-            apart = max(apart, float(np.abs(np.asarray(said) - subject.net(image).numpy()).max()))
-    return apart
+            apart.append(float(np.abs(np.asarray(said) - subject.net(image).numpy()).max()))
+    return float(np.max(apart))  # NaN where one is; of Python's max it would be the other
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a folder was written by `export`, as its card says; not the link to one."""
+    try:
+        return not folder.is_symlink() and EXPORTED in (folder / CARD).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
 
 
 FORMS: dict[str, Callable[[Subject, Path], Result]] = {

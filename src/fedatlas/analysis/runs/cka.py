@@ -137,13 +137,15 @@ def _images(subject: Subject, chosen: CKA, size: int) -> list[Tensor]:
         raise FederationError("analyse cka: no site has a case for activations; take --on parameters")
     share = math.ceil(chosen.images / len(by_site))
     federation, space = subject.experiment.federation, subject.space
-    drawn: list[Tensor] = []
+    drawn: list[list[Tensor]] = []
     for site, cases in by_site.items():
         parts = (chosen.seed, "cka", site)
         still = federation.augmentation
         batches = CaseBatches(cases, parts, share, 1, subject.device, federation, space, still)
-        drawn += [image for batch in batches for image in batch.image]
-    every = drawn[: chosen.images]
+        drawn.append([image for batch in batches for image in batch.image])
+    # the sites in turn, and one image of each at least, so that the cut leaves none out
+    in_turn = [image for turn in zip(*drawn, strict=True) for image in turn]
+    every = in_turn[: max(chosen.images, len(drawn))]
     return [torch.stack(every[place : place + size]) for place in range(0, len(every), size)]
 
 

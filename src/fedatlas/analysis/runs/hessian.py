@@ -42,9 +42,10 @@ def run(subject: Subject, chosen: Hessian, tell: Callable[[str], None]) -> dict[
     names = chosen.model or (subject.usual,)
     work = {site: [m for name in names for m in subject.models(name, site)] for site in subject.sites}
     count = sum(map(len, work.values()))
-    products = count * (chosen.steps + chosen.samples + chosen.runs * chosen.density)
     size = sum(p.numel() for p in subject.network(next(iter(work.values()))[0].member).parameters())
-    memory = max(chosen.steps, chosen.density) * size * 4 / 2**20
+    steps = max(chosen.steps, min(chosen.top, size))
+    products = count * (steps + chosen.samples + chosen.runs * chosen.density)
+    memory = max(steps, chosen.density) * size * 4 / 2**20
     tell(
         f"hessian: {count} spectra (site and model), {chosen.batches} batches of {chosen.batch}: at most {products:,} "
         f"products with the Hessian, {4 * products * chosen.batches:,} gradients' time, and {memory:,.0f} MiB beside "
