@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nibabel as nib
@@ -19,10 +20,11 @@ from safetensors import safe_open
 
 from fedatlas import methods, nets
 from fedatlas.cli import main
-from fedatlas.core.errors import FederationError
+from fedatlas.core.errors import DataError, FederationError
 from fedatlas.data.transforms import read_image
 from fedatlas.export.card import card
 from fedatlas.export.forms import TOLERANCE, export
+from fedatlas.export.scripts import SaveLabels, files_of, label_files, require_room
 from fedatlas.export.source import extracted
 from fedatlas.export.subject import subject
 from fedatlas.federation.file import parse_federation
@@ -82,9 +84,15 @@ def run_bundle(bundle: Path, files: list[Path], out: Path) -> None:
     folder.mkdir()
     for file in files:
         (folder / file.name).symlink_to(file)
+    error = bundle_said(bundle, folder, out)
+    assert not error, error
+
+
+def bundle_said(bundle: Path, folder: Path, out: Path) -> str:
+    """What a bundle says that fails; nothing where it does not."""
     command = [sys.executable, "-c", WITHOUT_FEDATLAS, str(folder), str(out)]
     done = subprocess.run(command, cwd=bundle, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    return done.stderr if done.returncode else ""
 
 
 @pytest.mark.parametrize("name", ["run", "other_net"])
@@ -104,6 +112,11 @@ def test_a_bundle_needs_monai_alone_and_gives_the_labels_of_predict(
         assert np.array_equal(np.asanyarray(ours.dataobj), np.asanyarray(theirs.dataobj))  # type: ignore[attr-defined]
         # files hold affines in float32, ours that of the scan in metres
         assert np.allclose(read_image(file)[1], theirs.affine, atol=1e-4)  # type: ignore[attr-defined]
+        assert theirs.header.get_xyzt_units()[0] == "mm"  # type: ignore[attr-defined]
+    if name == "run":  # what is there stays
+        (tmp_path / "theirs" / files[0].name).write_text("mine")
+        assert "exists already" in bundle_said(tmp_path / "bundle", tmp_path / "in", tmp_path / "theirs")
+        assert (tmp_path / "theirs" / files[0].name).read_text() == "mine"
 
 
 def test_a_bundle_of_findings_writes_the_table_of_predict(
@@ -115,7 +128,73 @@ def test_a_bundle_of_findings_writes_the_table_of_predict(
     predict_images(images, [folder / file.name for file in copied(files, folder)], tmp_path / "ours")
     run = [sys.executable, "-c", WITHOUT_FEDATLAS, str(folder), str(tmp_path / "theirs")]
     subprocess.run(run, cwd=tmp_path / "bundle", check=True, capture_output=True)
-    assert (tmp_path / "ours/findings.csv").read_text() == (tmp_path / "theirs/findings.csv").read_text()
+    table = tmp_path / "theirs/findings.csv"
+    assert (tmp_path / "ours/findings.csv").read_text() == table.read_text()
+    about = json.loads((tmp_path / "bundle/configs/metadata.json").read_text())
+    assert set(about["required_packages_version"]) == {"pillow", "pydicom"}
+    table.write_text("mine")
+    assert "exists already" in bundle_said(tmp_path / "bundle", folder, tmp_path / "theirs")
+    assert table.read_text() == "mine"
+
+
+def touched(folder: Path, *names: str) -> str:
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    return str(folder)
+
+
+def test_the_channels_of_a_case_are_found_by_their_numbers(tmp_path: Path) -> None:
+    names = [f"{case}_000{c}.nii{gz}" for case, gz in (("a_1.5T", ".gz"), ("a_3.0T", "")) for c in (0, 1)]
+    found = files_of(touched(tmp_path / "in", *names), (".nii", ".nii.gz"), 2)
+    assert [[Path(file).name for file in item["image"]] for item in found] == [names[:2], names[2:]]
+    assert [file.name for file in label_files(found, "out")] == [
+        "a_1.5T_0000_labels.nii.gz",
+        "a_3.0T_0000_labels.nii.gz",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (("a_1.5T_0000.nii.gz", "a_3.0T_0001.nii.gz"), "case a_1.5T has the channels _0000; expected"),
+        (("c_0000.nii.gz", "c_0002.nii.gz"), "case c has the channels _0000, _0002; expected"),
+        (("c_0000.nii.gz", "c_0001.nii.gz", "c_0002.nii.gz"), "_0000, _0001, _0002; expected"),
+        (("c_0000.nii.gz", "c_labels.nii.gz"), "c_labels.nii.gz: its name does not end in the number"),
+        (("c_0000.nii", "c_0000.nii.gz"), "c_0000.nii and c_0000.nii.gz: are one channel of one case"),
+    ],
+)
+def test_a_case_without_its_channels_is_refused(names: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=re.escape(words)):
+        files_of(touched(tmp_path / "in", *names), (".nii", ".nii.gz"), 2)
+
+
+def test_a_bundle_replaces_nothing_unless_asked(tmp_path: Path) -> None:
+    folder, endings = touched(tmp_path / "in", "p1.nii", "p1.nii.gz"), (".nii", ".nii.gz")
+    data = files_of(folder, endings)
+    with pytest.raises(DataError, match="would be written of two scans"):
+        require_room(data, label_files(data, str(tmp_path / "out")), overwrite=True)
+    data = files_of(touched(tmp_path / "one", "p1.nii"), endings)
+    results = label_files(data, touched(tmp_path / "out", "p1_labels.nii.gz"))
+    with pytest.raises(DataError, match="exists already"):
+        require_room(data, results)
+    require_room(data, results, overwrite=True)
+    folder = touched(tmp_path / "both", "p1.nii", "p1_labels.nii.gz")
+    data = files_of(folder, endings)
+    with pytest.raises(DataError, match="p1_labels.nii.gz: is an input"):
+        require_room(data, label_files(data, folder), overwrite=True)
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_labels_of_one_slice_are_written(exclusive: bool, tmp_path: Path) -> None:
+    labels = torch.randint(0, 2, (1 if exclusive else 3, 5, 4, 1), dtype=torch.uint8)
+    affine = np.diag([1.0, 2, 3, 1])
+    data = {"pred": labels, "file": "in/a.b.nii.gz", "geometry": SimpleNamespace(affine=affine)}
+    SaveLabels(str(tmp_path / "out"), exclusive)(data)
+    written: Any = nib.load(tmp_path / "out/a.b_labels.nii.gz")  # type: ignore[attr-defined]
+    wanted = labels[0].numpy() if exclusive else np.moveaxis(labels.numpy(), 0, -1)
+    assert written.shape == wanted.shape and np.array_equal(np.asanyarray(written.dataobj), wanted)
+    assert np.array_equal(written.affine, affine)
 
 
 def copied(files: list[Path], folder: Path) -> Iterator[Path]:

@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ TITLE = (
     "What this bundle does before and behind its net: the functions of FedAtlas %s (Apache-2.0) that it uses."
 )
 SCANS, IMAGES = (".nii", ".nii.gz"), (".png", ".jpg", ".jpeg", ".dcm", ".dicom")
+SCAN_PACKAGES = {"nibabel": "5.2.0"}
+IMAGE_PACKAGES = {"pillow": "10.0.0", "pydicom": "3.0.0"}
+"""What bundles need beside MONAI, of images in DICOM pydicom: the least versions of pyproject.toml."""
 
 
 def write_bundle(subject: Subject, folder: Path) -> dict[str, Any]:
@@ -67,14 +72,20 @@ def write_bundle(subject: Subject, folder: Path) -> dict[str, Any]:
         "dataset_dir": "$@bundle_root + '/data'",
         "output_dir": "$@bundle_root + '/eval'",
         "anyway": False,
+        "overwrite": False,
         "device": "$torch.device('cuda' if torch.cuda.is_available() else 'cpu')",
         "network_def": definition,
         "network": network,
     }
-    tail = {"run": ["$scripts.run(@datalist, @preprocessing, @inferer, @network, @postprocessing)"]}
+    tail = {
+        "run": [
+            "$scripts.require_room(@datalist, @results, @overwrite)",
+            "$scripts.run(@datalist, @preprocessing, @inferer, @network, @postprocessing)",
+        ]
+    }
     _write(folder / "configs" / "inference.json", head | config | tail)
     _write(folder / "configs" / "metadata.json", _metadata(subject))
-    names = [*names, "files_of", "run", "with_weights" if dynunet else "Program"]
+    names = [*names, "files_of", "require_room", "run", "with_weights" if dynunet else "Program"]
     text = extracted("fedatlas.export.scripts", names, TITLE % __version__)
     (folder / "scripts" / "__init__.py").write_text(text, encoding="utf-8")
     return {"net": definition["_target_"], "free_sizes": free}
@@ -99,8 +110,9 @@ def _of_scans(subject: Subject) -> tuple[list[str], dict[str, Any]]:
     """What scripts and the configuration hold of volumes."""
     space, shape = subject.trained.space, subject.plain["preprocessing"]
     compose = "monai.transforms.Compose"
-    return ["ToGrid", "Windows", "FromGrid"], {
+    return ["ToGrid", "Windows", "FromGrid", "SaveLabels", "label_files"], {
         "datalist": f"$scripts.files_of(@dataset_dir, {SCANS}, {subject.trained.channels})",
+        "results": "$scripts.label_files(@datalist, @output_dir)",
         "preprocessing": {
             "_target_": compose,
             "transforms": [
@@ -128,16 +140,7 @@ def _of_scans(subject: Subject) -> tuple[list[str], dict[str, Any]]:
             "_target_": compose,
             "transforms": [
                 {"_target_": "scripts.FromGrid", "exclusive": space.exclusive},
-                {
-                    "_target_": "SaveImaged",
-                    "keys": "pred",
-                    "output_dir": "@output_dir",
-                    "output_postfix": "labels",
-                    "output_dtype": "$'uint8'" if len(space) < 256 else "$'int16'",
-                    "resample": False,
-                    "separate_folder": False,
-                    "print_log": False,
-                },
+                {"_target_": "scripts.SaveLabels", "folder": "@output_dir", "exclusive": space.exclusive},
             ],
         },
     }
@@ -147,8 +150,9 @@ def _of_images(subject: Subject) -> tuple[list[str], dict[str, Any]]:
     """What scripts and the configuration hold of whole images."""
     trained = subject.trained
     limits = trained.thresholds()
-    return ["ReadImage", "Findings", "FindingsTable"], {
+    return ["ReadImage", "Findings", "FindingsTable", "findings_file"], {
         "datalist": f"$scripts.files_of(@dataset_dir, {IMAGES})",
+        "results": "$[scripts.findings_file(@output_dir)]",
         "preprocessing": {
             "_target_": "scripts.ReadImage",
             "images": subject.plain["images"],
@@ -170,7 +174,6 @@ def _of_images(subject: Subject) -> tuple[list[str], dict[str, Any]]:
 
 def _metadata(subject: Subject) -> dict[str, Any]:
     import monai
-    import nibabel
     import numpy as np
 
     trained, net = subject.trained, subject.net
@@ -201,7 +204,7 @@ def _metadata(subject: Subject) -> dict[str, Any]:
         "monai_version": monai.__version__,
         "pytorch_version": torch.__version__.partition("+")[0],
         "numpy_version": np.__version__,
-        "required_packages_version": {"nibabel": nibabel.__version__},
+        "required_packages_version": _packages(IMAGE_PACKAGES if subject.whole else SCAN_PACKAGES),
         "name": str(trained.federation.name),
         "task": f"Federated {kind} with partial labels",
         "description": f"{kind.capitalize()} of {', '.join(trained.space.names[trained.space.foreground.start :])}; see model_card.md",
@@ -210,6 +213,15 @@ def _metadata(subject: Subject) -> dict[str, Any]:
         "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": pred}},
         "fedatlas": {key: _plain(value) for key, value in subject.facts().items()},
     }
+
+
+def _packages(least: Mapping[str, str]) -> dict[str, str]:
+    """package -> the version that is installed here, or else the least that FedAtlas takes."""
+    found = dict(least)
+    for name in least:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _plain(text: str) -> Any:

@@ -7,6 +7,7 @@ Shapes: C classes, I input channels, X, Y, Z the axes of a scan, *S those of the
 """
 
 import csv
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,15 @@ from fedatlas.core.errors import DataError
 from fedatlas.core.outputs import evaluating
 from fedatlas.data.images import prepared
 from fedatlas.data.inputs import judge, look_of
-from fedatlas.data.transforms import as_stored, geometry_of, image_to_grid, in_mm, restore
+from fedatlas.data.transforms import (
+    as_stored,
+    geometry_of,
+    image_to_grid,
+    in_mm,
+    restore,
+    saved,
+    write_label_map,
+)
 from fedatlas.learning.inference import predict, restrict
 
 Data = dict[str, Any]
@@ -96,7 +105,7 @@ class Windows:
 
 class FromGrid:
     """From probabilities on the net's grid to labels on the scan's own, in mm: pred [1, X, Y, Z], or masks [C, X, Y, Z] where
-    classes overlap, for SaveImaged."""
+    classes overlap, for `SaveLabels`."""
 
     def __init__(self, exclusive: bool) -> None:
         self.exclusive = exclusive
@@ -108,6 +117,19 @@ class FromGrid:
         labels = labels[None] if self.exclusive else labels
         affine = torch.from_numpy(data["geometry"].affine)
         return data | {"pred": MetaTensor(torch.from_numpy(labels), affine=affine, meta=data["meta"])}
+
+
+class SaveLabels:
+    """Writes what `FromGrid` gives as NIfTI into a folder, in mm, also of a scan of one slice. exclusive: as of it."""
+
+    def __init__(self, folder: str, exclusive: bool) -> None:
+        self.folder, self.exclusive = folder, exclusive
+
+    def __call__(self, data: Data) -> Data:
+        labels = data["pred"].numpy()
+        labels = labels[0] if self.exclusive else labels
+        write_label_map(label_file(data["file"], self.folder), labels, data["geometry"].affine)
+        return data
 
 
 class ReadImage:
@@ -147,7 +169,7 @@ class FindingsTable:
     it has one. thresholds: one per class, or None."""
 
     def __init__(self, folder: str, names: Sequence[str], thresholds: Sequence[float | None]) -> None:
-        self.folder, self.names, self.thresholds = Path(folder), names, thresholds
+        self.file, self.names, self.thresholds = findings_file(folder), names, thresholds
         self.rows: list[list[Any]] = [["image", *names, *(f"{name} present" for name in names)]]
 
     def __call__(self, data: Data) -> Data:
@@ -155,8 +177,7 @@ class FindingsTable:
         pairs = list(zip(values, self.thresholds, strict=True))
         marks = ["" if limit is None or p != p else int(p >= limit) for p, limit in pairs]
         self.rows.append([data["file"], *("" if p != p else p for p in values), *marks])
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "findings.csv").open("w", newline="", encoding="utf-8") as stream:
+        with saved(self.file) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
             csv.writer(stream, lineterminator="\n").writerows(self.rows)
         return data
 
@@ -189,19 +210,79 @@ def with_weights(network: nn.Module, path: str) -> nn.Module:
 
 def files_of(folder: str, endings: Sequence[str], channels: int = 1) -> list[Data]:
     """The files of a folder with these endings, sorted; with several channels, those of a case together, whose names end in
-    _0000, _0001, … before the ending. Raises DataError where there are none."""
+    _0000, _0001, … before the ending, as in nnU-Net. Raises DataError where there are none, and of several channels where a
+    name has no number, and where a case lacks one, has one more or has one twice."""
     names = sorted(p for p in Path(folder).iterdir() if p.name.lower().endswith(tuple(endings)))
     if not names:
         raise DataError(f"{folder}: holds no file that ends in {' or '.join(endings)}; give --dataset_dir")
     if channels == 1:
         return [{"image": str(path)} for path in names]
-    cases: dict[str, list[str]] = {}
+    cases: dict[str, dict[int, Path]] = {}
     for path in names:
-        cases.setdefault(path.name.partition(".")[0].rpartition("_")[0], []).append(str(path))
+        found = re.fullmatch("(.+)_([0-9]{4})", stem_of(path))
+        if found is None:
+            raise DataError(
+                f"{path}: its name does not end in the number of a channel, _0000 to _{channels - 1:04}; name it so, or "
+                "take it out of the folder"
+            )
+        files = cases.setdefault(found[1], {})
+        twin = files.setdefault(int(found[2]), path)
+        if twin != path:
+            raise DataError(
+                f"{twin} and {path.name}: are one channel of one case; take one out of the folder"
+            )
+    wanted = list(range(channels))
     for case, files in cases.items():
-        if len(files) != channels:
-            raise DataError(f"{folder}: case {case} has {len(files)} files; {channels} channels are expected")
-    return [{"image": files} for files in cases.values()]
+        if sorted(files) != wanted:
+            there = ", ".join(f"_{number:04}" for number in sorted(files))
+            raise DataError(
+                f"{folder}: case {case} has the channels {there}; expected are _0000 to _{channels - 1:04}, each"
+            )
+    return [{"image": [str(files[number]) for number in wanted]} for files in cases.values()]
+
+
+def stem_of(file: Path) -> str:
+    """The name of a file of NIfTI without its ending; other points are a part of the name."""
+    return re.sub(r"\.nii(\.gz)?$", "", file.name, flags=re.IGNORECASE)
+
+
+def label_file(file: str, folder: str) -> Path:
+    """Where the labels of a scan are written; of several channels, of the first."""
+    return Path(folder) / f"{stem_of(Path(file))}_labels.nii.gz"
+
+
+def label_files(datalist: Iterable[Data], folder: str) -> list[Path]:
+    """`label_file` of every case of `files_of`."""
+    return [label_file(files_in(item)[0], folder) for item in datalist]
+
+
+def findings_file(folder: str) -> Path:
+    """Where findings are written."""
+    return Path(folder) / "findings.csv"
+
+
+def files_in(item: Data) -> list[str]:
+    """The files of a case of `files_of`, one per channel."""
+    return [item["image"]] if isinstance(item["image"], str) else list(item["image"])
+
+
+def require_room(datalist: Iterable[Data], results: Sequence[Path], overwrite: bool = False) -> None:
+    """Raises DataError where two results would be one file or one would replace an input, and where one is there, unless
+    `overwrite`: before anything is predicted."""
+    inputs = {Path(file).resolve() for item in datalist for file in files_in(item)}
+    seen: set[Path] = set()
+    for path in results:
+        if path in seen:
+            raise DataError(
+                f"{path}: would be written of two scans, whose names differ in their endings alone; rename one"
+            )
+        seen.add(path)
+        if path.resolve() in inputs:
+            raise DataError(f"{path}: is an input, and would be replaced; give another --output_dir")
+        if path.exists() and not overwrite:
+            raise DataError(
+                f"{path}: exists already; give another --output_dir, or replace it with --overwrite True"
+            )
 
 
 def run(
