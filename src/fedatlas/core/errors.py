@@ -58,6 +58,12 @@ class RunFolderError(FedAtlasError):
     """A run folder cannot be used: it belongs to another configuration, or is incomplete."""
 
 
+def first_of(names: Iterable[object], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    every = [str(name) for name in names]
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
 def require_run(path: Path, *files: str) -> None:
     """Raises RunFolderError where `path` is no run folder that holds these files. A folder of runs is told which it has."""
     missing = [name for name in files if not (path / name).is_file()]
@@ -68,8 +74,11 @@ def require_run(path: Path, *files: str) -> None:
             f"{path}: no such folder; a run folder is what `fedatlas run` makes, as runs/<id>"
         )
     runs = sorted(found.parent for found in path.glob("*/run.json"))
-    named = ", ".join(map(str, runs[:4])) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
-    remedy = f"it holds runs, give one of them: {named}" if runs else "`fedatlas run` makes one, as runs/<id>"
+    remedy = (
+        f"it holds runs, give one of them: {first_of(runs, 4)}"
+        if runs
+        else "`fedatlas run` makes one, as runs/<id>"
+    )
     raise RunFolderError(f"{path}: not a run folder, it holds no {' and no '.join(missing)}; {remedy}")
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from fedatlas.core.errors import FederationError, NameMismatch
+from fedatlas.core.errors import FederationError, NameMismatch, first_of
 
 Tensors = dict[str, Tensor]
 """The only form in which a model is kept, sent or averaged: parameters and saved buffers, each once."""
@@ -89,17 +89,12 @@ def require_same(expected: Mapping[str, Tensor], got: Mapping[str, Tensor], *, a
     ]
     if missing or extra or differ:
         parts = [("missing", missing), ("not known", extra), ("of another form", differ)]
-        listed = "; ".join(f"{what}: {_first(names)}" for what, names in parts if names)
+        listed = "; ".join(f"{what}: {first_of(names, 6)}" for what, names in parts if names)
         raise NameMismatch(f"{asked}: the tensors do not fit, nothing was loaded. {listed}")
 
 
 def _form(tensor: Tensor) -> str:
     return f"{_dtype(tensor)}{list(tensor.shape)}"
-
-
-def _first(names: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def parts(net: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -187,7 +182,7 @@ def average(
             unknown = [name for name in rule if name not in model]
             if unknown:
                 raise NameMismatch(
-                    f"average: weights are given for {_first(unknown)}, which the models do not have"
+                    f"average: weights are given for {first_of(unknown, 6)}, which the models do not have"
                 )
         require_same(form, model, asked=f"average: model {count + 1}")
         if count >= len(common):
@@ -272,7 +267,7 @@ def dense(changes: Mapping[str, Tensors], old: Mapping[str, Tensor]) -> Tensors:
     """
     values: Tensors = {}
     if list(changes) != list(old):
-        raise NameMismatch(f"dense: changes of {_first(list(changes))}; the tensors are {_first(list(old))}")
+        raise NameMismatch(f"dense: changes of {first_of(changes, 6)}; the tensors are {first_of(old, 6)}")
     for name, tensor in old.items():
         value, index = changes[name]["value"], changes[name].get("index")
         if value.dtype != tensor.dtype or len(value) > tensor.numel():

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, WithJsonSchema
 
-from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.errors import DataError, FederationError, first_of
 from fedatlas.core.labels import BACKGROUND, LabelSpace, resolve_names
 from fedatlas.core.options import option, options
 from fedatlas.core.seeds import seed_of
@@ -564,21 +564,15 @@ def _unmatched(
     if len(strange) == len(listed):
         raise DataError(
             f'site {config.name}: {table}: "patients" must be {{case: patient}}, and none of its keys is a case: '
-            f"{_first_of(strange)}; the cases are: {_first_of(cases)}"
+            f"{first_of(map(repr, strange))}; the cases are: {first_of(map(repr, cases))}"
         )
-    what = f'keys of "patients" that are no case here: {_first_of(strange)}'
+    what = f'keys of "patients" that are no case here: {first_of(map(repr, strange))}'
     missing = [case for case in cases if case not in listed]
     if not missing:
         remedy = "see that no case was left behind, or take them out"
         return [Problem(config.name, config.table, what, remedy, False)]
-    what += f", while these cases are not in it: {_first_of(missing)}"
+    what += f", while these cases are not in it: {first_of(map(repr, missing))}"
     return [Problem(config.name, config.table, what, "write each key as its case is named, or take it out")]
-
-
-def _first_of(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more
 
 
 def _with_reference(reference: Reference, index: SiteIndex) -> SiteIndex:

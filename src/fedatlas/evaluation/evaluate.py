@@ -260,9 +260,8 @@ class Evaluator(ABC):
         cases that train, and by its metrics alone."""
         if split not in ("validation", "test"):
             raise FederationError(f"asked to evaluate the split {split[:40]!r}; allowed: validation, test")
-        known = dict.fromkeys(
-            (*self.options.metrics, *self.options.round_metrics)
-        )  # none outside a federation
+        # outside a federation there is none
+        known = dict.fromkeys((*self.options.metrics, *self.options.round_metrics))
         if known and (unknown := [metric for metric in metrics if metric not in known]):
             raise FederationError(
                 f"asked to evaluate by {', '.join(metric[:40] for metric in unknown[:5])}; the federation file has: {', '.join(known)}"

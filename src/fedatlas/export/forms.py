@@ -42,15 +42,10 @@ def export(
     if form not in FORMS:
         raise not_known("--to: the form", form, FORMS)
     out = out or path / "exports" / form
-    if out.exists() and not (overwrite and _is_export(out)):
-        raise FederationError(
-            f"{out}: exists already; give another folder with -o"
-            + (
-                ", or replace it with --overwrite"
-                if _is_export(out)
-                else "; it is no export, and is left as it is"
-            )
-        )
+    ours = _is_export(out)
+    if out.exists() and not (overwrite and ours):
+        offer = ", or replace it with --overwrite" if ours else "; it is no export, and is left as it is"
+        raise FederationError(f"{out}: exists already; give another folder with -o{offer}")
     chosen = subject(path, model, warn)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """The templates of the pages, and what they say of plain values. Plain text is escaped where a template puts it; what is HTML
 already has the type `Markup`. A name that a template uses and nobody gives is an error."""
 
-from collections.abc import Iterable
 from datetime import datetime
 from functools import cache
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from fedatlas.core.errors import first_of
 from fedatlas.evaluation.statistics import mean_of_defined, select
 from fedatlas.report import figures, read, tables
 
@@ -47,7 +47,7 @@ def _environment() -> Environment:
         "select": select,
     }
     made.globals |= {
-        of.__name__: of for of in (clock, count, duration, figure, human, listed, note, si, slug, time)
+        of.__name__: of for of in (clock, count, duration, figure, human, first_of, note, si, slug, time)
     }
     pieces = made.get_template("macros.html").module
     made.globals |= {name: of for name, of in vars(pieces).items() if not name.startswith("_")}
@@ -113,12 +113,6 @@ def count(count: int, what: str) -> str:
     """A number of things, as 1 class or 1,200 cases."""
     plural = "" if count == 1 else "es" if what.endswith("s") else "s"
     return f"{count:,} {what}{plural}"
-
-
-def listed(values: Iterable[str], most: int = 3) -> str:
-    """The first values, and how many more there are."""
-    every = list(values)
-    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
 
 
 def letter(index: int) -> str:

@@ -229,9 +229,8 @@ class Releases:
         path = self._path(round, call)
         write_atomic(path, bytes.fromhex(mark) + reply)
         others = [other for other in path.parent.glob("*.fa") if other != path]
-        for old in sorted(others, key=lambda other: (other.stat().st_mtime_ns, other.name))[
-            : 1 - KEPT_REPLIES
-        ]:
+        oldest_first = sorted(others, key=lambda other: (other.stat().st_mtime_ns, other.name))
+        for old in oldest_first[: 1 - KEPT_REPLIES]:
             old.unlink()
 
     def _path(self, round: int, call: int) -> Path:

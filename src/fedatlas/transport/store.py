@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedatlas.core.errors import DataChanged, RunFolderError, WireError
+from fedatlas.core.errors import DataChanged, RunFolderError, WireError, first_of
 from fedatlas.core.tensors import Tree
 from fedatlas.transport import wire
 from fedatlas.transport.wire import Data
@@ -163,15 +163,11 @@ def guard_data(
     if accept:
         write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode())
         return True
-    listed = "; ".join(f"{how}: {_listed(cases)}" for how, cases in changes.items() if cases)
+    listed = "; ".join(f"{how}: {first_of(cases, 5)}" for how, cases in changes.items() if cases)
     raise DataChanged(
         f"site {site}: its data are not those with which this run began ({listed}); put them back, begin another run with "
         "--id, or go on with the changed data with --data-changed"
     )
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class MemoryStore:

@@ -73,7 +73,7 @@ def run(subject: Subject, chosen: Hessian, tell: Callable[[str], None]) -> dict[
                 top,
                 generator=draws("top"),
                 tolerance=chosen.tolerance,
-                steps=max(chosen.steps, top),
+                steps=steps,
                 keep=torch.float32,
             )
             trace = of.trace(operator, generator=draws("trace"), samples=chosen.samples)
