@@ -169,6 +169,13 @@ def test_a_case_without_its_channels_is_refused(names: tuple[str, ...], words: s
         files_of(touched(tmp_path / "in", *names), (".nii", ".nii.gz"), 2)
 
 
+def test_a_bundle_without_images_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere: there is no such folder; .*--dataset_dir"):
+        files_of(str(tmp_path / "nowhere"), (".nii.gz",))
+    with pytest.raises(DataError, match=r"holds no file that ends in \.nii\.gz; give --dataset_dir"):
+        files_of(touched(tmp_path / "in", "notes.txt"), (".nii.gz",))
+
+
 def test_a_bundle_replaces_nothing_unless_asked(tmp_path: Path) -> None:
     folder, endings = touched(tmp_path / "in", "p1.nii", "p1.nii.gz"), (".nii", ".nii.gz")
     data = files_of(folder, endings)

@@ -289,6 +289,25 @@ def test_a_class_that_nobody_annotates_any_more_is_told(finished, tmp_path) -> N
     assert not any("nobody" in line for line in extend(finished, new, tmp_path / "whole.yaml"))
 
 
+def test_what_sites_that_join_annotate_is_counted_in_what_nobody_does_any_more(finished, joins, tmp_path) -> None:
+    old = yaml.safe_load((finished / "federation.yaml").read_text())["sites"]
+    owned = json.loads((finished / "run.json").read_text())["sites"]
+    gone = next(site for site in old if owned[site["name"]]["annotated"])
+    others = {name for key, of in owned.items() if key != gone["name"] for name in of["annotated"]}
+    unique = set(owned[gone["name"]]["annotated"]) - others
+    assert unique
+
+    def told(number: int, *sites: dict) -> str:
+        new = asked(tmp_path, {"sites": list(sites)})
+        return " ".join(extend(finished, new, tmp_path / f"{number}.yaml", without=[gone["name"]]))
+
+    said = told(0, joins | {"name": "new"})
+    assert "nobody annotates" in said and all(name in said for name in unique)
+    assert "nobody annotates" not in told(1, joins | {"name": "new"}, gone | {"name": "moved"})
+    far = {key: value for key, value in joins.items() if key != "path"} | {"name": "far"}
+    assert "any more, unless far does;" in told(2, far)
+
+
 def test_the_loss_that_a_runs_method_took_goes_on(small, joins, tmp_path) -> None:
     """A file that names none has that of its method: marginal, or what fedatlas takes."""
     for method, options in (("fedavg", None), ("fedatlas", NO_CLASS_LOST)):

@@ -250,9 +250,11 @@ def test_what_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "model" in refused("landscape", str(run), "--model", "worst")
     assert "--device nothing: cannot be used" in refused("landscape", str(run), "--device", "nothing")
     assert "pool" in refused("membership", str(run), "--pool", "own", "--model", "best")
-    assert "no class that it tells has ground truth in all" in refused(
-        "membership", str(run), "--labels", "annotated"
-    )
+    said = refused("membership", str(run), "--labels", "annotated")
+    assert "no class that it tells has ground truth in all" in said
+    assert "take --labels reference, or take --pool own, or give" in said
+    said = refused("membership", str(run), "--labels", "annotated", "--model", "best")
+    assert "take --labels reference, or give the sites a reference, or attack local models" in said
     with pytest.raises(FedAtlasError, match=r"analysis 'hesian'.*did you mean 'hessian'"):
         analyse("hesian", run, {})
     with pytest.raises(SystemExit):

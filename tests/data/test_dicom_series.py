@@ -122,6 +122,20 @@ def test_frames_of_one_object_archives_and_other_files(tmp_path) -> None:
     assert dicom.is_series(tmp_path / "a" / "multi") and dicom.is_series(tmp_path / "b.zip")
 
 
+def test_a_patient_is_one_whether_or_not_the_issuer_of_the_number_is_named(tmp_path) -> None:
+    """Otherwise one patient could be in training and in validation."""
+    issuers = {"a": "Here", "b": None, "c": "There", "d": "Here", "e": "Here"}
+    for key, issuer in issuers.items():
+        number = "4711" if key in "abc" else f"{4711 + (key == 'e')}X"
+        for file in write_series(tmp_path / key, voxels_of(), turned(), key, patient=number):
+            if issuer is not None:
+                resaved(file, lambda data, issuer=issuer: setattr(data, "IssuerOfPatientID", issuer))
+    found = dicom.find([tmp_path])
+    people = {series.parts[0].path.parent.name: series.person for series in found.series}
+    assert people["a"] == people["b"] == people["c"]
+    assert len({people["a"], people["d"], people["e"]}) == 3
+
+
 def shifted(by: Any) -> np.ndarray:
     """Positions of eight slices 3 mm apart, changed."""
     places = np.array([-30.0, -40, -50]) + np.arange(8)[:, None] * (0, 0, 3.0)

@@ -345,7 +345,8 @@ class SiteBatches(ABC):
         """The batch of a step."""
 
     def _in_turn(self, count: int) -> int:
-        """The training case of sample `count`, where every case comes once before any comes again."""
+        """The training case of the sample that has `count` before it: over the counts one after another, every case comes once
+        before any comes again."""
         passes, place = divmod(count, len(self.train))
         if passes not in self._orders:
             order = np.random.default_rng(seed_of(*self.parts, "order", passes)).permutation(len(self.train))

@@ -370,7 +370,7 @@ class CaseVolume(Volume):
 
 
 class PatchBatches(SiteBatches):
-    """Batches of training patches; those that are not class-balanced visit every case once before any comes again. along:
+    """Batches of training patches. Where none is class-balanced, every case comes once before any comes again. along:
     what `VoxelData.predict_cases` kept, to be given beside the patches; it changes nothing else of them."""
 
     def __init__(

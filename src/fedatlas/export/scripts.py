@@ -212,6 +212,8 @@ def files_of(folder: str, endings: Sequence[str], channels: int = 1) -> list[Dat
     """The files of a folder with these endings, sorted; with several channels, those of a case together, whose names end in
     _0000, _0001, … before the ending, as in nnU-Net. Raises DataError where there are none, and of several channels where a
     name has no number, and where a case lacks one, has one more or has one twice."""
+    if not Path(folder).is_dir():
+        raise DataError(f"{folder}: there is no such folder; give the folder of the images as --dataset_dir")
     names = sorted(p for p in Path(folder).iterdir() if p.name.lower().endswith(tuple(endings)))
     if not names:
         raise DataError(f"{folder}: holds no file that ends in {' or '.join(endings)}; give --dataset_dir")

@@ -70,7 +70,7 @@ def extend(
     try:
         federation = _written(values, out, run)
         if not names:
-            values["labels"]["names"] += _brought(federation, asked, known)
+            values["labels"]["names"] += [name for name in _brought(federation, asked) if name not in known]
             values["labels"] |= later
             federation = _written(values, out, run)
     except BaseException:
@@ -86,9 +86,13 @@ def extend(
     told.append(sentence(federation.init_from, space_of(federation, {})))
     kept = [set(info["sites"].get(name, {}).get("annotated", ())) for name in sites if name not in asked]
     lost = set[str]().union(*(site["annotated"] for site in info["sites"].values())).difference(*kept)
-    if lost and not asked:
+    lost = lost.difference(_brought(federation, asked)) if lost else lost
+    if lost:
+        elsewhere = [site.name for site in federation.sites if site.name in asked and site.path is None]
         told.append(
-            f"nobody annotates {', '.join(name for name in known if name in lost)} any more; a run needs a site that does"
+            f"nobody annotates {', '.join(name for name in known if name in lost)} any more"
+            + (f", unless {' or '.join(elsewhere)} does" if elsewhere else "")
+            + "; a run needs a site that does"
         )
     return [*told, f"method: {federation.method['name']}, {federation.rounds} rounds"]
 
@@ -122,10 +126,10 @@ def _written(values: Mapping[str, Any], out: Path, run: Path) -> Federation:
     return load_federation(out)
 
 
-def _brought(federation: Federation, asked: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The names of classes that sites which join, or replace others, bring, and that are not known yet."""
+def _brought(federation: Federation, asked: Sequence[str]) -> list[str]:
+    """The names of classes that sites which join, or replace others, annotate, of those whose data are here."""
     task, names = task_of(federation), []
     for site in federation.sites:
         if site.name in asked and site.path is not None:
             names += task.read(federation, site, Path(site.path)).brings
-    return [name for name in dict.fromkeys(names) if name not in known]
+    return list(dict.fromkeys(names))

@@ -77,8 +77,8 @@ def cases_of(
 
 
 class CaseBatches:
-    """Batches of patches (or of whole images) of cases, chosen as in training: class-balanced as the federation says,
-    else every case once before any comes again. Every reading gives the same ones.
+    """Batches of patches (or of whole images) of cases, chosen as in training: where no patch is class-balanced, every case
+    comes once before any comes again. Every reading gives the same ones.
 
     parts: all that is random follows from them. Raises FederationError for no cases.
     """

@@ -140,7 +140,7 @@ def run(subject: Subject, chosen: Membership, tell: Callable[[str], None]) -> di
         f"membership: {size / 2**20:,.0f} MiB of cases held in memory, and as much of labels that the target gives them"
     )
     for target in targets:  # refuses before anything long begins
-        _classes(subject, target)
+        _classes(subject, chosen, target)
         deal(len(target.inside), [0.0] * len(target.rest), generator("refused or not"))
     spent = _estimate(subject, chosen, targets)
     tell(f"membership: about {clock(spent)}, of one prediction and a few steps of each training timed")
@@ -179,7 +179,7 @@ def _estimate(subject: Subject, chosen: Membership, targets: Sequence[Target]) -
     first = targets[0]
     case = first.inside[0]
     nets = functools.cache(lambda place: subject.network(first.members[place]))
-    seen = _ask(subject, chosen, first.members, _classes(subject, first), case, nets).maps
+    seen = _ask(subject, chosen, first.members, _classes(subject, chosen, first), case, nets).maps
     prediction = timed(lambda: predict(subject, first.members, case, nets))
     few = min(16, len(first.inside) + len(first.rest))
 
@@ -251,7 +251,7 @@ def _attacked(subject: Subject, chosen: Membership, target: Target) -> dict[str,
     """The whole attack on one target."""
     parts = (chosen.seed, "membership", target.name)
     inside, rest = target.inside, target.rest
-    classes = _classes(subject, target)
+    classes = _classes(subject, chosen, target)
 
     def ask(members: Sequence[Member], cases: Sequence[Case]) -> list[Said]:
         nets = functools.cache(lambda place: subject.network(members[place]))
@@ -316,7 +316,7 @@ def _ask(
     )
 
 
-def _classes(subject: Subject, target: Target) -> list[int]:
+def _classes(subject: Subject, chosen: Membership, target: Target) -> list[int]:
     """The classes that the target speaks for and of which every case has a truth."""
     spoken = {
         c
@@ -328,10 +328,16 @@ def _classes(subject: Subject, target: Target) -> list[int]:
     )
     classes = [c for c in subject.space.foreground if c in spoken and known is not None and bool(known[c])]
     if not classes:
+        local = target.name.startswith("local/")
+        remedies = [
+            *(["take --labels reference"] if chosen.labels == "annotated" else []),
+            *(["take --pool own"] if local and chosen.pool == "all" else []),
+            "give the sites a reference",
+            *([] if local else ["attack local models with --model local"]),
+        ]
         raise FederationError(
             f"analyse membership: {target.name}: no class that it tells has ground truth in all of "
-            f"{len(target.inside)} training cases and {len(target.rest)} others; take --pool own, or give the sites a "
-            "reference"
+            f"{len(target.inside)} training cases and {len(target.rest)} others; {', or '.join(remedies)}"
         )
     return classes
 

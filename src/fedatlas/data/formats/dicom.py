@@ -137,7 +137,8 @@ class Reader:
 
 @dataclass(frozen=True)
 class Series:
-    """A series of images. person: equal for series of one patient, and never shown; drawings: what is drawn on it."""
+    """A series of images. person: equal for series of one patient, also where only some of them name the issuer of its ID,
+    and never shown; drawings: what is drawn on it."""
 
     uid: str
     study: str
@@ -271,10 +272,13 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
             drawn.setdefault(uid, []).append(drawing)
         stray += [] if here else [drawing]
     found = []
+    of_nobody = {str(members[0][1].get("PatientID")) for members in images.values() if not _issuer(members[0][1])}
     for uid, members in images.items():
         members.sort(key=lambda of: (of[0], str(of[1].get("SOPInstanceUID"))))
         first = members[0][1]
-        person = f"{first.get('IssuerOfPatientID') or ''}|{first.get('PatientID') or ''}"
+        # an ID that one series has without an issuer may be anybody's who has it, and a patient must not be split
+        number = str(first.get("PatientID"))
+        person = f"{'' if number in of_nobody else _issuer(first)}|{number}"
         found.append(
             Series(
                 uid,
@@ -287,6 +291,10 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
             )
         )
     return Found(tuple(sorted(found, key=lambda of: of.name)), tuple(stray), others, tuple(damaged))
+
+
+def _issuer(header: Any) -> str:
+    return str(header.get("IssuerOfPatientID") or "")
 
 
 def _headers(
