@@ -475,6 +475,20 @@ def test_a_site_of_a_file_is_described_by_its_own_names_whatever_its_aliases(
         assert main(["plan", str(file), "--no-trial", "--quiet"]) == 0 and not capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("letters", "said"), [("RAS", False), ("LPS", False), ("SPR", True), ("ASR", True)])
+def test_plan_says_the_order_of_its_axes_where_the_file_has_another(
+    letters: str, said: bool, phantom: Path, small, tmp_path: Path, capsys
+) -> None:
+    site = {"name": "a", "path": str(phantom / "site-0")}
+    preprocessing = small["preprocessing"] | {"orientation": letters}
+    file = tmp_path / "federation.yaml"
+    file.write_text(yaml.safe_dump(small | {"preprocessing": preprocessing, "sites": [site]}))
+    assert main(["plan", str(file), "--no-trial", "--quiet"]) == 0
+    text = capsys.readouterr().out
+    assert (f"preprocessing.orientation: RAS   (the file has {letters})" in text) == said
+    assert ("orientation" in text) == said
+
+
 def changed(**keys: Any) -> str:
     return json.dumps(told("a", {"x": (1, 1)}).model_dump() | keys)
 

@@ -17,7 +17,7 @@ from fedatlas.federation.forecast import Forecast, Size, forecast
 from fedatlas.federation.tasks import task_of
 from fedatlas.planning.description import Description, describe
 from fedatlas.planning.draft import Draft
-from fedatlas.planning.rules import Proposal, proposals, this_machine
+from fedatlas.planning.rules import AXES, Proposal, proposals, this_machine
 
 Tell = Callable[[str], None]
 LEAST_ROUNDS = 10
@@ -42,6 +42,7 @@ def plan_file(
     space = space_of(federation, brings)
     machine = this_machine(federation.engine.device, federation.engine.workers, memory)
     found = proposals([sites[name] for name in sorted(sites)], len(space), machine, dimensions)
+    found = _in_order(found, federation)
     values = resolved(federation)
     result: dict[str, Any] = {
         "federation": federation.name,
@@ -52,6 +53,18 @@ def plan_file(
     if trial:
         result["forecast"] = told(foreseen(federation, sites, tell))
     return result
+
+
+def _in_order(found: list[Proposal], federation: Federation) -> list[Proposal]:
+    """The proposals, and with them the order of axes that their spacing and patch are in, where the file has another."""
+    key = "preprocessing.orientation"
+    if federation.preprocessing is None or any(proposal.key == key for proposal in found):
+        return found
+    order = ["LRPAIS".index(letter) // 2 for letter in federation.preprocessing.orientation]
+    if order == [0, 1, 2]:
+        return found
+    why = "the order of axes, which differs from the file's", "spacing and patch below are in the order of these letters"
+    return [Proposal(key, AXES, *why), *found]
 
 
 def foreseen(federation: Federation, sites: Mapping[str, Description], tell: Tell) -> Forecast:
