@@ -289,7 +289,9 @@ def test_a_class_that_nobody_annotates_any_more_is_told(finished, tmp_path) -> N
     assert not any("nobody" in line for line in extend(finished, new, tmp_path / "whole.yaml"))
 
 
-def test_what_sites_that_join_annotate_is_counted_in_what_nobody_does_any_more(finished, joins, tmp_path) -> None:
+def test_what_sites_that_join_annotate_is_counted_in_what_nobody_does_any_more(
+    finished, joins, tmp_path
+) -> None:
     old = yaml.safe_load((finished / "federation.yaml").read_text())["sites"]
     owned = json.loads((finished / "run.json").read_text())["sites"]
     gone = next(site for site in old if owned[site["name"]]["annotated"])

@@ -414,30 +414,7 @@ def _from_file(
     file: Path, raw: dict[str, Any], profile: str | None, data: Path | None, seeds: int | None
 ) -> Comparison:
     given = from_dict(ComparisonFile, raw, what=str(file))
-    for claim in given.claims:
-        if not CLAIM.fullmatch(claim):
-            raise FederationError(
-                f"{file}: claims: {claim!r} names no table or figure; expected Table or Figure and its number, as Table 2, "
-                "Table IV, Figure S4 or Figure 8A"
-            )
-    for what, names in (("arm", given.arms), ("profile", given.profiles)):
-        for name in names:
-            if not NAME.fullmatch(name):
-                raise FederationError(
-                    f"{file}: the {what} {name!r}: a name of letters, digits, '.', '_' and '-' is expected"
-                )
-    if profile is None and given.profiles:
-        raise FederationError(
-            f"{file}: say which profile, with --profile; there are: {', '.join(given.profiles)}"
-        )
-    if profile is not None and profile not in given.profiles:
-        raise not_known(f"{file}: the profile", profile, given.profiles)
-    for arm, reference in given.references.items():
-        for name in (arm, reference):
-            if name not in given.arms:
-                raise not_known(f"{file}: references: the arm", name, given.arms)
-        if arm == reference:
-            raise FederationError(f"{file}: references: {arm} is its own reference; name another arm")
+    _check_names(file, given, profile)
     budget, common = _budget(file, given, profile)
     chosen = _seeds(file, given.seeds, budget.seeds, seeds)
     for arm in budget.arms:
@@ -453,15 +430,8 @@ def _from_file(
     for arm, changes in given.arms.items():
         what = f"{file}: arm {arm}"
         own = [changes or {}, budget.arms.get(arm, {})]
-        whole = _arm(base, base_path, what, budget, common, own)
-        trained = {arm: whole}
-        changed = {
-            **{site: ("without", _without(file, arm, whole, site)) for site in given.leave_out},
-            **{
-                str(fold): ("fold", _fold(what, whole, fold, given.folds))
-                for fold in range(1, (given.folds or 0) + 1)
-            },
-        }
+        trained = {arm: _arm(base, base_path, what, budget, common, own)}
+        changed = _changed_in_turn(file, given, arm, trained[arm])
         if changed:
             turns[arm] = {turn: f"{arm}-{word}-{turn}" for turn, (word, _) in changed.items()}
             trained = {
@@ -500,6 +470,47 @@ def _from_file(
         turns=turns,
         folds=given.folds,
     )
+
+
+def _check_names(file: Path, given: ComparisonFile, profile: str | None) -> None:
+    """Raises FederationError for names that cannot be, and for a profile or an arm of `references` that is none."""
+    for claim in given.claims:
+        if not CLAIM.fullmatch(claim):
+            raise FederationError(
+                f"{file}: claims: {claim!r} names no table or figure; expected Table or Figure and its number, as Table 2, "
+                "Table IV, Figure S4 or Figure 8A"
+            )
+    for what, names in (("arm", given.arms), ("profile", given.profiles)):
+        for name in names:
+            if not NAME.fullmatch(name):
+                raise FederationError(
+                    f"{file}: the {what} {name!r}: a name of letters, digits, '.', '_' and '-' is expected"
+                )
+    if profile is None and given.profiles:
+        raise FederationError(
+            f"{file}: say which profile, with --profile; there are: {', '.join(given.profiles)}"
+        )
+    if profile is not None and profile not in given.profiles:
+        raise not_known(f"{file}: the profile", profile, given.profiles)
+    for arm, reference in given.references.items():
+        for name in (arm, reference):
+            if name not in given.arms:
+                raise not_known(f"{file}: references: the arm", name, given.arms)
+        if arm == reference:
+            raise FederationError(f"{file}: references: {arm} is its own reference; name another arm")
+
+
+def _changed_in_turn(
+    file: Path, given: ComparisonFile, arm: str, whole: Federation
+) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Turn (a site that is left out, or a fold that is tested on) -> the word for it in names of runs, and what changes in
+    the arm's federation. Raises FederationError where that cannot be."""
+    left_out = {site: ("without", _without(file, arm, whole, site)) for site in given.leave_out}
+    tested = {
+        str(fold): ("fold", _fold(f"{file}: arm {arm}", whole, fold, given.folds))
+        for fold in range(1, (given.folds or 0) + 1)
+    }
+    return left_out | tested
 
 
 def _fold(what: str, whole: Federation, fold: int, folds: int | None) -> dict[str, Any]:

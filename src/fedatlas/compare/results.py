@@ -121,47 +121,16 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     A cell that the first finished arm does not have is not counted for any (see `Counted`): an arm that was given more labels is
     scored on what all are. known_of: that arm, which also says which classes a site annotates.
     """
-    counted = Counted({}, None)
-    values: dict[str, dict[int, Values]] = {}
-    arms: dict[str, dict[str, Any]] = {}
-    own: dict[str, dict[int, Values]] = {}
-    by_site = comparison.layout.columns == "site-class"
-    known_of = next(iter(comparison.arms))
-    for arm in comparison.arms:
-        rows: dict[str, dict[int, list[Mapping[str, Any]]]] = {arm: {}}
-        for seed in done.seeds[arm]:
-            rows[arm][seed] = [
-                row for one in comparison.trained(arm) for row in rows_of(comparison, one, seed)
-            ]
-            if by_site and arm in comparison.measure.local:
-                for site, of_seed in local_rows(comparison, arm, seed).items():
-                    rows.setdefault(f"{arm}/{site}", {})[seed] = of_seed
-        if not counted.seeds and done.seeds[arm]:
-            known_of = arm
-            of_seeds = {
-                seed: [row for of in rows.values() for row in of.get(seed, ())] for seed in done.seeds[arm]
-            }
-            counted = Counted(of_seeds, comparison.measure.known)
-        found = {
-            name: {
-                seed: {place_of(row): row["value"] for row in of_seed if counted(seed, row)}
-                for seed, of_seed in of.items()
-            }
-            for name, of in rows.items()
-        }
-        values[arm] = found.pop(arm)
-        own |= found
+    scored = _scored(comparison, done)
+    values, own = scored.values, scored.own
+    starred = _starred(comparison, scored.known)
     cells = {arm: {seed: means_of(of) for seed, of in of_arm.items()} for arm, of_arm in values.items()}
-    starred = _starred(comparison, counted.known)
-    for arm, of_arm in cells.items():
-        paths = [comparison.path(one, seed) for seed in of_arm for one in comparison.trained(arm)]
-        runs = [read_run(path) for path in paths]
-        arms[arm] = _row(comparison, of_arm, starred) | {
-            "hours": sum(_hours(path) for path in paths),
-            "commits": list(dict.fromkeys(run["git"] for run in runs)),
-            "arithmetic": list(dict.fromkeys((run.get("machine") or {}).get("arithmetic") for run in runs)),
-            "problems": done.problems[arm],
-        }
+    arms = {
+        arm: _row(comparison, of_arm, starred)
+        | _of_runs(comparison, arm, of_arm)
+        | {"problems": done.problems[arm]}
+        for arm, of_arm in cells.items()
+    }
     for arm, (undefined, _) in _lacking(cells).items():
         arms[arm]["undefined"] = len(undefined)
     for arm, (lacking, of) in _lacking(values).items():
@@ -189,7 +158,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
         "left_out": bool(comparison.left_out),
         "folds": comparison.folds,
         "known": measure.known,
-        "known_of": known_of,
+        "known_of": scored.known_of,
         "postprocess": measure.postprocess,
         "classes": _classes(comparison, arms | own_rows),
         "arms": arms,
@@ -202,6 +171,55 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     replaced = {row.partition("/")[0] for row in own}
     table |= _by_cases(comparison, {a: of for a, of in values.items() if a not in replaced} | own, values)
     return table, values
+
+
+class _Scored(NamedTuple):
+    """The values that count. values: arm -> seed -> of its runs; own: "arm/site" -> seed -> of this site's local model, for the
+    arms of `measure.local`; known_of, known: the first finished arm, and whether a site annotates a class in its runs."""
+
+    values: dict[str, dict[int, Values]]
+    own: dict[str, dict[int, Values]]
+    known_of: str
+    known: Mapping[tuple[str, str, str], bool]
+
+
+def _scored(comparison: Comparison, done: Finished) -> _Scored:
+    counted = Counted({}, None)
+    found = _Scored({}, {}, next(iter(comparison.arms)), counted.known)
+    by_site = comparison.layout.columns == "site-class"
+    for arm in comparison.arms:
+        rows: dict[str, dict[int, list[Mapping[str, Any]]]] = {arm: {}}
+        for seed in done.seeds[arm]:
+            rows[arm][seed] = [
+                row for one in comparison.trained(arm) for row in rows_of(comparison, one, seed)
+            ]
+            if by_site and arm in comparison.measure.local:
+                for site, of_seed in local_rows(comparison, arm, seed).items():
+                    rows.setdefault(f"{arm}/{site}", {})[seed] = of_seed
+        if not counted.seeds and done.seeds[arm]:
+            of_seeds = {
+                seed: [row for of in rows.values() for row in of.get(seed, ())] for seed in done.seeds[arm]
+            }
+            counted = Counted(of_seeds, comparison.measure.known)
+            found = found._replace(known_of=arm, known=counted.known)
+        for name, of in rows.items():
+            of_name = found.values if name == arm else found.own
+            of_name[name] = {
+                seed: {place_of(row): row["value"] for row in of_seed if counted(seed, row)}
+                for seed, of_seed in of.items()
+            }
+    return found
+
+
+def _of_runs(comparison: Comparison, arm: str, seeds: Iterable[int]) -> dict[str, Any]:
+    """What the run folders of an arm say of how it was made: hours, commits and arithmetic, see `means`."""
+    paths = [comparison.path(one, seed) for seed in seeds for one in comparison.trained(arm)]
+    runs = [read_run(path) for path in paths]
+    return {
+        "hours": sum(_hours(path) for path in paths),
+        "commits": list(dict.fromkeys(run["git"] for run in runs)),
+        "arithmetic": list(dict.fromkeys((run.get("machine") or {}).get("arithmetic") for run in runs)),
+    }
 
 
 def _starred(comparison: Comparison, counted: Mapping[tuple[str, str, str], bool]) -> set[tuple[str, str]]:

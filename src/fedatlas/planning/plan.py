@@ -63,7 +63,10 @@ def _in_order(found: list[Proposal], federation: Federation) -> list[Proposal]:
     order = ["LRPAIS".index(letter) // 2 for letter in federation.preprocessing.orientation]
     if order == [0, 1, 2]:
         return found
-    why = "the order of axes, which differs from the file's", "spacing and patch below are in the order of these letters"
+    why = (
+        "the order of axes, which differs from the file's",
+        "spacing and patch below are in the order of these letters",
+    )
     return [Proposal(key, AXES, *why), *found]
 
 

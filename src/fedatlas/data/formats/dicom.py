@@ -272,7 +272,9 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
             drawn.setdefault(uid, []).append(drawing)
         stray += [] if here else [drawing]
     found = []
-    of_nobody = {str(members[0][1].get("PatientID")) for members in images.values() if not _issuer(members[0][1])}
+    of_nobody = {
+        str(members[0][1].get("PatientID")) for members in images.values() if not _issuer(members[0][1])
+    }
     for uid, members in images.items():
         members.sort(key=lambda of: (of[0], str(of[1].get("SOPInstanceUID"))))
         first = members[0][1]
