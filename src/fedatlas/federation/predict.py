@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -91,7 +91,6 @@ def predict_scans(
     """
     require_files([file for files in scans for file in files if not file.is_dir()])
     trained = Trained(path, model, device, warn)
-    names = trained.space.names
     if pacs is not None:
         found = dicom.received(pacs.fetch(series), pacs.url)
         given = [Given((), one.name, one) for one in _chosen(found, series, pacs.url)]
@@ -102,7 +101,7 @@ def predict_scans(
             f"--as {form}: is for series in DICOM, to which it refers, and {files.shown} is none; leave it out"
         )
     codes = {} if form == "nifti" else _codes(trained, warn)
-    classes = {str(index): name for index, name in enumerate(names)}
+    classes = {str(index): name for index, name in enumerate(trained.space.names)}
     if out is not None:
         _require_room(out, given, form, trained.space, classes, overwrite)
     written, made = [], []
@@ -115,19 +114,18 @@ def predict_scans(
             written.append(entry)
             table += rows
             continue
-        volume, affine, labels, choice = _label_volume(trained, one, post, anyway, warn)
+        labelled = _label_volume(trained, one, post, anyway, warn)
         target = one.targets(out, form, trained.space)[0] if out is not None else None
-        if volume is not None and form != "nifti":
+        if labelled.volume is not None and form != "nifti":
             write = drawings.WRITERS[form]
-            made.append(write(target, labels, volume, trained.space, codes, path.resolve().name))
+            made.append(
+                write(target, labelled.labels, labelled.volume, trained.space, codes, path.resolve().name)
+            )
         elif target is not None:
-            write_label_map(target, labels, affine if one.series else one.files[0])
-        millilitres = abs(float(np.linalg.det(affine[:3, :3]))) / 1000
-        masks = {c: labels == c if trained.space.exclusive else labels[c] for c in trained.space.foreground}
-        sizes = {names[c]: round(int(mask.sum()) * millilitres, 3) for c, mask in masks.items() if mask.any()}
+            write_label_map(target, labelled.labels, labelled.affine if one.series else one.files[0])
         files = [one.shown] if one.series else [str(file) for file in one.files]
-        told = {"scan": files, "labels": str(target or one.name), "millilitres": sizes}
-        written.append(told | choice)
+        told = {"scan": files, "labels": str(target or one.name)}
+        written.append(told | {"millilitres": labelled.millilitres(trained.space)} | labelled.choice)
     if store:
         assert pacs is not None
         pacs.store(made)
@@ -198,10 +196,23 @@ def _codes(trained: Trained, warn: Warn) -> dict[str, drawings.Meaning]:
     return codes
 
 
-def _label_volume(
-    trained: Trained, given: Given, post: bool, anyway: bool, warn: Warn
-) -> tuple[dicom.Volume | None, np.ndarray, np.ndarray, dict[str, Any]]:
-    """The volume of a series in DICOM, None of NIfTI; the affine of a scan; its labels; and `Trained.choice`."""
+class _Labelled(NamedTuple):
+    """A scan's labels in its own geometry, class index [X, Y, Z] or masks [C, X, Y, Z], and its affine. volume: of a series in
+    DICOM; choice: as `Trained.choice`."""
+
+    labels: np.ndarray
+    affine: np.ndarray
+    volume: dicom.Volume | None
+    choice: dict[str, Any]
+
+    def millilitres(self, space: LabelSpace) -> dict[str, float]:
+        """Class name -> its volume, of the classes that were found."""
+        voxel = abs(float(np.linalg.det(self.affine[:3, :3]))) / 1000
+        masks = {c: self.labels == c if space.exclusive else self.labels[c] for c in space.foreground}
+        return {space.names[c]: round(int(mask.sum()) * voxel, 3) for c, mask in masks.items() if mask.any()}
+
+
+def _label_volume(trained: Trained, given: Given, post: bool, anyway: bool, warn: Warn) -> _Labelled:
     volume, more = None, dict[str, Any]()
     if given.series is not None:
         volume = dicom.load(given.series)
@@ -229,7 +240,7 @@ def _label_volume(
     found = trained.predict(scan.image)
     labels = scan.restore(found.voxels)
     labels = trained.clean(labels) if post else labels
-    return volume, scan.geometry.affine, labels, trained.choice(found)
+    return _Labelled(labels, scan.geometry.affine, volume, trained.choice(found))
 
 
 def _require_room(
