@@ -13,7 +13,7 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError
 from fedatlas.core.seeds import generator, isolated
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, Loop, Stepper, lr_factor, train
+from fedatlas.learning.loop import Local, Loop, Stepper, lr_factor, optimizer_tree, restore_optimizer, train
 
 LOCALS = {
     "adamw": Local(lr=0.05, batch=3, steps=4),
@@ -189,6 +189,21 @@ def test_a_scaled_loss_changes_nothing_and_an_overflow_moves_nothing(clip: float
             assert same(tensors_of(net), ends[-1]) and by.scaler.get_scale() == scale / 2
     for name, value in ends[0].items():
         torch.testing.assert_close(ends[1][name], value)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_moments_of_another_width_are_refused(optimizer: Any) -> None:
+    """torch's fused optimizers would write beyond them."""
+    local, small = Local(optimizer=optimizer, momentum=0.9), nn.Linear(3, 4)
+    stepper = Stepper(small, local, torch.device("cpu"))
+    stepper.step(small(torch.ones(2, 3)).sum())
+    tree = optimizer_tree(stepper.optimizer, small)
+    large = nn.Linear(3, 5)
+    with pytest.raises(FederationError, match="optimizer's state is of another net"):
+        restore_optimizer(Stepper(large, local, torch.device("cpu")).optimizer, large, cast(Any, tree))
+    again = Stepper(small, local, torch.device("cpu"))
+    restore_optimizer(again.optimizer, small, cast(Any, tree))
+    assert optimizer_tree(again.optimizer, small).keys() == tree.keys()
 
 
 def test_what_cannot_be_is_told() -> None:

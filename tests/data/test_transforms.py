@@ -148,6 +148,34 @@ def test_a_tiny_class_does_not_vanish_and_borders_stay_foreground() -> None:
     assert ((labels_to_grid(labels, geometry, SPACE) > 0)[:3]).all()
 
 
+@pytest.mark.parametrize(
+    ("voxels", "kept"),
+    [
+        ({2: [(4, 4, 4)], 3: [(5, 5, 5)]}, {2, 3}),
+        ({1: [slice(4, 8)], 2: [(4, 4, 4)]}, {1, 2}),
+        ({1: [slice(4, 8)], 2: [(5, 5, 5)], 3: [(6, 6, 6)]}, {1, 2, 3}),
+        ({1: [(x, y, z) for x in (4, 5) for y in (4, 5) for z in (4, 5)], 2: [(4, 4, 4)]}, {1, 2}),
+    ],
+)
+def test_classes_that_would_vanish_do_not_push_each_other_out(voxels, kept) -> None:
+    labels, space = np.zeros((16, 16, 16), np.uint8), LabelSpace(("background", "liver", "tumor", "cyst"))
+    for c, places in voxels.items():
+        for place in places:
+            labels[(place,) * 3 if isinstance(place, slice) else place] = c
+    preprocessing = Preprocessing(spacing=(4, 4, 4))
+    geometry = geometry_of(labels.shape, np.eye(4), preprocessing)
+    found = labels_to_grid(labels, geometry, space)
+    assert set(np.unique(found)) == {0, *kept}
+
+
+def test_a_class_without_a_voxel_that_is_left_does_vanish() -> None:
+    """Two classes, and a grid of one voxel that the first has."""
+    labels, space = np.ones((4, 4, 4), np.uint8), LabelSpace(("background", "liver", "tumor"))
+    labels[0, 0, 0] = 2
+    geometry = geometry_of(labels.shape, np.eye(4), Preprocessing(spacing=(4, 4, 4)))
+    assert labels_to_grid(labels, geometry, space).ravel().tolist() == [1]
+
+
 def test_masks_are_resampled_in_their_box_as_in_the_whole() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
@@ -189,6 +217,44 @@ def test_intensity_rules() -> None:
     z = normalised(x, Preprocessing(normalise="zscore", foreground=-60))
     assert np.isclose(z[1:].mean(), 0, atol=1e-6)
     assert (normalised(np.full(4, 7.0, np.float32), Preprocessing()) == 0).all()
+
+
+def bright(background: float) -> np.ndarray:
+    """A ball of a tenth of the volume, brighter than what is around it, of values with noise."""
+    noise = np.random.default_rng(0).normal(100, 20, (40, 40, 30)).astype(np.float32)
+    inside = ((np.indices(noise.shape) - np.array([20, 20, 15]).reshape(3, 1, 1, 1)) ** 2).sum(0) < 100
+    return np.where(inside, background + 200 + noise, background).astype(np.float32)[None]
+
+
+@pytest.mark.parametrize("order", [1, 3])
+@pytest.mark.parametrize("spacing", [(0.78, 0.78, 3.0), (0.69, 0.69, 0.7), (1.1, 1.1, 2.5)])
+def test_a_background_does_not_count_whatever_its_value_and_the_spacing(order: int, spacing: Any) -> None:
+    """Resampling makes values a rounding beside a background, or below it."""
+    preprocessing = Preprocessing(spacing=(1.5, 1.5, 2.0), order=order)  # type: ignore[arg-type]
+    geometry = geometry_of((40, 40, 30), np.diag([*spacing, 1.0]), preprocessing)
+    found = [
+        image_to_grid(bright(background), geometry, preprocessing) for background in (0.0, -1024.0, 1000.0)
+    ]
+    for other in found[1:]:
+        assert np.allclose(found[0], other, atol=1e-3)
+    marked = image_to_grid(
+        bright(-1024.0), geometry, Preprocessing(**vars(preprocessing) | {"foreground": -1024.0})
+    )
+    assert np.array_equal(marked, found[1])
+    assert np.median(found[0]) < -0.5, "most of it is background, far below the mean of the rest"
+    constant = image_to_grid(np.full((1, 40, 40, 30), 7.3, np.float32), geometry, preprocessing)
+    assert (constant == 0).all()
+
+
+def test_a_window_clips_before_zscore_counts() -> None:
+    preprocessing = Preprocessing(spacing=(1.5, 1.5, 2.0), window=(-900, 300), normalise="zscore")
+    geometry = geometry_of((40, 40, 30), np.diag([0.7, 0.7, 1.0, 1.0]), preprocessing)
+    image = bright(-1024.0)
+    image[0, :5] = -3000.0
+    whole = image_to_grid(image, geometry, Preprocessing(spacing=(1.5, 1.5, 2.0), window=(-900, 300)))
+    counted = whole[whole > 0]
+    expected = (whole - counted.mean()) / counted.std()
+    assert np.allclose(image_to_grid(image, geometry, preprocessing), expected, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +368,16 @@ def test_label_maps_keep_the_scans_geometry(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
         write_label_map(tmp_path / "file" / "x.nii.gz", labels, tmp_path / "scan.nii.gz")
+
+
+def test_a_lone_scan_is_refused_where_training_would_refuse_it(tmp_path: Path) -> None:
+    voxels = np.random.default_rng(0).standard_normal((8, 8, 8))
+    voxels[0, 0, 0] = 1e39
+    space = LabelSpace(("background", "a"))
+    with pytest.raises(DataError, match=r"wide\.nii\.gz: its intensities overflow; give a window"):
+        load_scan([save(tmp_path / "wide.nii.gz", voxels)], Preprocessing(), space)
+    with pytest.raises(DataError, match=r"even\.nii\.gz: constant on the federation's grid"):
+        load_scan([save(tmp_path / "even.nii.gz", np.full((8, 8, 8), 3.0))], Preprocessing(), space)
 
 
 def test_a_lone_scan_has_no_truth(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.evaluation.metrics import METRICS, OF_PLANES, class_boxes, score, score_pair
 
 ALL = tuple(METRICS)
+SURFACE = ("hd", "hd95", "asd", "nsd")
 
 
 def blob(shape: tuple[int, ...], seed: int, level: float) -> np.ndarray:
@@ -50,6 +51,26 @@ def test_values_are_monais(name, p, g, spacing) -> None:
         assert ours[metric] == pytest.approx(float(value), rel=1e-5), metric
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_surfaces_of_a_case_of_one_slice_are_those_of_a_plane(axis: int) -> None:
+    """MONAI, too, sees a plane as a plane only without the third axis; a thin mask in a volume stays one of a volume."""
+    p, g, spacing = blob((30, 26), 7, 0.8), blob((30, 26), 8, 0.9), (0.8, 1.2)
+    thick = [np.expand_dims(m, axis) for m in (p, g)]
+    three = tuple(np.insert(spacing, axis, 5.0))
+    assert score_pair(*thick, three, SURFACE) == score_pair(p, g, spacing, SURFACE)
+    labels, space = [m.astype(np.uint8) for m in thick], LabelSpace(("background", "organ"))
+    of_case = score(*labels, space, [True, True], three, SURFACE)  # of a box around both
+    assert {one.metric: (one.value, one.reason) for one in of_case} == score_pair(p, g, spacing, SURFACE)
+    in_volume = [np.concatenate([m, np.zeros_like(m)], axis) for m in thick]
+    of_volume = score_pair(*in_volume, three, SURFACE)
+    assert of_volume["asd"][0] < score_pair(p, g, spacing, SURFACE)["asd"][0]  # all its voxels are surface
+    labels = [m.astype(np.uint8) for m in in_volume]
+    of_case = score(*labels, space, [True, True], three, SURFACE)
+    assert {one.metric: (one.value, one.reason) for one in of_case} == of_volume
+    one = np.ones((1, 1, 1), dtype=bool)
+    assert score_pair(one, one, (1, 1, 1), SURFACE)["hd95"] == (0.0, "")
+
+
 def test_both_ways_of_measuring_distances_agree() -> None:
     from fedatlas.evaluation import metrics
 
@@ -61,8 +82,8 @@ def test_both_ways_of_measuring_distances_agree() -> None:
 
 
 def test_by_hand() -> None:
-    p, g = np.zeros((1, 12), bool), np.zeros((1, 12), bool)
-    p[0, 2:6], g[0, 4:8] = True, True
+    p, g = np.zeros((3, 12), bool), np.zeros((3, 12), bool)
+    p[1, 2:6], g[1, 4:8] = True, True
     values = score_pair(p, g, (1.0, 0.5), ALL, tolerance=0.5)
     assert values["dice"] == (0.5, "")
     # a line of one voxel is all surface: distances in voxels are 2,1,0,0 and 0,0,1,2

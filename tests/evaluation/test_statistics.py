@@ -73,6 +73,13 @@ def test_holm_by_hand() -> None:
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 
 
+def test_shares_tie_as_they_are_written() -> None:
+    """.3 - .2 and .8 - .7 are one rank, though floats differ."""
+    one, other = [0.30, 0.41, 0.52, 0.63, 0.74, 0.85, 0.96], [0.20, 0.31, 0.42, 0.53, 0.64, 0.75, 1.06]
+    assert paired(one, other)["wilcoxon"] == 2 * (1 + 7) / 128
+    assert paired([0.3, 0.8], [0.2, 0.7])["t"] == 0 and paired([0.1 + 0.2, 0.3], [0.3, 0.3])["wilcoxon"] == 1
+
+
 def test_paired_tests() -> None:
     rng = np.random.default_rng(0)
     one = rng.random(20)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedatlas.core.errors import FederationError
-from fedatlas.losses import MarginalDiceCE, MarginalDiceCEExclusion
+from fedatlas.losses import DiceBCE, MarginalDiceCE, MarginalDiceCEExclusion, MaskedDiceBCE
 from fedatlas.losses.dice import dice_loss
 from fedatlas.losses.marginal import (
     exclusion,
@@ -275,7 +275,7 @@ def test_nothing_known_is_a_constant(background: bool) -> None:
         MarginalDiceCE(),
         MarginalDiceCEExclusion(),
         MarginalDiceCE(ce_on_probs=True),
-        MarginalDiceCE(log_below=1.0, smooth_numerator=0.01),
+        MarginalDiceCE(log_below=1.0, smooth_numerator=0.01, smooth_denominator=0.01),
     ],
 )
 @pytest.mark.parametrize("mixed", [True, False])
@@ -298,7 +298,7 @@ def test_labels_of_unknown_classes_change_nothing(loss: MarginalDiceCE, mixed: b
         MarginalDiceCE(),
         MarginalDiceCEExclusion(),
         MarginalDiceCE(ce_on_probs=True),
-        MarginalDiceCE(log_below=1.0, smooth_numerator=0.01),
+        MarginalDiceCE(log_below=1.0, smooth_numerator=0.01, smooth_denominator=0.01),
     ],
 )
 def test_gradient_of_a_softmax_loss(loss: MarginalDiceCE) -> None:
@@ -358,6 +358,16 @@ def test_the_logarithm_of_dice_needs_a_numerator() -> None:
         MarginalDiceCE(log_below=1.0)
 
 
+@pytest.mark.parametrize("loss", [MarginalDiceCE, MaskedDiceBCE, DiceBCE])
+def test_a_dice_above_1_is_refused(loss) -> None:
+    """Of a class that is nowhere, and not found: smooth_numerator / smooth_denominator."""
+    with pytest.raises(
+        FederationError, match=r"could have a Dice of 1000; allowed: at most smooth_denominator"
+    ):
+        loss(smooth_numerator=0.01, smooth_denominator=1e-5)
+    loss(smooth_numerator=0.01, smooth_denominator=0.01)
+
+
 def test_gradient_within_the_merged_set_is_proportional_to_probability() -> None:
     z, target, known = random_case(6, 3, 5, (4, 4))
     z.requires_grad_()
@@ -372,7 +382,11 @@ def test_gradient_within_the_merged_set_is_proportional_to_probability() -> None
 
 @pytest.mark.parametrize(
     "loss",
-    [MarginalDiceCE(), MarginalDiceCEExclusion(), MarginalDiceCE(log_below=1.0, smooth_numerator=0.01)],
+    [
+        MarginalDiceCE(),
+        MarginalDiceCEExclusion(),
+        MarginalDiceCE(log_below=1.0, smooth_numerator=0.01, smooth_denominator=0.01),
+    ],
 )
 @pytest.mark.parametrize("size", [1e4, -1e4])
 def test_stable_at_large_logits(loss: MarginalDiceCE, size: float) -> None:

@@ -467,12 +467,35 @@ def _share(
 def image_to_grid(image: np.ndarray, geometry: Geometry, preprocessing: Preprocessing) -> np.ndarray:
     """An image [I, X, Y, Z] on the federation's grid [I, *S] float32: turned, resampled, then normalised."""
     ratio = _ratio(geometry.grid_spacing, geometry.turned_spacing)
+    changes = bool(_changed(geometry.turned_shape, geometry.grid_shape, ratio, preprocessing.order))
     channels = []
-    for channel in image:
-        turned = np.ascontiguousarray(geometry.turn(channel), dtype=np.float32)
-        turned = resample(turned, geometry.grid_shape, ratio, order=preprocessing.order)
-        channels.append(normalised(turned, preprocessing))
+    with np.errstate(over="ignore", invalid="ignore"):  # `require_intensities` tells of it
+        for channel in image:
+            turned = np.ascontiguousarray(geometry.turn(channel), dtype=np.float32)
+            base = None
+            if changes and _rule(preprocessing) == "zscore":
+                # weights add up to 1 but for a rounding, so that a background stays what it was if that is 0
+                base = float(turned.min()) if preprocessing.foreground is None else preprocessing.foreground
+                turned = turned - np.float32(base) if base else turned
+            turned = resample(turned, geometry.grid_shape, ratio, order=preprocessing.order)
+            channels.append(normalised(turned, preprocessing, base))
     return np.stack(channels)
+
+
+def require_intensities(
+    where: str, image: np.ndarray, on_grid: np.ndarray, preprocessing: Preprocessing
+) -> None:
+    """Raises DataError for an image [I, X, Y, Z] whose form on the federation's grid [I, *S] is not finite, or of one value in
+    every channel. where: begins the message."""
+    if not np.isfinite(on_grid).all():
+        raise DataError(f"{where}: its intensities overflow; give a window")
+    if on_grid.size > len(on_grid) and not np.ptp(on_grid, axis=(1, 2, 3)).any():
+        window = preprocessing.window
+        clipped = f" after clipping to the window {list(window)}" if window else ""
+        raise DataError(
+            f"{where}: constant on the federation's grid{clipped}: its values are {image.min():g} to {image.max():g}; correct "
+            "`preprocessing`, or take the case out"
+        )
 
 
 def as_stored(image: np.ndarray) -> np.ndarray:
@@ -481,21 +504,34 @@ def as_stored(image: np.ndarray) -> np.ndarray:
     return image.astype(np.float16 if float(np.abs(image).max()) <= 64 else np.float32)
 
 
-def normalised(channel: np.ndarray, preprocessing: Preprocessing) -> np.ndarray:
-    """Intensities as the net sees them, float32. A scan of one intensity becomes 0 under zscore."""
-    rule = preprocessing.normalise
-    if rule == "auto":
-        rule = "zscore" if preprocessing.window is None else "window"
-    if preprocessing.window is not None:
-        channel = channel.clip(*preprocessing.window)
+def _rule(preprocessing: Preprocessing) -> Literal["window", "zscore", "meanstd"]:
+    """What `normalise` comes to."""
+    if preprocessing.normalise == "auto":
+        return "zscore" if preprocessing.window is None else "window"
+    return preprocessing.normalise
+
+
+def normalised(channel: np.ndarray, preprocessing: Preprocessing, base: float | None = None) -> np.ndarray:
+    """Intensities as the net sees them, float32. A scan of one intensity becomes 0 under zscore.
+
+    base: of a channel that was resampled for zscore, the intensity above which voxels count, which was subtracted before: what
+    lay on it is 0, and resampling may have made lower values. None: nothing was subtracted."""
+    rule, window, moved = _rule(preprocessing), preprocessing.window, base or 0.0
+    if window is not None:
+        channel = channel.clip(window[0] - moved, window[1] - moved)
     if rule == "window":
-        assert preprocessing.window is not None
-        shift, scale = preprocessing.window[0], preprocessing.window[1] - preprocessing.window[0]
+        assert window is not None
+        shift, scale = window[0], window[1] - window[0]
     elif rule == "meanstd":
         assert preprocessing.mean is not None and preprocessing.std is not None
         shift, scale = preprocessing.mean, preprocessing.std
     else:
-        least = float(channel.min()) if preprocessing.foreground is None else preprocessing.foreground
+        if preprocessing.foreground is not None:
+            least = preprocessing.foreground - moved
+        elif base is None:
+            least = float(channel.min())
+        else:
+            least = 0.0 if window is None else max(0.0, window[0] - moved)
         inside = channel[channel > least]
         inside = inside if inside.size > 1 else channel
         shift = float(inside.mean(dtype=np.float64))
@@ -509,7 +545,8 @@ def labels_to_grid(labels: np.ndarray, geometry: Geometry, space: LabelSpace) ->
     The rule: each class's mask is resampled linearly, as an image, and gives the class's share of every new
     voxel. A new voxel is foreground where all classes together hold half of it, and takes the class with the
     largest share; overlapping classes each need half. A class that would vanish keeps the voxel in which its
-    share is largest, so that what is present stays present.
+    share is largest, so that what is present stays present; where classes exclude each other, of the voxels that are not another
+    class's only one. Where all of them are, it does vanish.
     """
     if geometry.grid_shape == geometry.turned_shape and np.allclose(
         geometry.grid_spacing, geometry.turned_spacing, rtol=1e-6
@@ -521,27 +558,43 @@ def labels_to_grid(labels: np.ndarray, geometry: Geometry, space: LabelSpace) ->
     index = np.zeros(grid, dtype=labels.dtype)
     masks = np.zeros((len(space), *grid), dtype=np.uint8) if not space.exclusive else index[None]
     total, best = np.zeros(grid, dtype=np.float32), np.zeros(grid, dtype=np.float32)
-    peak: dict[int, tuple[int, ...]] = {}
+    shares: dict[int, tuple[tuple[slice, ...], np.ndarray]] = {}
     for c in space.foreground:
         mask = labels == c if space.exclusive else labels[c] > 0
         if not mask.any():
             continue
         region, share = _share(geometry.turn(mask), grid, ratio)
-        top = np.unravel_index(int(share.argmax()), share.shape)
-        peak[c] = tuple(part.start + int(at) for part, at in zip(region, top, strict=True))
         if space.exclusive:
             total[region] += share
             larger = share > best[region]
             best[region] = np.where(larger, share, best[region])
             index[region][larger] = c
+            if share.max() < 1:  # a class that has a whole voxel keeps it
+                shares[c] = region, share
         else:
-            masks[c][region] = share >= half
-    if space.exclusive:
-        index[total < half] = 0
-    for c, place in peak.items():
-        if not ((index == c) if space.exclusive else masks[c]).any():
-            (index if space.exclusive else masks[c])[place] = c if space.exclusive else 1
-    return index if space.exclusive else masks
+            kept = masks[c][region]
+            kept[...] = share >= half
+            if not kept.any():
+                kept.flat[int(share.argmax())] = 1
+    if not space.exclusive:
+        return masks
+    index[total < half] = 0
+    for c, (region, share) in shares.items():
+        if not (index == c).any():
+            _keep_one(index, c, region, share)
+    return index
+
+
+def _keep_one(index: np.ndarray, c: int, region: tuple[slice, ...], share: np.ndarray) -> None:
+    """Gives a class without a voxel the one of its largest share that is not another class's only one, if there is one."""
+    alone = np.flatnonzero(np.bincount(index.ravel()) == 1)
+    here = index[region]
+    for place in np.argsort(-share, axis=None, kind="stable"):
+        if share.flat[place] <= 0:
+            return
+        if here.flat[place] == 0 or here.flat[place] not in alone:
+            here.flat[place] = c
+            return
 
 
 def restore(probabilities: Tensor, geometry: Geometry, exclusive: bool) -> np.ndarray:
@@ -709,5 +762,7 @@ def load_scan(
     look = look_of(image, spacing=geometry.turned_spacing)
     require(look)
     require_grid(str(paths[0]), geometry, preprocessing, len(image) + len(space))
-    on_grid = as_stored(image_to_grid(image, geometry, preprocessing)).astype(np.float32, copy=False)
+    on_grid = image_to_grid(image, geometry, preprocessing)
+    require_intensities(str(paths[0]), image, on_grid, preprocessing)
+    on_grid = as_stored(on_grid).astype(np.float32, copy=False)
     return Scan(torch.from_numpy(on_grid), geometry, space.exclusive, look)

@@ -35,6 +35,7 @@ from fedatlas.data.transforms import (
     image_to_grid,
     labels_to_grid,
     require_grid,
+    require_intensities,
     require_picture,
     restore,
 )
@@ -119,15 +120,7 @@ class VoxelData(SiteData):
         where = f"site {item.index.name}: {item.file}"
         require_grid(where, geometry, self.preprocessing, len(raw.image) + 1)
         image = image_to_grid(raw.image, geometry, self.preprocessing)
-        if not np.isfinite(image).all():
-            raise DataError(f"{where}: its intensities overflow; give a window")
-        if image.size > len(image) and not np.ptp(image, axis=(1, 2, 3)).any():
-            window = self.preprocessing.window
-            clipped = f" after clipping to the window {list(window)}" if window else ""
-            raise DataError(
-                f"{where}: constant on the federation's grid{clipped}: its values are {raw.image.min():g} to "
-                f"{raw.image.max():g}; correct `preprocessing`, or take the case out"
-            )
+        require_intensities(where, raw.image, image, self.preprocessing)
         label = raw.label or _nothing(geometry, self.space)
         target = labels_to_grid(label.voxels, geometry, self.space)
         rows, spans = class_voxels(target, sorted(label.known), self.space.exclusive)

@@ -7,8 +7,8 @@ is one between the rows of a slice and no distance in space. A slice is a plane 
 in a case of axial slices; a picture is one slice.
 
 All surface metrics of a pair of masks come from one computation: surfaces are the voxels that a face-connected
-erosion removes (a voxel at the border of the volume is on the surface), and distances run between the centres of
-surface voxels. Conventions and values are MONAI's. (The public Fed-MENU code calls a voxel a surface voxel also
+erosion removes (a voxel at the border of the volume is on the surface; in a picture, or a case of a single slice, pixels and their
+four neighbours count), and distances run between the centres of surface voxels. Conventions and values are MONAI's. (The public Fed-MENU code calls a voxel a surface voxel also
 where it touches the outside with an edge or a corner; its surfaces are thicker and its ASD is smaller.)
 
 Shapes: C classes, *S spatial.
@@ -87,7 +87,7 @@ def score(
     boxes: dict[int, tuple[slice, ...]] = {}
     if space.exclusive and prediction.shape == truth.shape and not OF_PLANES.intersection(metrics):
         boxes = class_boxes(prediction, truth, len(space))
-    size = math.prod(truth.shape[-len(spacing) :])
+    shape = truth.shape[-len(spacing) :]
     found = []
     for c in space.foreground:
         if scored[c]:
@@ -95,7 +95,7 @@ def score(
             box = boxes.get(c, ...)
             p = prediction[c] > 0 if masks else prediction[box] == c
             g = truth[box] == c if space.exclusive else truth[c] > 0
-            values = score_pair(p, g, spacing, metrics, tolerance=tolerance, empty=rule, size=size)
+            values = score_pair(p, g, spacing, metrics, tolerance=tolerance, empty=rule, shape=shape)
             found += [Score(c, metric, *values[metric]) for metric in metrics]
     return found
 
@@ -123,12 +123,12 @@ def score_pair(
     *,
     tolerance: float = 2.0,
     empty: EmptyPolicy = "nan",
-    size: int | None = None,
+    shape: Sequence[int] | None = None,
 ) -> dict[str, tuple[float | None, str]]:
     """metric -> (value, "") or (None, reason) for two boolean masks [*S].
 
-    size: voxels of the case, where the masks are a box of it that holds all of both; metrics in OF_PLANES need whole
-    masks.
+    shape: of the case, where the masks are a box of it that holds all of both; metrics in OF_PLANES need whole masks. An axis
+    along which the case has one voxel has no part in the surface metrics.
 
     Empty masks: without a truth nothing is defined. With a truth and an empty prediction dice, jaccard and nsd are 0,
     distances are not defined, and the rest is what its formula gives. `empty="zero"` gives distances of an empty mask as 0 and the overlap of two
@@ -148,9 +148,9 @@ def score_pair(
     for metric in metrics:
         if metric not in METRICS:
             raise ValueError(f"metric {metric!r} is not known; known: {', '.join(METRICS)}")
-    box = joint_box(prediction, truth)
+    box, shape = joint_box(prediction, truth), prediction.shape if shape is None else tuple(shape)
     p, g = prediction[box], truth[box]
-    count = Counts(*(int(np.count_nonzero(mask)) for mask in (p & g, p, g)), all=size or prediction.size)
+    count = Counts(*(int(np.count_nonzero(mask)) for mask in (p & g, p, g)), all=math.prod(shape))
     found: dict[str, tuple[float | None, str]] = {}
     if count.truth:
         found = {metric: (of(count), "") for metric, of in _OF_COUNTS.items() if metric in metrics}
@@ -161,7 +161,9 @@ def score_pair(
             found["hd_rows"] = (float(row_distances(prediction, truth).mean()), "")
     if count.prediction and count.truth:
         if surface := [metric for metric in metrics if metric in (*DISTANCES, "nsd")]:
-            there, back = surface_distances(p, g, spacing)
+            flat = [axis for axis, voxels in enumerate(shape) if voxels == 1 and max(shape) > 1]
+            steps = [mm for axis, mm in enumerate(spacing) if axis not in flat]
+            there, back = surface_distances(p.squeeze(tuple(flat)), g.squeeze(tuple(flat)), steps)
             found |= {metric: (_of_distances(metric, there, back, tolerance), "") for metric in surface}
     elif empty == "zero":
         both = 0.0 if count.prediction or count.truth else 1.0

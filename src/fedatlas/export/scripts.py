@@ -26,6 +26,7 @@ from fedatlas.data.transforms import (
     geometry_of,
     image_to_grid,
     in_mm,
+    require_intensities,
     restore,
     saved,
     write_label_map,
@@ -64,7 +65,9 @@ class ToGrid:
         affine = in_mm(np.asarray(loaded.affine), loaded.meta.get("xyzt_units", 0))
         geometry = geometry_of(image.shape[1:], affine, self.preprocessing)
         _tell(self.inputs, look_of(image, spacing=geometry.turned_spacing), file, self.anyway)
-        on_grid = as_stored(image_to_grid(image, geometry, self.preprocessing)).astype(np.float32, copy=False)
+        on_grid = image_to_grid(image, geometry, self.preprocessing)
+        require_intensities(file, image, on_grid, self.preprocessing)
+        on_grid = as_stored(on_grid).astype(np.float32, copy=False)
         return {
             "image": torch.from_numpy(on_grid),
             "geometry": geometry,

@@ -373,13 +373,17 @@ def optimizer_tree(optimizer: torch.optim.Optimizer, net: nn.Module) -> dict[str
 def restore_optimizer(optimizer: torch.optim.Optimizer, net: nn.Module, tree: Tree) -> None:
     """Puts back what `optimizer_tree` took. Raises FederationError if it is of another net."""
     parameters = dict(net.named_parameters())
+    other = FederationError(
+        "site memory: the optimizer's state is of another net; remove it or use another run folder"
+    )
     if not isinstance(tree, dict) or not set(tree) <= set(parameters):
-        raise FederationError(
-            "site memory: the optimizer's state is of another net; remove it or use another run folder"
-        )
+        raise other
     for name, entry in tree.items():
         parameter = parameters[name]
         assert isinstance(entry, dict)
+        moments = [value for value in entry.values() if isinstance(value, Tensor) and value.dim()]
+        if any(moment.shape != parameter.shape for moment in moments):
+            raise other  # torch's fused optimizers do not look at shapes, and would write beyond the moments
         optimizer.state[parameter] = {
             # the step counter of Adam stays on the CPU, the moments live beside their parameter
             key: value.clone().to("cpu" if value.dim() == 0 else parameter.device)

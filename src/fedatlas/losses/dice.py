@@ -6,6 +6,18 @@ Shapes: B batch, C channels, *S spatial.
 import torch
 from torch import Tensor
 
+from fedatlas.core.errors import FederationError
+
+
+def require_smoothing(loss: str, numerator: float, denominator: float) -> None:
+    """Raises FederationError for a numerator's smoothing above the denominator's: the Dice of a class that is neither there nor
+    found would then be above 1, up to numerator / denominator, and its loss far below 0."""
+    if numerator > denominator:
+        raise FederationError(
+            f"loss {loss}: smooth_numerator is {numerator:g} and smooth_denominator {denominator:g}, so that a class which is nowhere "
+            f"could have a Dice of {numerator / denominator:g}; allowed: at most smooth_denominator"
+        )
+
 
 def dice_loss(
     a: Tensor,

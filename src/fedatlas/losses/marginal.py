@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import option, options
-from fedatlas.losses.dice import dice_loss
+from fedatlas.losses.dice import dice_loss, require_smoothing
 from fedatlas.losses.heads import full_precision, over_heads
 
 
@@ -199,10 +199,11 @@ class MarginalDiceCE:
     )
 
     def __post_init__(self) -> None:
+        require_smoothing("marginal_dice_ce", self.smooth_numerator, self.smooth_denominator)
         if self.log_below and self.smooth_numerator == 0:
             raise FederationError(
                 f"loss marginal_dice_ce: log_below is {self.log_below:g} and smooth_numerator is 0, so that a class without overlap would "
-                "have an infinite loss; take a smooth_numerator above 0, as 0.01"
+                "have an infinite loss; take a smooth_numerator above 0 and a smooth_denominator as large, as 0.001 both"
             )
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], target: Tensor, known: Tensor) -> Tensor:

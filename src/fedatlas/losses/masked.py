@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from fedatlas.core.options import option, options
-from fedatlas.losses.dice import dice_loss
+from fedatlas.losses.dice import dice_loss, require_smoothing
 from fedatlas.losses.heads import full_precision, over_heads
 
 
@@ -93,6 +93,9 @@ class MaskedDiceBCE:
     smooth_denominator: float = option(1e-5, "Added to the Dice denominator.", gt=0)
     pooled: bool = option(True, "Whether the Dice sums run over the whole batch instead of each sample.")
     pos_weight: list[float] | None = option(None, "Weight of the positives, one per class.")
+
+    def __post_init__(self) -> None:
+        require_smoothing("masked_dice_bce", self.smooth_numerator, self.smooth_denominator)
 
     def __call__(self, outputs: Tensor | Sequence[Tensor], target: Tensor, known: Tensor) -> Tensor:
         """A scalar. outputs: logits [B, C, *S], or one per head; target: the same shape; known [B, C]."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from fedatlas.core.errors import FederationError
 from fedatlas.core.options import option, options
 from fedatlas.core.outputs import Others
-from fedatlas.losses.dice import dice_loss
+from fedatlas.losses.dice import dice_loss, require_smoothing
 from fedatlas.losses.heads import full_precision, thinned
 from fedatlas.losses.heads import head_weights as halving
 from fedatlas.losses.masked import masked_bce
@@ -66,6 +66,7 @@ class DiceBCE:
         return "background" if self.channels == "all" else "ignored"
 
     def __post_init__(self) -> None:
+        require_smoothing("dice_bce", self.smooth_numerator, self.smooth_denominator)
         if self.dice == 0 and self.bce == 0:
             raise FederationError(
                 "loss dice_bce: dice and bce are 0, so that nothing is trained; give one of them a weight"
