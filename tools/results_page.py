@@ -231,6 +231,7 @@ SETTINGS = (
             "alone": "standalone",
             "fedavg": "fedavg",
             "condistfl-matched": "condistfl-matched",
+            "centralized": "centralized-matched",
         },
     ),
     Setting(
