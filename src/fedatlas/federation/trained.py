@@ -227,47 +227,14 @@ def evaluate_folder(
     are not scored.
     """
     trained = Trained(path, model, device, warn)
-    federation, space, aliases = trained.federation, trained.space, dict(aliases or {})
+    federation, space, whole = trained.federation, trained.space, trained.space.level == "image"
     for site in federation.sites:
         if site.role == "train" and site.path and Path(site.path).resolve() == data.resolve():
             warn(
                 f"{data}: is the data of the run's own site {site.name}; all of its labelled cases are scored, and "
                 "cases of its training are among them"
             )
-    whole = space.level == "image"
-    format = format or ("csv" if whole else AUTO)
-    kinds: tuple[datasets.Kind, ...] = ("findings",) if whole else datasets.VOXELS
-    datasets.require(format, "--format: the layout", *kinds, also=() if whole else (AUTO,))
-    ours = [*space.names, *space.findings]
-    for theirs, target in aliases.items():
-        if target not in ours:
-            raise not_known(f"--alias {theirs}={target}: the class", target, ours)
-    form = {
-        "name": site_name(data),
-        "path": str(data.resolve()),
-        "format": format,
-        "reading": dict(reading or {}),
-    }
-
-    def index_of(**more: Any) -> SiteIndex:
-        config = from_dict(SiteConfig, form | more, what="evaluate")
-        if not whole:
-            return read_site(config, data)
-        nothing = Splitting(test=0, validation=0)  # type: ignore[call-arg]
-        return read_image_site(config, data, channels=federation.images.channels, splitting=nothing)
-
-    form |= {"role": "test", "aliases": aliases} if whole else tables
-    index = index_of()
-    labels = [name for name in dict.fromkeys((*index.names, *index.findings)) if name != BACKGROUND]
-    if not labels:
-        what = "".join(f"; {problem}" for problem in index.problems[:1])
-        raise FederationError(f"{data}: holds no labels, and scores need them{what}")
-    known = [name for name in labels if aliases.get(name, name) in ours]
-    if not known:
-        raise FederationError(
-            f"{data}: none of its {'classes' if whole else 'labels'} ({', '.join(labels)}) is known to the model "
-            f"({', '.join(ours)}); give aliases, as --alias theirs=ours"
-        )
+    index, unknown = _read_folder(trained, data, format, reading or {}, aliases or {}, tables)
     cache = cache_folder(federation, path.parent)
     evaluation, extra = federation.evaluation, dict[str, Any]()
     splits: tuple[Split, ...] = ("test",) if whole else ("train", "test")
@@ -275,7 +242,6 @@ def evaluate_folder(
         source: SiteData = ImageData(index, space, federation.images, cache=cache)
         extra["thresholds"] = [limit.value for limit in trained.thresholds().values()]
     else:
-        index = index_of(annotated=tuple(known), aliases=aliases)
         source = VoxelData(index, space, trained.preprocessing, validation=0.0, cache=cache)
         if post:
             evaluation = replace(evaluation, postprocess=trained.postprocess)
@@ -293,7 +259,52 @@ def evaluate_folder(
         rows += reply["rows"]
     if out:
         write_atomic(out, rows_text(rows).encode())
-    return rows, [name for name in labels if name not in known]
+    return rows, unknown
+
+
+def _read_folder(
+    trained: Trained,
+    data: Path,
+    format: str | None,
+    reading: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    tables: Mapping[str, str],
+) -> tuple[SiteIndex, list[str]]:
+    """The index of a folder outside the federation, and its labels that the model does not know. format, reading, tables: as of
+    `evaluate_folder`. Raises FederationError for a layout that is none, an alias of no class, and labels none of which is known."""
+    space, whole = trained.space, trained.space.level == "image"
+    ours = [*space.names, *space.findings]
+    format = format or ("csv" if whole else AUTO)
+    kinds: tuple[datasets.Kind, ...] = ("findings",) if whole else datasets.VOXELS
+    datasets.require(format, "--format: the layout", *kinds, also=() if whole else (AUTO,))
+    for theirs, target in aliases.items():
+        if target not in ours:
+            raise not_known(f"--alias {theirs}={target}: the class", target, ours)
+    form = {"name": site_name(data), "path": str(data.resolve()), "format": format, "reading": dict(reading)}
+
+    def index_of(**more: Any) -> SiteIndex:
+        config = from_dict(SiteConfig, form | more, what="evaluate")
+        if not whole:
+            return read_site(config, data)
+        nothing = Splitting(test=0, validation=0)  # type: ignore[call-arg]
+        channels = trained.federation.images.channels
+        return read_image_site(config, data, channels=channels, splitting=nothing)
+
+    form |= {"role": "test", "aliases": dict(aliases)} if whole else tables
+    index = index_of()
+    labels = [name for name in dict.fromkeys((*index.names, *index.findings)) if name != BACKGROUND]
+    if not labels:
+        what = "".join(f"; {problem}" for problem in index.problems[:1])
+        raise FederationError(f"{data}: holds no labels, and scores need them{what}")
+    known = [name for name in labels if aliases.get(name, name) in ours]
+    if not known:
+        raise FederationError(
+            f"{data}: none of its {'classes' if whole else 'labels'} ({', '.join(labels)}) is known to the model "
+            f"({', '.join(ours)}); give aliases, as --alias theirs=ours"
+        )
+    if not whole:  # again, without what the model does not know
+        index = index_of(annotated=tuple(known), aliases=dict(aliases))
+    return index, [name for name in labels if name not in known]
 
 
 def site_name(data: Path) -> str:
