@@ -363,6 +363,18 @@ def test_the_verdict_names_the_best_arm_and_how_sure_that_is(tmp_path) -> None:
     assert page.index('class="verdict"') < page.index("<table") and "Best: unet." in page
 
 
+def test_the_verdict_names_an_arm_once_and_counts_the_seeds_of_those_that_are_ranked(tmp_path) -> None:
+    comparison = menu(tmp_path, seeds=[0, 1], layout={"columns": "site-class"})
+    for arm, seeds in (("localized", (0, 1)), ("menu", (0, 1)), ("unet", (0,))):
+        for seed in seeds:
+            cells = {"c1/liver": [0.8, 0.6] * 2, "c2/kidney": [0.6, 0.8] * 2}
+            pretend(comparison, arm, {"best": cells}, seed)
+    found = collect(comparison)
+    found["bootstrap"]["menu"] = found["bootstrap"]["menu"] | {"value": 0.001, "low": -0.1, "high": 0.1}
+    told = verdict(found)
+    assert told[0].startswith("Best: localized and menu. ") and not any("One seed" in line for line in told)
+
+
 def test_the_verdict_ranks_what_is_whole(tmp_path) -> None:
     """An arm with a seed to go is no best one, nor one that misses a class that others find: as in the table."""
     comparison = menu(tmp_path, seeds=[0, 1], layout={"columns": "site-class"})

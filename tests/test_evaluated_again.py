@@ -12,7 +12,8 @@ from fedatlas.compare.plan import Comparison, load_comparison
 from fedatlas.compare.results import collect
 from fedatlas.compare.running import run_comparison, state_of
 from fedatlas.core.errors import RunFolderError
-from fedatlas.federation import record
+from fedatlas.evaluation.statistics import read_rows
+from fedatlas.federation import record, session
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.usable import record_of
@@ -67,6 +68,19 @@ def test_it_has_the_values_of_a_run_with_these_options(trained, run, tmp_path, m
     record_of(run)  # its seal and its file agree
     assert "is evaluated again, not trained, as it differs in evaluation.metrics" in told[0]
     assert "evaluation.postprocess" in told[0]
+
+
+def test_scores_of_other_options_do_not_stay_where_it_breaks_off(trained, run, monkeypatch) -> None:
+    assert read_json(run / "run.json")["rows"] == len(read_rows(run / "rows.csv"))
+    whole = (run / "rows.csv").read_bytes()
+    asked = federation(trained[0], **MORE)
+    with monkeypatch.context() as broken:
+        broken.setattr(session, "_finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_federation(asked, run, resume=True, tell=lambda text: None)
+    assert not (run / "rows.csv").exists() and "rows" not in read_json(run / "run.json")
+    run_federation(federation(trained[0]), run, resume=True, tell=lambda text: None)
+    assert (run / "rows.csv").read_bytes() == whole
 
 
 def test_one_that_broke_off_between_its_files_goes_on(trained, run, monkeypatch) -> None:

@@ -1,22 +1,30 @@
 import csv
+import errno
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 from synthetic_run import write_run
 
+from fedatlas.cli import main
 from fedatlas.core.errors import RunFolderError
+from fedatlas.evaluation.statistics import read_rows, rows_text
 from fedatlas.report import figures, page, read, tables
 from fedatlas.report.conclusion import conclude, sentences
 from fedatlas.report.figures import analyses, chart, slices
 from fedatlas.report.figures import theme as palette
+from fedatlas.transport.rounds import sealed, to_json
+from fedatlas.transport.store import write_atomic
 
 SMALL = {"classes": ("liver", "spleen", "left kidney"), "sites": ("alpha", "beta"), "rounds": 3, "cases": 3}
 VOID = {"meta", "link", "br", "img", "hr", "input"}
@@ -158,10 +166,22 @@ def test_differential_privacy_says_what_it_covers_and_what_not(tmp_path: Path, u
     assert "Secure" not in found
     assert text.count('aria-label="Privacy spent') == 1
     assert [entry.epsilon for entry in read.read(run).rounds] == [1.5, 3.0, 4.5]
-    assert tables.releases(read.read(run)) == 3
+    assert read.read(run).releases == 3
     training = sections(text)["curves"]
     assert "sites keep their losses" in training and "releases" not in training
     assert "with noise" in sections(text)["boxes"], "what a local model is"
+
+
+def test_a_round_that_broke_off_has_spent_privacy_too(tmp_path: Path, undrawn: None) -> None:
+    private = "privacy: {clip: 0.7, noise: 1.3, delta: 1.0e-05, mode: local}\n"
+    run = write_run(tmp_path / "run", **SMALL, exchange=private)
+    released = {"most": 4, "fewest": 2, "sites": {}, "heard": {}, "epsilon": 6.25}
+    (run / "released.json").write_text(json.dumps(released))
+    found = sections(page.write(run).read_text(encoding="utf-8"))["privacy"]
+    assert "6.25" in found and "A round that broke off had sent its updates, too" in found
+    assert (read.read(run).epsilon, read.read(run).releases) == (6.25, 4)
+    (run / "released.json").write_text(json.dumps(released | {"most": 3, "epsilon": 4.5}))
+    assert "broke off" not in sections(page.write(run).read_text(encoding="utf-8"))["privacy"]
 
 
 def test_without_noise_no_epsilon_is_promised(tmp_path: Path, undrawn: None) -> None:
@@ -221,6 +241,20 @@ def test_who_answered_and_who_was_lost(tmp_path: Path, finished: Path) -> None:
     text = page.write(run).read_text(encoding="utf-8")
     assert "answered, in every round" in text and 'aria-label="Which sites answered' not in text
     assert "red cross" not in text
+
+
+@pytest.mark.parametrize(("in_", "said"), [("local_update", True), ("evaluate", False)])
+def test_a_site_trained_in_no_round_if_it_was_lost_before(
+    tmp_path: Path, finished: Path, undrawn: None, in_: str, said: bool
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for log in run.glob("rounds/000[1-9]/log.json"):
+        found = json.loads(log.read_text())
+        found["cost"].setdefault("beta", {"seconds": 1.0})
+        log.write_text(json.dumps(found | {"lost": {"beta": f"{in_}: no answer within 60 s"}}))
+    text = page.write(run).read_text(encoding="utf-8")
+    assert ("beta trained in no round" in text) == said
 
 
 def test_a_merged_site_is_no_site_that_never_trained(tmp_path: Path, finished: Path, undrawn: None) -> None:
@@ -394,6 +428,67 @@ def test_the_page_opens_with_a_verdict_and_a_baseline(finished: Path) -> None:
     assert "That score chose the round" in words and "0.713" in words
 
 
+def changed_rows(run: Path, change: Any) -> None:
+    """Writes rows.csv again, of what `change` makes of every row."""
+    made = [change(row) for row in read_rows(run / "rows.csv")]
+    write_atomic(run / "rows.csv", rows_text([row for row in made if row is not None]).encode())
+
+
+def test_the_baseline_is_compared_at_the_sites_that_have_one(tmp_path: Path, undrawn: None) -> None:
+    """Models that are alike at two sites, of which one has no local model, are not told as different."""
+    run = write_run(tmp_path / "run", **SMALL, overlays=False)
+
+    def change(row: Any) -> Any:
+        if row["model"] == "local/beta":
+            return None
+        return row | {"value": None if row["value"] is None else 0.9 if row["site"] == "beta" else 0.5}
+
+    changed_rows(run, change)
+    found = conclude(read.read(run))
+    assert found is not None and found.baseline is not None and found.beside is not None
+    assert found.baseline.known == found.beside.known == pytest.approx(0.5) and found.verdict.known > 0.6
+    assert any(
+        "at these 1 of 2 sites the global model reaches 0.500" in line for line in sentences(read.read(run))
+    )
+    assert "at 1 site, this one there 0.500" in page.write(run).read_text(encoding="utf-8")
+    whole = conclude(read.read(write_run(tmp_path / "whole", **SMALL, overlays=False)))
+    assert whole is not None and whole.baseline is not None and whole.beside is None
+
+
+def test_local_models_alone_are_not_called_global(tmp_path: Path, undrawn: None) -> None:
+    run = write_run(tmp_path / "run", **SMALL, models=())
+    assert conclude(read.read(run)) is None
+    (said,) = sentences(read.read(run))
+    assert said.startswith("The global model was not scored")
+    text = page.write(run).read_text(encoding="utf-8")
+    assert "The global model was not scored" in text and "No case is scored yet" not in text
+
+
+def test_a_class_that_a_site_annotates_is_never_called_never_annotated(tmp_path: Path) -> None:
+    """Where a single test case lacks it, and is scored by a reference."""
+    run = write_run(tmp_path / "run", **SMALL, overlays=False)
+    annotated = {name: site.annotated for name, site in read.read(run).sites.items()}
+    before = conclude(read.read(run))
+    changed_rows(run, lambda row: row | {"known": row["known"] and not row["case"].endswith("-001")})
+    after = conclude(read.read(run))
+    assert before is not None and after is not None and after.verdict == before.verdict
+    assert all(row["known"] == (row["class"] in annotated[row["site"]]) for row in read.read(run).rows or ())
+
+
+def test_a_table_of_cases_that_was_cut_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", **SMALL, overlays=False)
+    info = json.loads((run / "run.json").read_text())
+    count = len(read_rows(run / "rows.csv"))
+    (run / "run.json").write_text(json.dumps(info | {"rows": count}))
+    read.read(run)
+    kept = (run / "rows.csv").read_text().splitlines(keepends=True)
+    (run / "rows.csv").write_text("".join(kept[: count // 2]))
+    with pytest.raises(
+        RunFolderError, match=rf"rows.csv: holds {count // 2 - 1} rows, and the run wrote {count}"
+    ):
+        read.read(run)
+
+
 def test_without_test_cases_the_verdict_says_that_it_is_optimistic(tmp_path: Path) -> None:
     run = read.read(write_run(tmp_path / "run", **SMALL, splits=["validation"], overlays=False))
     assert "optimistic" in sentences(run)[-1]
@@ -482,6 +577,33 @@ def test_figures_are_drawn_where_much_is_missing(tmp_path: Path) -> None:
     assert Outline(page.write(run).read_text(encoding="utf-8")).tags.count("svg") > 5
 
 
+def test_a_folder_is_read_in_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", **SMALL | {"sites": ("köln", "zürich")}, overlays=False)
+    info = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    write_atomic(run / "run.json", to_json(sealed(info | {"channels": 1})))
+    code = (
+        "import sys; from pathlib import Path; from fedatlas.report.read import read; "
+        "from fedatlas.transport.rounds import read_run; "
+        "run = Path(sys.argv[1]); assert read(run).rows and len(read_run(run)['sites']) == 2"
+    )
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, str(run)], check=True, env=os.environ | plain)
+
+
+def test_figures_that_a_folder_cannot_keep_leave_the_report(
+    tmp_path: Path, finished: Path, undrawn: None, monkeypatch, capsys
+) -> None:
+    out = tmp_path / "report.html"
+
+    def refused(run: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(run / "figure-2.html"))
+
+    monkeypatch.setattr("fedatlas.papers.fedmenu.pages.run_figures", refused)
+    assert main(["report", str(finished), "--out", str(out)]) == 0
+    said = f"the run folder cannot keep them: {finished / 'figure-2.html'}: Read-only file system"
+    assert said in capsys.readouterr().err and out.exists()
+
+
 def test_a_run_folder_of_its_run_json_alone_gives_a_page(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"labels": {"names": ["background", "liver"]}, "sites": {}}')
     text = page.write(tmp_path).read_text(encoding="utf-8")
@@ -534,8 +656,35 @@ def _bad_value(run: Path) -> str:
     return "rows.csv: no whole table of results"
 
 
+def _wrong(file: str, said: str, **values: Any) -> Callable[[Path], str]:
+    """Puts values into a log.json, or into what run.json says of a site."""
+
+    def spoil(run: Path) -> str:
+        found = json.loads((run / file).read_text())
+        (found["sites"]["alpha"] if file == "run.json" else found).update(values)
+        (run / file).write_text(json.dumps(found))
+        return f"{run / file}, {said}"
+
+    return spoil
+
+
+LOG = "rounds/0002/log.json"
+WRONG = [
+    _wrong(LOG, "sites: alpha is null; an object is expected", sites={"alpha": None}),
+    _wrong(LOG, "cost: alpha is null; an object is expected", cost={"alpha": None}),
+    _wrong(LOG, 'cost, alpha: seconds is "2"; a whole number or a number', cost={"alpha": {"seconds": "2"}}),
+    _wrong(LOG, "phases: holds a list; an object is expected", phases=[1]),
+    _wrong(LOG, "lost: alpha is null; a text is expected", lost={"alpha": None}),
+    _wrong("run.json", "alpha: annotated is 3; a list or null is expected", annotated=3),
+    _wrong("run.json", "alpha: spacing is [1, 2]; a list of steps in mm per grid", spacing=[1, 2]),
+    _wrong("run.json", 'alpha: leaks is "x"; a whole number or null is expected', leaks="x"),
+    _wrong("run.json", "alpha, cases: holds a list; an object is expected", cases=[1]),
+]
+
+
 @pytest.mark.parametrize(
-    "spoil", [_no_folder, _no_run_json, _cut_log, _no_labels, _cut_overlay, _cut_yaml, _no_column, _bad_value]
+    "spoil",
+    [_no_folder, _no_run_json, _cut_log, _no_labels, _cut_overlay, _cut_yaml, _no_column, _bad_value, *WRONG],
 )
 def test_what_is_damaged_is_named(tmp_path: Path, finished: Path, spoil) -> None:
     run = tmp_path / "run"

@@ -14,9 +14,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import synthetic_classification
 import yaml
 from synthetic_run import write_run
 
@@ -73,6 +75,25 @@ def test_who_takes_longer_than_usual_is_late(unfinished: Path) -> None:
     assert now.call and now.call.late and "longer than usual" in words(page) and "late:" in words(page)
 
 
+def test_nobody_is_late_in_the_final_evaluation(unfinished: Path) -> None:
+    """It is longer than a round's validation, and there is nothing else to compare it with."""
+    info = json.loads((unfinished / "run.json").read_text())
+    (unfinished / "run.json").write_text(json.dumps({**info, "rounds": 6}))
+    ask(unfinished, "evaluate_several", [], age=1e5)
+    now, page = Watched(unfinished).look()
+    assert now.done == now.rounds == 6 and now.call and not now.call.late
+    assert "The final evaluation." in words(page) and "late:" not in words(page)
+
+
+def test_a_number_that_a_round_lacks_is_left_out(unfinished: Path) -> None:
+    log = unfinished / "rounds" / "0006" / "log.json"
+    found = json.loads(log.read_text())
+    found["phases"]["round"] = None
+    found["cost"] = {site: {"peak_mb": None, "seconds": None} for site in found["cost"]}
+    log.write_text(json.dumps(found))
+    assert Watched(unfinished).look()[0].left
+
+
 def test_a_site_that_was_lost_is_named_with_the_reason(tmp_path: Path, undrawn: None) -> None:
     page = words(Watched(write_run(tmp_path / "run", final=False, lost_always="site-b")).look()[1])
     assert re.search(r"site-b lost in round 6: \w+", page) and "Lost sites" in page
@@ -83,6 +104,32 @@ def test_data_that_are_prepared(tmp_path: Path) -> None:
     lock(tmp_path, os.getpid())
     now, page = Watched(tmp_path).look()
     assert now.state == "prepares" and "their data are prepared" in words(page)
+
+
+def test_a_run_that_is_yet_to_come(tmp_path: Path, undrawn: None, capsys, monkeypatch) -> None:
+    """The page waits for the folder, through the moment in which it has its lock alone, and says so."""
+    run, out = tmp_path / "runs" / "r", tmp_path / "page.html"
+    looks = []
+
+    def passes(seconds: float) -> None:
+        looks.append(words(out.read_text(encoding="utf-8")))
+        if len(looks) == 1:
+            run.mkdir(parents=True)
+            lock(run, os.getpid())
+        else:
+            shutil.rmtree(run)
+            write_run(run)
+
+    monkeypatch.setattr("fedatlas.cli.watch.time", SimpleNamespace(sleep=passes))
+    assert main(["watch", str(run), "--out", str(out)]) == 0
+    assert f"{run}: no such folder yet; the page waits" in capsys.readouterr().err
+    assert "There is no such folder yet." in looks[0] and "their data are prepared" in looks[1]
+    assert "Finished: all" in words(out.read_text(encoding="utf-8"))
+
+
+def test_a_run_of_findings_with_its_pictures(tmp_path: Path, undrawn: None) -> None:
+    run = synthetic_classification.write_run(tmp_path / "run", classes=("mass",), images=60, draws=20)
+    assert 'id="overlays"' in (page := Watched(run).look()[1]) and "Grad-CAM" in page
 
 
 def test_a_run_that_is_finished(tmp_path: Path, undrawn: None) -> None:
@@ -122,6 +169,14 @@ def test_why_a_run_stopped(unfinished: Path, error: BaseException, said: str) ->
     assert Watched(unfinished).look()[0].state == "runs"
 
 
+@pytest.mark.parametrize("cut", ['{"when": "2026', "[]", '{"when": null}'])
+def test_a_reason_that_cannot_be_read(unfinished: Path, cut: str) -> None:
+    (unfinished / "stopped.json").write_text(cut)
+    now, page = Watched(unfinished).look()
+    assert now.state == "stopped"
+    assert "Stopped: for a reason that cannot be read, stopped.json is damaged." in words(page)
+
+
 def test_the_server_gives_the_page_to_this_machine_alone(unfinished: Path) -> None:
     with server(Watched(unfinished), 0) as serving:
         threading.Thread(target=serving.serve_forever, daemon=True).start()
@@ -152,7 +207,8 @@ def test_a_file_where_no_server_may_run(tmp_path: Path, undrawn: None, capsys) -
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["nowhere"], "nowhere: no such folder"),
+        (["run/rounds"], "run/rounds: not a run folder, it holds no federation.yaml"),
+        (["run/run.json"], "run/run.json: no such folder"),
         (["run", "--every", "0"], "error: --every 0: allowed are 1 second or more"),
         (["run", "--every", "nan"], "error: --every nan: allowed are 1 second or more"),
         (["run", "--port", "70000"], "error: --port 70000: allowed are ports from 0 to 65535"),
@@ -168,9 +224,9 @@ def test_what_cannot_be_watched(
     assert said in capsys.readouterr().err
 
 
-def test_a_folder_that_is_none() -> None:
-    with pytest.raises(RunFolderError, match="no such folder"):
-        Watched(Path("nothing"))
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="not a run folder"):
+        Watched(tmp_path)
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -273,6 +273,24 @@ def raising(error: type[Exception]) -> Any:
     return fail
 
 
+def test_a_site_that_was_lost_in_training_was_not_lost_in_evaluation_alone(tmp_path) -> None:
+    """Of a site that was lost twice in a round, the first reason is kept."""
+    clients, records = federation(tmp_path, faults=Faults(on_lost="drop")), list[Any]()
+    ask = clients.transport.ask
+
+    def without(questions, deadline):
+        yield "b", "gone"
+        yield from ask([question for question in questions if question.site != "b"], deadline)
+
+    def evaluate(_: State) -> list[Any]:
+        clients.calls.append(Call("evaluate", {}, {}, {"a": "too late", "b": "too late"}))
+        return []
+
+    clients.transport.ask = without  # type: ignore[method-assign]
+    run(Drift(), net(), clients, 1, evaluate=evaluate, after_round=records.append)
+    assert records[-1].log["lost"] == {"a": "evaluate: too late", "b": "step: gone"}
+
+
 def test_what_was_spent_is_not_forgotten_where_the_busiest_sites_are_lost(tmp_path, monkeypatch) -> None:
     """Three rounds without b, then one of b alone: ε stays that of the others, also after a resume."""
     drop = Faults(on_lost="drop", min_sites=1)
@@ -301,6 +319,7 @@ def test_what_was_spent_is_not_forgotten_where_the_busiest_sites_are_lost(tmp_pa
     assert _released(folder) == clients.released == Released(most=3, fewest=1), "kept once ε is known"
     assert clients._accounted(nine).released == Released(9, 1)
     assert _released(folder) == Released(most=9, fewest=1)
+    assert _released(folder).epsilon == clients.pipeline.epsilon(9, 1) > spent[-1], "as the report shows it"
 
 
 def test_a_site_that_counts_anew_is_added_up(tmp_path) -> None:

@@ -28,6 +28,9 @@ def call(arguments: argparse.Namespace) -> int:
             run_figures(arguments.run)
         except FedAtlasError as error:  # the report of what there is can be made
             print(f"no figure pages: {str(error).splitlines()[0]}", file=sys.stderr)
+        except OSError as error:  # a run folder that may only be read
+            said = f"{error.filename or arguments.run}: {error.strerror or error}"
+            print(f"no figure pages, the run folder cannot keep them: {said}", file=sys.stderr)
     page = write(arguments.run, arguments.out)
     shared.show(arguments, {"report": str(page)}, str(page))
     return 0

@@ -33,6 +33,8 @@ def call(arguments: argparse.Namespace) -> int:
         raise FedAtlasError(f"--port {arguments.port}: allowed are ports from 0 to 65535")
     shared.require_page(arguments.out)
     watched = Watched(arguments.run, arguments.every)
+    if not arguments.run.exists():
+        shared.warn(f"{arguments.run}: no such folder yet; the page waits until `fedatlas run` makes it")
     if arguments.out is None:
         with server(watched, arguments.port) as serving:
             print(

@@ -42,7 +42,7 @@ def write_table(comparison: Comparison, found: Mapping[str, Any], page: Path) ->
     """
     check_page(comparison, page)
     begin, end = f"<!-- {comparison.name} -->", f"<!-- /{comparison.name} -->"
-    text = page.read_text() if page.exists() else ""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
     marked = f"{begin}\n\n{markdown(found, folded=True)}\n{end}"
     first, last = text.find(begin), text.find(end)
     if first < 0 and last < 0:

@@ -730,7 +730,7 @@ def _from_data(path: Path, base: Mapping[str, Any], data: Path) -> Any:
 
 def _as_written(path: Path) -> list[Any]:
     """The list `sites` of the file, or of the nearest base file that has one."""
-    raw = yaml.safe_load(path.read_text())
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     return raw["sites"] if "sites" in raw else _as_written(path.parent / str(raw["extends"]))
 
 

@@ -15,6 +15,7 @@ from fedatlas.evaluation.statistics import (
     class_means,
     mean_of_defined,
     read_rows,
+    require_rows,
     select,
     site_index,
 )
@@ -169,7 +170,7 @@ def _run_one(comparison: Comparison, arm: str, seed: int, passing: Tell) -> str 
     except Exception as error:
         # the other arms go on; where this one broke stands in its folder
         path.mkdir(parents=True, exist_ok=True)
-        (path / "error.txt").write_text(traceback.format_exc())
+        (path / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
         return f"{type(error).__name__}: {error} (where: {path / 'error.txt'})"
     (path / "error.txt").unlink(missing_ok=True)
     return None
@@ -206,7 +207,9 @@ def average(comparison: Comparison, cells: Cells) -> float | None:
 def all_rows(comparison: Comparison, arm: str, seed: int) -> list[dict[str, Any]]:
     """The rows of a finished run's final evaluation: before post-processing, or with `measure.postprocess` after it,
     under the same names of models. Of a metric that voxels and findings share those of voxels, if they are evaluated."""
-    rows = read_rows(comparison.path(arm, seed) / "rows.csv")
+    path = comparison.path(arm, seed)
+    rows = read_rows(path / "rows.csv")
+    require_rows(path / "rows.csv", read_run(path), len(rows))
     of_cases = comparison.first.task == "segmentation" and not of_findings(comparison)
     if of_cases:
         rows = [row for row in rows if row["case"]]

@@ -17,7 +17,7 @@ def machine_memory() -> int | None:
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for name in _LIMITS:
         try:
-            limits.append(int(Path(name).read_text()))
+            limits.append(int(Path(name).read_text(encoding="utf-8")))
         except (OSError, ValueError):  # no such file, or "max"
             continue
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -70,7 +70,7 @@ def _plain(value: Any) -> Any:
 def load(folder: Path) -> Entry | None:
     """The entry in a folder; None if there is none or it is damaged."""
     try:
-        kept = json.loads((folder / "entry.json").read_text())
+        kept = json.loads((folder / "entry.json").read_text(encoding="utf-8"))
         arrays = {}
         for name, (dtype, shape, order, offset) in kept["arrays"].items():
             stored = Stored(str(folder / f"{name}.npy"), dtype, tuple(shape), order, offset)
@@ -112,7 +112,7 @@ def _write(folder: Path, arrays: Mapping[str, np.ndarray], meta: Mapping[str, An
             order = "F" if form.flags.f_contiguous and not form.flags.c_contiguous else "C"
             offset = path.stat().st_size - array.nbytes
             forms[name] = (form.dtype.str, form.shape, order, offset)
-        (temporary / "entry.json").write_text(json.dumps({"arrays": forms, "meta": meta}))
+        (temporary / "entry.json").write_text(json.dumps({"arrays": forms, "meta": meta}), encoding="utf-8")
         _place(temporary, folder)
     except OSError as error:
         raise unwritable(error)(

@@ -186,7 +186,7 @@ def rows_text(rows: Iterable[RowDict]) -> str:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """What `rows_text` made. Raises RunFolderError if the file is missing or not of this form."""
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8") as file:
             text = file.read()
         reader = csv.DictReader(io.StringIO(text, newline=""))
         header = tuple(reader.fieldnames or ())
@@ -309,3 +309,14 @@ def mean_ranks(values: Mapping[str, Mapping[Any, float | None]], *, higher: bool
         tuple(run) for i, run in enumerate(runs) if len(run) > 1 and (not i or runs[i - 1][-1] != run[-1])
     ]
     return Ranks(n, means, friedman, critical, tuple(groups))
+
+
+def require_rows(path: Path, info: Mapping[str, Any], count: int) -> None:
+    """Raises RunFolderError unless a finished run's rows.csv has as many rows as its run.json says; runs of before this was kept
+    say nothing."""
+    written = info.get("rows")
+    if info.get("finished") and isinstance(written, int) and written != count:
+        raise RunFolderError(
+            f"{path}: holds {count} rows, and the run wrote {written}: it was cut short or edited. "
+            "Restore it, or delete it and go on with --resume, which evaluates again"
+        )

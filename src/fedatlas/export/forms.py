@@ -110,7 +110,9 @@ def write_onnx(subject: Subject, folder: Path) -> Result:
             f"net {subject.trained.federation.net['name']}: onnxruntime differs from the net by {apart:.2g}; allowed is {TOLERANCE:g}. "
             "Nothing was written; export a bundle, or safetensors"
         )
-    (folder / "labels.json").write_text(json.dumps(subject.trained.space.to_plain(), indent=1) + "\n")
+    (folder / "labels.json").write_text(
+        json.dumps(subject.trained.space.to_plain(), indent=1) + "\n", encoding="utf-8"
+    )
     return {"largest_difference": apart, "free_sizes": free}
 
 

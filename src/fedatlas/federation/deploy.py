@@ -96,9 +96,9 @@ def init(
             }
             if party == "server":
                 about["sites"] = list(sites)
-            (kit / "kit.yaml").write_text(yaml.safe_dump(about, sort_keys=False))
+            (kit / "kit.yaml").write_text(yaml.safe_dump(about, sort_keys=False), encoding="utf-8")
             shutil.copy(out / "federation.yaml", kit / "federation.yaml")
-            (kit / "start.sh").write_text(_START)
+            (kit / "start.sh").write_text(_START, encoding="utf-8")
             (kit / "start.sh").chmod(0o755)
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
@@ -158,7 +158,7 @@ def write_shared(federation: Any, path: Path) -> None:
 def read_kit(kit: Path) -> dict[str, Any]:
     """Who a kit is for. Raises FederationError if the folder is not one."""
     try:
-        about = yaml.safe_load((kit / "kit.yaml").read_text())
+        about = yaml.safe_load((kit / "kit.yaml").read_text(encoding="utf-8"))
         if not isinstance(about, dict) or not {"party", "engine"} <= set(about):
             raise ValueError
     except (OSError, ValueError, yaml.YAMLError):
@@ -327,12 +327,12 @@ class Keeper:
                     start_new_session=True,
                 )
             with contextlib.suppress(OSError):  # a full disk ends no party
-                self.pid_file.write_text(str(self.process.pid))
+                self.pid_file.write_text(str(self.process.pid), encoding="utf-8")
 
     def _end_stale(self) -> None:
         """Ends the engine's process that a supervisor left behind when it was killed."""
         with contextlib.suppress(OSError, ValueError):
-            pid = int(self.pid_file.read_text())
+            pid = int(self.pid_file.read_text(encoding="utf-8"))
             mark = f"{RELAY}={self.relay}".encode()
             if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 _end_group(pid)
@@ -369,7 +369,7 @@ def _group_lives(pid: int, process: "subprocess.Popen[bytes] | None") -> bool:
 @contextlib.contextmanager
 def _alone(kit: Path) -> Iterator[None]:
     """Holds a kit for one supervisor."""
-    with (kit / "lock").open("w") as lock:
+    with (kit / "lock").open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -15,6 +15,6 @@ def known() -> dict[str, Any] | None:
         # files of one checkout, or of one installation, are written within seconds
         if any(file.stat().st_mtime > made + 60 for file in KNOWN.parent.rglob("*.py")):
             return None
-        return json.loads(KNOWN.read_text())
+        return json.loads(KNOWN.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

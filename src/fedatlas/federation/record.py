@@ -96,6 +96,9 @@ def claim(folder: RunFolder, federation: Federation, resume: bool, tell: Tell) -
         again = "is evaluated again, not trained" if info["finished"] else "goes on"
         tell(f"{folder.path}: {again}, as it differs in {', '.join(changed)} alone")
         info |= {"hash": hash_of(federation), "federation": digest, "finished": None}
+        info.pop("rows", None)
+        for scores in ("rows.csv", "histograms.json", "thresholds.json"):  # of the options of before
+            (folder.path / scores).unlink(missing_ok=True)
         write_atomic(path, to_json(sealed(info, SEALED)))
     if info.get("federation") == digest and written.read_bytes() != text:
         write_atomic(written, text)  # of this change, or of one that broke off

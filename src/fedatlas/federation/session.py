@@ -632,7 +632,7 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
             "The models are there, and rows.csv has what the other sites answered"
         )
     info = read_run(folder.path)
-    write_atomic(folder.path / "run.json", to_json({**info, "finished": now()}))
+    write_atomic(folder.path / "run.json", to_json({**info, "rows": len(evaluated.rows), "finished": now()}))
 
 
 def _released(folder: RunFolder) -> Released:

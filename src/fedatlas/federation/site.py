@@ -136,8 +136,10 @@ class SiteDesk:
         kept = self.state / "instance"
         if not kept.exists():
             write_atomic(kept, secrets.token_hex(16).encode())
-        machine = Path("/etc/machine-id").read_text() if Path("/etc/machine-id").exists() else ""
-        where = f"{machine} {self.state.resolve()} {kept.read_text()}"
+        machine = (
+            Path("/etc/machine-id").read_text(encoding="utf-8") if Path("/etc/machine-id").exists() else ""
+        )
+        where = f"{machine} {self.state.resolve()} {kept.read_text(encoding='utf-8')}"
         return hashlib.sha256(where.encode()).hexdigest()[:16]
 
     def _load(self) -> Federation:
@@ -207,7 +209,7 @@ class SiteDesk:
             facts["channels"] = layout[0].channels
         else:
             mine, theirs = json.loads(facts["federation"]), json.loads(federation)
-            with (self.state / "errors.log").open("a") as log:
+            with (self.state / "errors.log").open("a", encoding="utf-8") as log:
                 log.write(
                     "FederationMismatch: the server runs another federation file than this site agreed to\n"
                 )
@@ -244,7 +246,7 @@ class SiteDesk:
         those with which it began; the answer says whether they are, and not in what they differ. ahead: seconds by which
         the clock of this site is ahead of the server's. Raises DataChanged where the data changed and may not have."""
         if ahead:
-            with contextlib.suppress(OSError), (self.state / "errors.log").open("a") as log:
+            with contextlib.suppress(OSError), (self.state / "errors.log").open("a", encoding="utf-8") as log:
                 log.write(f"ClockSkew: {skewed('the clock of this site', ahead)}\n")
         agreed = agreement_of(agreement)
         host = self._joined(agreed, begins, data_changed)
@@ -306,7 +308,7 @@ class Pseudonyms:
             write_atomic(key, secrets.token_bytes(32), secret=True)
         self.key = key.read_bytes()
         self.table: dict[str, str] = (
-            json.loads(self.table_file.read_text()) if self.table_file.exists() else {}
+            json.loads(self.table_file.read_text(encoding="utf-8")) if self.table_file.exists() else {}
         )
 
     def __call__(self, case: str) -> str:

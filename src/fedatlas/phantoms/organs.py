@@ -85,7 +85,7 @@ def phantom_sites(folder: Path) -> list[dict[str, Any]]:
 
 def _write_table(path: Path, table: dict[str, int], **more: Any) -> None:
     content = {"channel_names": {"0": "CT"}, "labels": {BACKGROUND: 0} | table} | more
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_case(

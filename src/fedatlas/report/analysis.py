@@ -99,7 +99,7 @@ def _kept(folder: Path, kind: str) -> Path:
 
 def _read(path: Path) -> Found:
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{path}: cannot be read ({error}); run the analysis again") from None
     if not isinstance(found, dict):

@@ -8,12 +8,15 @@ from fedatlas.report import read, tables
 from fedatlas.report.read import Run
 from fedatlas.report.tables import METRICS, Verdict
 
+NOT_GLOBAL = "The global model was not scored: `evaluation.models` names local models alone."
+
 
 class Conclusion(NamedTuple):
     """The global model in numbers.
 
     rows: those of the model and split. baseline: of every site's own local model at that very site, None where no
-    local model was evaluated there. provisional: are they of a round, because there is no final evaluation yet?
+    local model was evaluated there; beside: of the global model at these sites, where others are scored, too; sites: how many they
+    are. provisional: are they of a round, because there is no final evaluation yet?
     """
 
     model: str
@@ -21,28 +24,38 @@ class Conclusion(NamedTuple):
     rows: list[RowDict]
     verdict: Verdict
     baseline: Verdict | None
+    beside: Verdict | None
+    sites: int
     provisional: bool
 
 
 def conclude(run: Run) -> Conclusion | None:
-    """The conclusion of a run: of test cases where there are any; None where nothing is scored."""
+    """The conclusion of a run: of test cases where there are any; None where no global model is scored."""
     rows, provisional = tables.scored(run)
-    if not rows:
+    model = next((name for name in read.models(rows) if not name.startswith("local/")), None)
+    if model is None:
         return None
-    model = read.models(rows)[0]
     split = next(s for s in tables.splits(rows) if select(rows, split=s, model=model))
     chosen = select(rows, split=split, model=model)
     at_home = [r for r in select(rows, split=split) if r["model"] == f"local/{r['site']}"]
     found = tables.verdict(at_home, run.measure)
     baseline = found if found.n_known or found.n_unknown else None
-    return Conclusion(model, split, chosen, tables.verdict(chosen, run.measure), baseline, provisional)
+    at = {row["site"] for row in at_home}
+    others = {row["site"] for row in chosen} - at
+    beside = (
+        tables.verdict((row for row in chosen if row["site"] in at), run.measure)
+        if baseline and others
+        else None
+    )
+    verdict = tables.verdict(chosen, run.measure)
+    return Conclusion(model, split, chosen, verdict, baseline, beside, len(at), provisional)
 
 
 def sentences(run: Run) -> list[str]:
     """The verdict: the model's scores, and beside them those of the baseline where there is one."""
     found = conclude(run)
     if found is None:
-        return [f"No {run.unit} is scored yet."]
+        return [NOT_GLOBAL if tables.scored(run)[0] else f"No {run.unit} is scored yet."]
     title, sites = METRICS[run.measure].title, len({row["site"] for row in found.rows})
     cases = len({(row["site"], row["case"]) for row in found.rows})
     which = f"{_cases(run, found)} of {sites} site{'' if sites == 1 else 's'}"
@@ -54,10 +67,19 @@ def sentences(run: Run) -> list[str]:
     told = " and ".join(f"{value:.3f} {where}" for value, where in scores if value is not None)
     lines = [f"On {which}, {_model(run, found)} reaches a mean {title} of {told or 'no defined value'}."]
     if found.baseline is not None:
-        both = [_number(value) for value in (found.baseline.known, found.baseline.unknown)]
+
+        def both(of: Verdict) -> str:
+            return _number(of.known) + (
+                f" and {_number(of.unknown)}" if found.verdict.unknown is not None else ""
+            )
+
         lines.append(
-            f"The baseline, every site's own model at that site ({_local(run)}), reaches {both[0]}"
-            + (f" and {both[1]}." if found.verdict.unknown is not None else ".")
+            f"The baseline, every site's own model at that site ({_local(run)}), reaches {both(found.baseline)}"
+            + (
+                f"; at these {found.sites} of {sites} sites the global model reaches {both(found.beside)}."
+                if found.beside
+                else "."
+            )
         )
     if found.split == "validation" and not found.provisional:
         lines.append(
@@ -71,7 +93,8 @@ def lines(run: Run, report: Path) -> list[str]:
     found, folder = conclude(run), run.folder
     after = f"next:     fedatlas predict {folder} {'IMAGE.png' if run.images else 'SCAN.nii.gz'} -o out/   (report: {report})"
     if found is None:
-        return [f"model:    {folder / 'models'}; nothing is scored", after]
+        why = "no global model is scored" if tables.scored(run)[0] else "nothing is scored"
+        return [f"model:    {folder / 'models'}; {why}", after]
     title = METRICS[run.measure].title
 
     def both(verdict: Verdict) -> str:
@@ -83,6 +106,8 @@ def lines(run: Run, report: Path) -> list[str]:
     ]
     if found.baseline is not None:
         told.append(f"baseline: every site's own model at that site ({_local(run)}): {both(found.baseline)}")
+        if found.beside:
+            told.append(f"          the global model at these {found.sites} sites: {both(found.beside)}")
     return [*told, after]
 
 

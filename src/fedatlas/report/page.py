@@ -131,10 +131,9 @@ def _spacing(run: Run) -> str:
 
 def _epsilon(run: Run) -> str:
     """ε of all that was sent so far."""
-    last = next((entry.epsilon for entry in reversed(run.rounds) if entry.epsilon is not None), None)
-    if last is None:  # none is finite
-        return "∞" if run.rounds else "–"
-    return f"{last:.3g}" if last < 1000 else f"{last:,.0f}"
+    if run.epsilon is None:  # none is finite
+        return "∞" if run.rounds or run.releases else "–"
+    return f"{run.epsilon:.3g}" if run.epsilon < 1000 else f"{run.epsilon:,.0f}"
 
 
 def _beside(run: Run, folder: Path) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from fedatlas.evaluation.statistics import (
     COLUMNS,
     RowDict,
     read_rows,
+    require_rows,
 )
 
 GLOBAL = "best"
@@ -60,6 +62,8 @@ class Round:
     server_peak_mb: float | None
     rows: tuple[RowDict, ...]
     epsilon: float | None = None
+    releases: float | None = None
+    """The private updates that had left the site with most of them."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,8 @@ class Run:
     start: the record of round 0, in which a method begins and no site trains, where it was kept. Of labels of whole
     images: histograms and thresholds of the final evaluation, and bins of the calibration error. findings: of the whole
     image, beside segmentation; their rows, of the final evaluation, are finding_rows and in none of the others. plain: the
-    federation file as plain values.
+    federation file as plain values. epsilon, releases: as of a round, of all that was ever sent, a round that broke off included.
+    A row is of a class that is known where its site annotates the class in any training case.
     """
 
     folder: Path
@@ -236,6 +241,8 @@ class Run:
     findings: tuple[str, ...] = ()
     finding_rows: tuple[RowDict, ...] = ()
     plain: Mapping[str, Any] = field(default_factory=dict)
+    epsilon: float | None = None
+    releases: float | None = None
 
     @property
     def images(self) -> bool:
@@ -316,6 +323,8 @@ def read(folder: Path) -> Run:
     rounds = tuple(_rounds(folder / "rounds"))
     csv = folder / "rows.csv"
     rows = _rows(read_rows(csv), csv) if csv.is_file() else None
+    if rows is not None:
+        require_rows(csv, info, len(rows))
     findings = tuple(str(name) for name in labels.get("findings") or ())
     of_findings = tuple(row for row in rows or () if row["class"] in findings)
     if findings:
@@ -330,16 +339,25 @@ def read(folder: Path) -> Run:
     if labels.get("exclusive", True) and names[:1] == [BACKGROUND]:
         names = names[1:]
     classes = dict.fromkeys([*names, *sorted({row["class"] for row in every} - set(names))])
-    sites = {
-        name: _site(require_object(f"{file}, {name}", entry)) for name, entry in sorted(info["sites"].items())
-    }
+    sites = {name: _site(f"{file}, {name}", entry) for name, entry in sorted(info["sites"].items())}
     for name in sorted({row["site"] for row in every} - set(sites)):
         sites[name] = SiteInfo()
+
+    def of_site(of: Sequence[RowDict]) -> tuple[RowDict, ...]:
+        return tuple(
+            {**row, "known": bool(row["known"]) or row["class"] in sites[row["site"]].annotated} for row in of
+        )
+
+    rows = None if rows is None else of_site(rows)
+    rounds = tuple(replace(entry, rows=of_site(entry.rows)) for entry in rounds)
 
     file = folder / "federation.yaml"
     federation = _text(file) if file.is_file() else None
     plain = _plain(federation, file)
     best, best_rounds = _best(folder / "best.json")
+    last = max(rounds, key=lambda entry: entry.number, default=None)
+    released = folder / "released.json"
+    sent = require_object(released, _json(released)) if released.is_file() else {}
     return Run(
         folder=folder,
         info=info,
@@ -359,6 +377,10 @@ def read(folder: Path) -> Run:
         findings=findings,
         finding_rows=of_findings,
         plain=plain,
+        epsilon=number(sent["epsilon"]) if "epsilon" in sent else last and last.epsilon,
+        releases=max(
+            (n for n in (number(sent.get("most")), last and last.releases) if n is not None), default=None
+        ),
     )
 
 
@@ -477,19 +499,44 @@ def _best(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 def _rounds(folder: Path) -> Iterator[Round]:
     whole = [path for path in folder.glob("*/log.json") if path.parent.name.isdigit()]
     for path in sorted(whole, key=lambda path: int(path.parent.name)):
-        of_all = dict.fromkeys(("sites", "cost", "phases", "lost"), dict | None)
-        log = require_object(path, _json(path), round=int | None, **of_all)
+        log = require_object(path, _json(path), round=int | None)
+        of_sites = {
+            key: {
+                site: _each(f"{path}, {key}, {site}", told, _NUMBER)
+                for site, told in _each(f"{path}, {key}", log.get(key), dict).items()
+            }
+            for key in ("sites", "cost")
+        }
         rows = path.with_name("rows.json")
         yield Round(
             number=int(log.get("round") or path.parent.name),
-            sites=log.get("sites") or {},
-            cost=log.get("cost") or {},
-            phases=log.get("phases") or {},
-            lost=log.get("lost") or {},
+            **of_sites,
+            phases=_each(f"{path}, phases", log.get("phases"), _NUMBER),
+            lost=_each(f"{path}, lost", log.get("lost"), str),
             server_peak_mb=number(log.get("server_peak_mb")),
             rows=_rows(_json(rows), rows) if rows.is_file() else (),
             epsilon=number(log.get("epsilon")),
+            releases=_releases(log),
         )
+
+
+_NUMBER = int | float | None
+"""What JSON has for a number; null where it is not finite."""
+
+
+def _each(source: str, found: Any, kind: type | UnionType) -> dict[str, Any]:
+    """An object, empty where there is none, each of whose values is of one kind. Raises RunFolderError as `require_object`."""
+    found = require_object(source, {} if found is None else found)
+    return require_object(source, found, **dict.fromkeys(found, kind))
+
+
+def _releases(log: Mapping[str, Any]) -> float | None:
+    released = log.get("released")
+    of_sites = [
+        number(site.get("releases")) for site in (log.get("sites") or {}).values() if isinstance(site, dict)
+    ]
+    every = [number(released.get("most")) if isinstance(released, dict) else None, *of_sites]
+    return max((count for count in every if count is not None), default=None)
 
 
 def _rows(found: Any, source: Path) -> tuple[RowDict, ...]:
@@ -513,17 +560,22 @@ def _rows(found: Any, source: Path) -> tuple[RowDict, ...]:
     return tuple(rows)
 
 
-def _site(entry: Mapping[str, Any]) -> SiteInfo:
+def _site(source: str, found: Any) -> SiteInfo:
+    lists = dict.fromkeys(("annotated", "spacing", "orientation"), list | None)
+    entry = require_object(source, found, role=str | None, leaks=int | None, **lists)
+    counts = ("cases", "patients", "labelled", "positives", "negatives", "voxels")
+    try:
+        spacing = tuple(tuple(float(step) for step in steps) for steps in entry.get("spacing") or ())
+    except (TypeError, ValueError):
+        raise RunFolderError(
+            f"{source}: spacing is {json.dumps(entry['spacing'])[:60]}; a list of steps in mm per grid is expected, "
+            "as [[1, 1, 2.5]]. Restore it, or run again"
+        ) from None
     return SiteInfo(
-        annotated=tuple(entry.get("annotated") or ()),
-        role=str(entry.get("role") or "train"),
-        cases=entry.get("cases") or {},
-        patients=entry.get("patients") or {},
-        labelled=entry.get("labelled") or {},
-        positives=entry.get("positives") or {},
-        negatives=entry.get("negatives") or {},
-        voxels=entry.get("voxels") or {},
-        spacing=tuple(tuple(float(v) for v in row) for row in entry.get("spacing") or ()),
+        annotated=tuple(str(class_) for class_ in entry.get("annotated") or ()),
+        role=entry.get("role") or "train",
+        **{key: _each(f"{source}, {key}", entry.get(key), _NUMBER) for key in counts},
+        spacing=spacing,
         orientation=tuple(str(code) for code in entry.get("orientation") or ()),
     )
 

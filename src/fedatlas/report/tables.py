@@ -451,16 +451,3 @@ def phase_seconds(run: Run) -> dict[str, list[float]]:
     """phase -> its seconds in every round that has them."""
     phases = dict.fromkeys(name for entry in run.rounds for name in entry.phases)
     return {p: [s for e in run.rounds if (s := number(e.phases.get(p))) is not None] for p in phases}
-
-
-def most_releases(entry: Round) -> float | None:
-    """The private updates that had left the site with most of them by a round."""
-    return max(
-        (v for site in entry.sites.values() if (v := number(site.get("releases"))) is not None), default=None
-    )
-
-
-def releases(run: Run) -> int | None:
-    """The private updates that left the site with most of them; None if no site counted any."""
-    counted = [value for e in run.rounds for s in e.sites.values() if (value := number(s.get("releases")))]
-    return int(max(counted)) if counted else None

@@ -29,7 +29,8 @@ def verdict(found: Mapping[str, Any]) -> list[str]:
         if of := _ranked(table):
             less = _not_whole(table, _whole(found, of))
             told.append(" ".join(filter(None, (_means(table, of), less))))
-    if min(len(found["arms"][arm]["seeds"]) for family in families for arm, _ in family) == 1:
+    seeds = {len(found["arms"][arm]["seeds"]) for family in whole for arm, _ in family}
+    if min(seeds or {len(found["arms"][arm]["seeds"]) for family in families for arm, _ in family}) == 1:
         told.append("One seed: how much another seed would change is not known.")
     return told
 
@@ -52,8 +53,9 @@ def _ranked(found: Mapping[str, Any]) -> list[Family]:
 
 def _best(found: Mapping[str, Any], family: Family, *, named: bool) -> str:
     """named: with the arms that it is the best of."""
-    best = " and ".join(arm for arm, value in family if value == family[0][1])
-    close = _not_told_apart(found, family[0][0])
+    first = [arm for arm, value in family if value == family[0][1]]
+    best = " and ".join(first)
+    close = [arm for arm in _not_told_apart(found, first[0]) if arm not in first]
     best += f", not told apart from {' and '.join(close)}" if close else ""
     return f"Best of {', '.join(arm for arm, _ in family)}: {best}." if named else f"Best: {best}."
 

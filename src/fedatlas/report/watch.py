@@ -38,7 +38,7 @@ class Now:
     """Where a run stands. why: of a run that stopped; done, rounds: complete rounds, and all; left: seconds, None where no
     round is complete yet."""
 
-    state: Literal["prepares", "runs", "finished", "stopped"]
+    state: Literal["waits", "prepares", "runs", "finished", "stopped"]
     why: str = ""
     done: int = 0
     rounds: int | None = None
@@ -52,12 +52,14 @@ class Now:
 
 
 class Watched:
-    """A run folder that is looked at again and again. Raises RunFolderError where it is none.
+    """A run folder that is looked at again and again, also one that `fedatlas run` has yet to make. Raises RunFolderError
+    where it is none.
 
     every: seconds after which the page is loaded again."""
 
     def __init__(self, folder: Path, every: float = 5) -> None:
-        require_run(folder, "federation.yaml")
+        if folder.exists() and not (folder / "lock").exists():  # the lock is the first that a run writes
+            require_run(folder, "federation.yaml")
         self.folder, self.every = folder, every
         self._drawn: tuple[Any, list[tuple[str, str, str]]] = (None, [])
 
@@ -82,10 +84,11 @@ class Watched:
         """Anchor, title and content of the report's sections that a run has so far; drawn anew when a round is complete."""
         state = (len(run.rounds), run.info.get("finished"), run.rows is None)
         if self._drawn[0] != state:
-            pictures = "examples" if run.images else "overlays"
             shown = [("curves", "Training", "curves")]
-            if any(read.overlays(run, split) for split in ("validation", "test")):
-                shown.append(("overlays", "Examples" if run.images else "Overlays", pictures))
+            if run.images and read.first_with(run, read.examples, 1)[1]:
+                shown.append(("overlays", "Examples", "examples"))
+            if not run.images and read.first_with(run, read.overlays)[1]:
+                shown.append(("overlays", "Overlays", "overlays"))
             self._drawn = state, [(a, title, page.section(run, template)) for a, title, template in shown]
         return self._drawn[1]
 
@@ -95,8 +98,8 @@ def stand(folder: Path, run: Run | None) -> Now:
     rounds, done, left = None, 0, None
     if run is not None:
         rounds, done = read.number(run.info.get("rounds")), len(run.rounds)
-        spent = [sum(entry.phases.values()) for entry in run.rounds]
-        left = mean(spent) * (rounds - done) if spent and rounds is not None else None
+        spent = sum(map(sum, tables.phase_seconds(run).values()))
+        left = spent / done * (rounds - done) if done and rounds is not None else None
     where: dict[str, Any] = {"done": done, "rounds": None if rounds is None else int(rounds)}
     if run is not None and run.info.get("finished"):
         return Now("finished", **where)
@@ -104,7 +107,7 @@ def stand(folder: Path, run: Run | None) -> Now:
     if why is not None:
         return Now("stopped", why, **where)
     if run is None:
-        return Now("prepares", **where)
+        return Now("prepares" if folder.exists() else "waits", **where)
     call = _call(folder, run)
     if left is not None and call is not None and done != rounds:
         left = max(left - call.seconds, 0)
@@ -113,12 +116,16 @@ def stand(folder: Path, run: Run | None) -> Now:
 
 def _stopped(folder: Path) -> str | None:
     """Why a run goes on no more; None where it does, or where nothing says that it does not."""
-    kept = folder / "stopped.json"
-    if kept.exists():
-        told = json.loads(kept.read_text())
-        return f"{told.get('why', 'for a reason that it did not say')} ({markup.time(told.get('when'))})"
     try:
-        held = re.match(r"process (\d+) on (\S+), since", (folder / "lock").read_text())
+        told = json.loads((folder / "stopped.json").read_text(encoding="utf-8"))
+        return f"{told['why']} ({markup.time(told['when'])})"
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return "for a reason that cannot be read, stopped.json is damaged"
+    try:
+        lock = (folder / "lock").read_text(encoding="utf-8", errors="replace")
+        held = re.match(r"process (\d+) on (\S+), since", lock)
     except OSError:
         held = None
     if held and held[2] == socket.gethostname() and not _alive(int(held[1])):
@@ -147,8 +154,10 @@ def _call(folder: Path, run: Run) -> Call | None:
     answered = tuple(site for site in parties if (function / f"{site}.fa").exists())
     waits = tuple(site for site in parties if site not in answered)
     seconds = max(time.time() - _written(asked[-1]), 0)
-    usual = [entry.phases.get("evaluate" if tests else "round", 0) for entry in run.rounds]
+    usual = tables.phase_seconds(run).get("evaluate" if tests else "round", ())
     usual = [length for length in usual if length > 1]
+    if len(run.rounds) == run.info.get("rounds"):  # the final evaluation: no call before it was like it
+        usual = []
     return Call(function.name, seconds, answered, waits, bool(usual) and seconds > LATE * mean(usual))
 
 
@@ -185,7 +194,8 @@ def _sites(run: Run, now: Now) -> list[dict[str, Any]]:
                 "score": markup.mean_of_defined(values) if values else None,
                 "seconds": cost.get("seconds"),
                 "memory": max(
-                    (cost[key] for key in ("peak_mb", "evaluate_peak_mb") if key in cost), default=None
+                    filter(None, (read.number(cost.get(key)) for key in ("peak_mb", "evaluate_peak_mb"))),
+                    default=None,
                 ),
                 "lost": sum(site in entry.lost for entry in run.records),
             }

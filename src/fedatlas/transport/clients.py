@@ -63,12 +63,13 @@ class Released:
     """What ε of a run rests on, over all its calls so far. most: noised models that one site has sent; fewest: sites
     that answered such a call with one. In a sum under masks that was never opened they count for `most` alone. sites: site -> what it had
     sent before it last began to count anew, and what it says since. heard: call -> what sites said with their answers to it, of the last
-    calls."""
+    calls. epsilon: ε of all that, None without noise or where nobody says it."""
 
     most: int = 0
     fewest: int = NEVER
     sites: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False)
     heard: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False)
+    epsilon: float | None = field(default=None, compare=False)
 
     def after(self, releases: Mapping[str, int], *, call: str = "", opened: bool = True) -> "Released":
         """With a further call. releases: so many has each site sent that answered it, as its own folder counts. Where that is fewer than it
@@ -258,8 +259,8 @@ class SiteClients:
             return record
         released = self.released.after(releases, call=f"{self._round}/{self._call}", opened=opened)
         spent = self.pipeline.epsilon(released.most, released.fewest)
-        self.released = released
-        self.keep_released(released)
+        self.released = replace(released, epsilon=spent)
+        self.keep_released(self.released)
         return replace(record, epsilon=spent, released=self.released)
 
     def _folder(self) -> Path:

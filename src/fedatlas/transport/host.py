@@ -259,7 +259,7 @@ class Host:
         file = self.folder / "errors.log"
         with contextlib.suppress(OSError):  # the disk may be what is wrong
             self.folder.mkdir(parents=True, exist_ok=True)
-            with file.open("a") as log:
+            with file.open("a", encoding="utf-8") as log:
                 log.write(f"round {to.round}, call {to.call}, {shown(to.function)}\n")
                 log.write("".join(traceback.format_exception(error)) + "\n")
         code = type(error).__name__
@@ -280,7 +280,7 @@ class Host:
 def reset_peak() -> None:
     """Starts a new measurement of peak memory, where the system can (Linux)."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return
 
@@ -288,7 +288,7 @@ def reset_peak() -> None:
 def peak_mb() -> float:
     """The process's largest resident memory since `reset_peak` (elsewhere: since it began), in MiB."""
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) / 1024
     except OSError:

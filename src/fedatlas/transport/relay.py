@@ -53,12 +53,12 @@ class _Listener:
         self.socket.listen()
         address.parent.mkdir(parents=True, exist_ok=True)
         part = address.with_name(f".{address.name}.{os.getpid()}")
-        part.write_text(str(self.folder / "socket"))
+        part.write_text(str(self.folder / "socket"), encoding="utf-8")
         os.replace(part, address)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            if self.address.read_text() == str(self.folder / "socket"):
+            if self.address.read_text(encoding="utf-8") == str(self.folder / "socket"):
                 self.address.unlink()
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
@@ -72,7 +72,7 @@ def _connect(address: Path, patience: float) -> socket.socket:
     while True:
         made = socket.socket(socket.AF_UNIX)
         try:
-            made.connect(address.read_text())
+            made.connect(address.read_text(encoding="utf-8"))
             return made
         except OSError as error:
             made.close()

@@ -101,12 +101,14 @@ def run(
 def _log(
     number: int, calls: list[Call], phases: dict[str, float], peak: float, memory: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Adds up the calls of a round: per site its numbers, and its cost of training apart from evaluation."""
+    """Adds up the calls of a round: per site its numbers, its cost of training apart from evaluation, and why it was lost
+    first."""
     sites: dict[str, dict[str, float]] = {}
     cost: dict[str, dict[str, float]] = {}
     lost: dict[str, str] = {}
     for call in calls:
-        lost |= {site: f"{call.function}: {reason}" for site, reason in call.lost.items()}
+        for site, reason in call.lost.items():
+            lost.setdefault(site, f"{call.function}: {reason}")
         prefix = "evaluate_" if call.function == "evaluate" else ""
         for site, numbers in call.logs.items():
             sites.setdefault(site, {}).update(numbers)
@@ -153,7 +155,7 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            opened = (self.path / "lock").open("a+")
+            opened = (self.path / "lock").open("a+", encoding="utf-8")
         except OSError as error:
             raise RunFolderError(
                 f"{self.path}: cannot be made or written ({error.strerror or error}); choose another place with --runs"
@@ -406,7 +408,7 @@ def _finite(value: Any) -> Any:
 def read_json(path: Path) -> Any:
     """Raises RunFolderError if the file is missing or not JSON."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise RunFolderError(f"{path}: cannot be read (nested too deeply)") from None
     except (OSError, ValueError) as error:

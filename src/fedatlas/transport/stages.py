@@ -204,14 +204,15 @@ class Releases:
         """The model that is sent in the place of `model`: its change of `received` clipped and with noise."""
         private, norm = privacy.protect(model, received, self.choice, sites=self.sites)
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "norms.txt").open("a") as file:  # for people at the site; it never leaves
+        # for people at the site; it never leaves
+        with (self.folder / "norms.txt").open("a", encoding="utf-8") as file:
             file.write(f"{function} norm before clipping {norm:.6g}\n")
         return private
 
     def count(self) -> int:
         """Counts one more private update that is about to leave, and returns their number in this run."""
         path = self.folder / "releases.txt"
-        count = 1 + (int(path.read_text()) if path.exists() else 0)
+        count = 1 + (int(path.read_text(encoding="utf-8")) if path.exists() else 0)
         write_atomic(path, str(count).encode())
         return count
 

@@ -150,7 +150,7 @@ def guard_data(
         write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode())
         return False
     try:
-        before = dict(json.loads(file.read_text()))
+        before = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RunFolderError(f"{file}: cannot be read ({type(error).__name__}); restore it") from None
     changes = {

@@ -666,9 +666,9 @@ def _main(grid: Grid, context: Context) -> None:
     from logging.handlers import RotatingFileHandler
 
     engine = Path(os.environ[KIT]) / "engine"
-    _log_to(RotatingFileHandler(engine / "job.log", maxBytes=1_000_000, backupCount=1))
+    _log_to(RotatingFileHandler(engine / "job.log", maxBytes=1_000_000, backupCount=1, encoding="utf-8"))
     path = engine / "jobs" / f"{int(str(context.run_config['job']), 16):016x}.json"
-    about = json.loads(path.read_text())
+    about = json.loads(path.read_text(encoding="utf-8"))
     path.unlink()
     end = JobEnd(Path(about["relay"]))
     try:

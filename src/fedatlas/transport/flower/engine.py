@@ -52,7 +52,7 @@ def _needs(package: str) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Raises FederationError for a file that is missing or damaged."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FederationError(
             f"{path} cannot be read ({type(error).__name__}); it is made by `fedatlas deploy init` for engine flower"
@@ -197,7 +197,7 @@ class _Control:
 
     def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
         with contextlib.suppress(OSError):  # the server has not written it yet: it will refuse
-            context.request.headers[SECRET_HEADER] = self.secret.read_text()
+            context.request.headers[SECRET_HEADER] = self.secret.read_text(encoding="utf-8")
         return call_next(context)
 
 

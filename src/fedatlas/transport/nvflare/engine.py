@@ -116,11 +116,11 @@ def provision(plan: Plan, out: Path) -> None:
         if made.get(CtxKey.BUILD_ERROR):
             raise FederationError(f"engine nvflare could not provision: {'; '.join(made[CtxKey.ERRORS])}")
         kits = Path(made[CtxKey.CURRENT_PROD_DIR])
-        state = json.loads((Path(scratch) / plan.name / "state" / "cert.json").read_text())
+        state = json.loads((Path(scratch) / plan.name / "state" / "cert.json").read_text(encoding="utf-8"))
         authority = out / "authority"
         authority.mkdir(parents=True, mode=0o700)
         authority.chmod(0o700)
-        (authority / "rootCA.pem").write_text(state["root_cert"])
+        (authority / "rootCA.pem").write_text(state["root_cert"], encoding="utf-8")
         pki.write(authority / "rootCA.key", state["root_pri_key"].encode(), secret=True)
         (authority / "rootCA.pem").write_bytes(_earlier(authority))
         for party, kit in [("server", out / "server" / "engine"), (ADMIN, authority / "admin")] + [
@@ -197,13 +197,13 @@ def _component(name: str, path: str, arguments: dict[str, Any] | None = None) ->
 
 @contextlib.contextmanager
 def _edited(path: Path) -> Any:
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     yield config
     _write_json(path, config)
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n")
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 # ------------------------------------------------------------------------------------------------- certificates
@@ -567,7 +567,7 @@ def _until_closed(over: threading.Event) -> None:
 
 def _knock(admin: Path) -> None:
     """Waits a little for the server to listen; FLARE's own client takes far longer to find that it does not."""
-    config = json.loads((admin / "startup" / "fed_admin.json").read_text())["admin"]
+    config = json.loads((admin / "startup" / "fed_admin.json").read_text(encoding="utf-8"))["admin"]
     end = time.monotonic() + KNOCK
     while True:
         try:
