@@ -654,7 +654,7 @@ def less(trained: Path, folder: Path) -> Path:
         ("run.json", nested(), "run.json: not valid JSON ("),
         ("rounds/0001/log.json", "[]", "log.json: holds a list; an object is expected"),
         ("rounds/0001/log.json", '{"round": "x"}', 'round is "x"; a whole number or null is expected'),
-        ("rounds/0001/log.json", '{"cost": 3}', "log.json: cost is 3; an object or null is expected"),
+        ("rounds/0001/log.json", '{"cost": 3}', "log.json, cost: holds 3; an object is expected"),
         ("rounds/0001/rows.json", "{}", "rows.json: a list of rows is expected"),
         ("rounds/0001/rows.json", "[3]", "rows.json, row 1: holds 3; an object is expected"),
     ],

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 import yaml
 
-from fedatlas.cli import main
+from fedatlas.cli import listing, main
 from fedatlas.cli.progress import Counter, Progress
 from fedatlas.evaluation.statistics import read_rows, select
 from fedatlas.federation.file import load_federation, parse_federation
@@ -281,6 +283,19 @@ def test_lists_and_schema(capsys) -> None:
         entries = json.loads(output(capsys, "list", what, "--json"))
         assert entries and all(entries.values())
     assert json.loads(output(capsys, "schema"))["properties"]["sites"]
+
+
+def test_lists_name_what_other_packages_bring(capsys, monkeypatch) -> None:
+    from fedatlas import losses
+
+    module = types.ModuleType("their_losses")
+    module.Theirs = losses.find("masked_bce")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "their_losses", module)
+    entry = EntryPoint("theirs", "their_losses:Theirs", "fedatlas.losses")
+    monkeypatch.setattr(listing, "entry_points", lambda group: [entry] if group == entry.group else [])
+    monkeypatch.setattr(losses.OTHERS, "installed", {"theirs": entry})
+    assert "theirs" in json.loads(output(capsys, "list", "losses", "--json"))
+    assert "theirs" not in json.loads(output(capsys, "list", "methods", "--json"))
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,16 @@ import nibabel as nib
 import numpy as np
 import pydicom
 import pytest
+import yaml
 from dicom_series import NAME, NUMBER, sample, write_series
 
 from fedatlas.cli import main
+from fedatlas.core.errors import RunFolderError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data.formats import dicom, drawings
 from fedatlas.federation.file import hash_of, parse_federation
 from fedatlas.federation.session import run_federation
+from fedatlas.federation.usable import record_of
 
 ORGANS = (
     "background",
@@ -154,6 +157,19 @@ def test_codes_decide_no_result(values, tmp_path) -> None:
     assert hash_of(parse_federation(values, base=tmp_path)) == hash_of(
         parse_federation(without, base=tmp_path)
     )
+
+
+def test_codes_may_be_added_to_a_finished_run(trained, tmp_path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    record_of(run)
+    plain = yaml.safe_load((run / "federation.yaml").read_text())
+    plain["labels"]["codes"] = {plain["labels"]["names"][1]: ["10200004", "SCT", "Liver"]}
+    (run / "federation.yaml").write_text(yaml.safe_dump(plain))
+    record_of(run)
+    plain["rounds"] += 1
+    (run / "federation.yaml").write_text(yaml.safe_dump(plain))
+    with pytest.raises(RunFolderError, match="was changed after the run wrote it"):
+        record_of(run)
 
 
 @pytest.mark.parametrize(

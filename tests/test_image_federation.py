@@ -227,6 +227,14 @@ BAD = {
         lambda v, d: v.update(method={"name": "fedmatch"}, privacy={"noise": 1.0, "clip": 1.0}),
         "privacy: method fedmatch answers",
     ),
+    "noise on batch norm": (
+        lambda v, d: v.update(
+            net={"name": "densenet121"},
+            images=v["images"] | {"size": [64, 64]},
+            privacy={"noise": 1.0, "clip": 1.0},
+        ),
+        r"privacy: .*running_var is a variance of batch normalisation.*group or instance",
+    ),
 }
 
 

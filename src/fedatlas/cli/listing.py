@@ -1,6 +1,7 @@
 """`fedatlas list`: what is registered."""
 
 import argparse
+from importlib.metadata import entry_points
 
 from fedatlas.cli import shared
 
@@ -18,12 +19,12 @@ def call(arguments: argparse.Namespace) -> int:
     from fedatlas.federation.known import known
 
     kept = known()
-    if kept is None:
+    entries = kept["registered"][arguments.what] if kept else {}
+    others = {entry.name for entry in entry_points(group=f"fedatlas.{arguments.what}")}
+    if not others <= entries.keys() or not kept:
         from fedatlas.federation.catalogue import catalogue
 
         entries = catalogue(arguments.what)
-    else:
-        entries = kept["registered"][arguments.what]
     width = max(len(name) for name in entries)
     shared.show(arguments, entries, "\n".join(f"{name:{width}}  {text}" for name, text in entries.items()))
     return 0

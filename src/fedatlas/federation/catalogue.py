@@ -17,7 +17,8 @@ def catalogue(what: str) -> dict[str, str]:
         "nets": nets.REGISTRY,
         "datasets": {
             name: f"{data.title} {data.kind.capitalize()}{'' if data.pixels == 'any' else f', {data.pixels}'}."
-            for name, data in datasets.registry().items()
+            for name in datasets.known()
+            if (data := datasets.get(name))
         },
         "losses": {name: losses.find(name) for name in losses.names()},
         "metrics": {

@@ -21,7 +21,7 @@ from fedatlas.core.memory import require_memory
 from fedatlas.core.names import may_be_same
 from fedatlas.core.options import not_known
 from fedatlas.core.seeds import seed_of
-from fedatlas.core.tensors import n_bytes
+from fedatlas.core.tensors import n_bytes, shapes_of
 from fedatlas.data.datasets.shared.listing import Problem
 from fedatlas.data.index import label_space_of, naming_of
 from fedatlas.data.site_data import SiteData, pool
@@ -32,6 +32,7 @@ from fedatlas.federation.tasks import task_of
 from fedatlas.transport.egress import EgressLog
 from fedatlas.transport.host import Host
 from fedatlas.transport.pipeline import Policy
+from fedatlas.transport.protection.privacy import require_noisy
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -209,6 +210,10 @@ class Design:
         nets.check_patch(net, size)
         nets.check_output(net, len(self.space), in_channels=inputs, patch=size)
         self.require_memory()
+        private = make_terms(self.federation).privacy
+        if private is not None and not self.method.own_tensors:
+            noisy = {name: shape for name, shape in shapes_of(net).items() if shape.is_floating_point()}
+            require_noisy(private, noisy)  # a site would refuse it after its first round
         net = self.make_net(initial=initial)
         for name, spec in self.method.nets.items():
             if spec.on == "images":

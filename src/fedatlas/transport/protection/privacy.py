@@ -157,14 +157,7 @@ def privatise(
 
     Raises FederationError if a tensor is not floating, or a running variance, or not finite.
     """
-    for name, tensor in change.items():
-        if not tensor.is_floating_point():
-            raise FederationError(f"privacy: {name} is {tensor.dtype}; only floating tensors can carry noise")
-        if choice.noise > 0 and name.rpartition(".")[2] == "running_var":
-            raise FederationError(
-                f"privacy: {name} is a variance of batch normalisation, which noise would make negative; use a"
-                " net with group or instance normalisation, or a method that keeps these tensors at the site"
-            )
+    require_noisy(choice, change)
     norm = math.sqrt(math.fsum(_square(tensor) for tensor in change.values()))
     if not math.isfinite(norm):
         raise FederationError(
@@ -181,6 +174,18 @@ def privatise(
             piece.copy_(wide.add_(normal.draw(len(wide)), alpha=sigma))
         private[name] = out.view(tensor.shape)
     return private, norm
+
+
+def require_noisy(choice: Privacy, tensors: Mapping[str, Tensor]) -> None:
+    """Raises FederationError for a tensor that can carry no noise: one that is not floating, or a running variance."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise FederationError(f"privacy: {name} is {tensor.dtype}; only floating tensors can carry noise")
+        if choice.noise > 0 and name.rpartition(".")[2] == "running_var":
+            raise FederationError(
+                f"privacy: {name} is a variance of batch normalisation, which noise would make negative; use a"
+                " net with group or instance normalisation, or a method that keeps these tensors at the site"
+            )
 
 
 def noise_left(choice: Privacy, *, sites: int, left: int, known: int = 0) -> float:
