@@ -272,7 +272,7 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
             drawn.setdefault(uid, []).append(drawing)
         stray += [] if here else [drawing]
     found = []
-    of_nobody = {
+    unissued = {
         str(members[0][1].get("PatientID")) for members in images.values() if not _issuer(members[0][1])
     }
     for uid, members in images.items():
@@ -280,7 +280,7 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
         first = members[0][1]
         # an ID that one series has without an issuer may be anybody's who has it, and a patient must not be split
         number = str(first.get("PatientID"))
-        person = f"{'' if number in of_nobody else _issuer(first)}|{number}"
+        person = f"{'' if number in unissued else _issuer(first)}|{number}"
         found.append(
             Series(
                 uid,
