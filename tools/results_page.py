@@ -235,6 +235,12 @@ SETTINGS = (
         },
     ),
     Setting(
+        "[generated CT](results-claims.md#fedatlas-on-generated-ct)",
+        "phantom-abdomen-fedatlas",
+        "fedatlas",
+        {"alone": "standalone", "fedavg": "fedavg", "condistfl": "condistfl"},
+    ),
+    Setting(
         "[abdominal MR, three cases at each site](results-others.md#abdominal-mr-four-folds)",
         "abdomen-mr",
         "fedatlas",
