@@ -504,6 +504,16 @@ def as_stored(image: np.ndarray) -> np.ndarray:
     return image.astype(np.float16 if float(np.abs(image).max()) <= 64 else np.float32)
 
 
+def image_for_prediction(
+    where: str, image: np.ndarray, geometry: Geometry, preprocessing: Preprocessing
+) -> np.ndarray:
+    """An image [I, X, Y, Z] as evaluation reads it from the disk, [I, *S] float32, bit for bit. Raises DataError as
+    `require_intensities`."""
+    on_grid = image_to_grid(image, geometry, preprocessing)
+    require_intensities(where, image, on_grid, preprocessing)
+    return as_stored(on_grid).astype(np.float32, copy=False)
+
+
 def _rule(preprocessing: Preprocessing) -> Literal["window", "zscore", "meanstd"]:
     """What `normalise` comes to."""
     if preprocessing.normalise == "auto":
@@ -762,7 +772,5 @@ def load_scan(
     look = look_of(image, spacing=geometry.turned_spacing)
     require(look)
     require_grid(str(paths[0]), geometry, preprocessing, len(image) + len(space))
-    on_grid = image_to_grid(image, geometry, preprocessing)
-    require_intensities(str(paths[0]), image, on_grid, preprocessing)
-    on_grid = as_stored(on_grid).astype(np.float32, copy=False)
+    on_grid = image_for_prediction(str(paths[0]), image, geometry, preprocessing)
     return Scan(torch.from_numpy(on_grid), geometry, space.exclusive, look)

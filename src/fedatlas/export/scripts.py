@@ -22,11 +22,9 @@ from fedatlas.core.outputs import evaluating
 from fedatlas.data.images import prepared
 from fedatlas.data.inputs import judge, look_of
 from fedatlas.data.transforms import (
-    as_stored,
     geometry_of,
-    image_to_grid,
+    image_for_prediction,
     in_mm,
-    require_intensities,
     restore,
     saved,
     write_label_map,
@@ -65,9 +63,7 @@ class ToGrid:
         affine = in_mm(np.asarray(loaded.affine), loaded.meta.get("xyzt_units", 0))
         geometry = geometry_of(image.shape[1:], affine, self.preprocessing)
         _tell(self.inputs, look_of(image, spacing=geometry.turned_spacing), file, self.anyway)
-        on_grid = image_to_grid(image, geometry, self.preprocessing)
-        require_intensities(file, image, on_grid, self.preprocessing)
-        on_grid = as_stored(on_grid).astype(np.float32, copy=False)
+        on_grid = image_for_prediction(file, image, geometry, self.preprocessing)
         return {
             "image": torch.from_numpy(on_grid),
             "geometry": geometry,

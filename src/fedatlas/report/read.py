@@ -531,6 +531,7 @@ def _each(source: str, found: Any, kind: type | UnionType) -> dict[str, Any]:
 
 
 def _releases(log: Mapping[str, Any]) -> float | None:
+    """`Round.releases`, of the run's own count where the log has it, else of what the sites logged."""
     released = log.get("released")
     of_sites = [
         number(site.get("releases")) for site in (log.get("sites") or {}).values() if isinstance(site, dict)
