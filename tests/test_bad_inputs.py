@@ -574,6 +574,11 @@ def malformed(tree: Any) -> bytes:
     ("file", "change", "text"),
     [
         ("run.json", lambda old: nested(), "run.json: cannot be read (nested too deeply)"),
+        (
+            "run.json",
+            lambda old: old.replace('"channels": 1', '"channels": ' + "1" * 400),
+            "run.json: cannot be read (a whole number of 400 digits)",
+        ),
         ("run.json", lambda old: "[]", "run.json: lacks labels, channels, hash, sites"),
         ("run.json", lambda old: old.replace('"labels"', '"lables"'), "run.json: lacks labels"),
         (

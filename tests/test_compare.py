@@ -364,6 +364,17 @@ def test_a_wrong_folder_of_data_is_told_once_for_all_runs(small_images, tmp_path
     assert not told and not list((tmp_path / "runs").glob("*/*"))
 
 
+@pytest.mark.parametrize("split, key", [("test", "evaluation.test"), ("validation", "evaluation.validation")])
+def test_without_a_case_to_measure_nothing_is_trained(small_images, findings, tmp_path, split, key) -> None:
+    sites = [site | {"reading": {"patient": "patient"}} for site in small_images["sites"]]
+    federation = small_images | {"sites": sites, "evaluation": small_images["evaluation"] | {split: 0}}
+    file = write(tmp_path / "files", federation, measure={"metric": "auroc", "split": split})
+    comparison = load_comparison([file], profile="full", data=findings, runs=tmp_path / "runs")
+    with pytest.raises(DataError, match=f"asks for {split} cases, and there are none at .*Set `{key}`"):
+        run_comparison(comparison)
+    assert not list((tmp_path / "runs").glob("*/*/run.json"))
+
+
 def test_federation_files_are_arms(small_images, findings, tmp_path, capsys) -> None:
     files = []
     for name, method in (("one", "fedavg"), ("two", "standalone")):

@@ -19,6 +19,7 @@ from fedatlas.evaluation.statistics import (
     select,
     site_index,
 )
+from fedatlas.federation.design import Experiment, cache_folder
 from fedatlas.federation.file import Federation, flat_difference, hash_of, load_federation, resolved
 from fedatlas.federation.record import changed_evaluation
 from fedatlas.federation.session import run_federation
@@ -73,7 +74,7 @@ def run_comparison(
     after_run: AfterRun = lambda arm, seed: None,
 ) -> dict[str, str]:
     """Trains what is not finished, seed by seed over all arms; returns run -> why it failed. Raises DataError, before any training, if
-    the data of no run are there.
+    the data of no run are there, or no case of what is measured.
 
     arms: those to train; None: all. tell: is given a line per finished run; passing: what is going on. after_run: is called with the arm and
     the seed of every run that it finished.
@@ -104,6 +105,8 @@ def run_comparison(
                 tell(f"{arm}-s{seed}: {str(error).splitlines()[0] if arm in stale else error}")
                 stale.add(arm)
     _some_data([comparison.federations[arm][seed] for arm, seed in todo])
+    for arm, seed in todo[:1]:
+        _some_cases(comparison, comparison.federations[arm][seed])
     total = len(chosen) * len(comparison.seeds)
     tell(f"{comparison.folder}: {total} runs, {done} finished, {len(todo)} to do")
     spent: dict[str, list[float]] = {}
@@ -137,6 +140,25 @@ def _some_data(federations: Sequence[Federation]) -> None:
         raise DataError(
             f"nothing was trained, as every run lacks data; no such folder: {', '.join(folders)}. Correct --data, or `path` of "
             "the sites in the federation file"
+        )
+
+
+def _some_cases(comparison: Comparison, federation: Federation) -> None:
+    """Raises DataError if the sites that `measure` asks for have no case of its split in a run of this federation. What is wrong with a
+    site's data is for the run to say."""
+    split, asked = comparison.measure.split, comparison.measure.sites
+    try:
+        sources = Experiment(federation, cache_folder(federation, comparison.folder)).sources
+    except FedAtlasError:
+        return
+    sites = [name for name in sources if asked is None or name in asked]
+    if not any(sources[name].items[split] for name in sites):
+        sited = split == "test" and federation.task == "segmentation"
+        key = "`split: {test: …}` of the sites" if sited else f"`evaluation.{split}`"
+        raise DataError(
+            f"nothing was trained, as nothing could be measured: `measure` asks for {split} cases, and there are none at "
+            f"{', '.join(sites)}. Set {key} in the federation file, or ask for `split: "
+            f"{'validation' if split == 'test' else 'test'}` in `measure`"
         )
 
 

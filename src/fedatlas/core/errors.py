@@ -110,3 +110,14 @@ def require_object(source: Path | str, found: Any, /, **wanted: type | UnionType
 
 def _shown(value: Any) -> str:
     return _KINDS[type(value)] if isinstance(value, dict | list) else json.dumps(value)[:60]
+
+
+def parse_json(text: str) -> Any:
+    """JSON. Raises ValueError also for a whole number that no float can hold."""
+    return json.loads(text, parse_int=_whole)
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 300:
+        raise ValueError(f"a whole number of {len(digits)} digits")
+    return int(digits)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from fedatlas.core.errors import RunFolderError, WireError, require_object, require_run
+from fedatlas.core.errors import RunFolderError, WireError, parse_json, require_object, require_run
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.evaluation.classification import Histogram, Threshold
 from fedatlas.evaluation.statistics import (
@@ -659,7 +659,7 @@ def _text(path: Path) -> str:
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(_text(path))
+        return parse_json(_text(path))
     except (ValueError, RecursionError) as error:
         raise RunFolderError(
             f"{path}: not valid JSON ({error}); it was cut short or edited. Restore it, or run again"

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from fedatlas.core.contract import Clients, Method, State
-from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError, WireError
+from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError, WireError, parse_json
 from fedatlas.core.tensors import Tree, from_tree, to_tree
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Call
@@ -406,9 +406,9 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Raises RunFolderError if the file is missing or not JSON."""
+    """Raises RunFolderError if the file is missing or not JSON, or holds a whole number that no float can hold."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise RunFolderError(f"{path}: cannot be read (nested too deeply)") from None
     except (OSError, ValueError) as error:
