@@ -1,7 +1,7 @@
 """The tables of a comparison, as Markdown and as a page."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -453,70 +453,85 @@ def _differences(found: Mapping[str, Any]) -> list[str | Table]:
     if not found["differences"]:
         return []
     references = list(dict.fromkeys(found["compared"].values()))
-    of = references[0] if len(references) == 1 else "the arm that is named"
-    by_case, of_images = found.get("pairs") in BY_CASE, bool(found["bootstrap"])
-    scale, digits = unit(found)
+    by_case = found.get("pairs") in BY_CASE
+    told, head, cells_of = (_by_case if by_case else _by_cell)(found, references)
+    ran = {arm for arm, of_arm in found["arms"].items() if of_arm["seeds"]}
     lines, alone = [], {}
     for arm, apart in found["differences"].items():
-        interval = found["bootstrap"].get(arm)
-        name = arm if len(references) == 1 else f"{arm} - {found['compared'][arm]}"
-        if not apart["n"]:
-            reference = found["compared"][arm]
-            run, there = (bool(found["arms"][one]["seeds"]) for one in (arm, reference))
-            if run and not there:
-                alone.setdefault(reference, []).append(arm)
-                continue
-            lines.append(
-                [name, "0", *[NOT_DEFINED if run else NOT_RUN] * (4 if by_case else 5 if of_images else 3)]
-            )
+        reference = found["compared"][arm]
+        if not apart["n"] and arm in ran and reference not in ran:
+            alone.setdefault(reference, []).append(arm)
             continue
-        tests = [_p(apart[test]) for test in ("wilcoxon", "t")]
-        if by_case:
-            assert interval is not None
-            lines.append(
-                [
-                    name,
-                    str(apart["n"]),
-                    f"{scale * interval['value']:+.{digits}f}",
-                    _range(interval, scale, digits),
-                    *tests,
-                ]
-            )
-            continue
-        line = [name, str(apart["n"]), f"{scale * apart['mean']:+.{digits}f}", *tests]
-        lines.append(line + (_interval_cells(interval, scale, digits) if of_images else []))
+        name = arm if len(references) == 1 else f"{arm} - {reference}"
+        nothing = [NOT_DEFINED if arm in ran else NOT_RUN] * (len(head) - 2)
+        lines.append([name, str(apart["n"]), *(cells_of(arm) if apart["n"] else nothing)])
     if alone and not lines:
         return [_without_reference(alone)]
-    title = f"difference to {references[0]}" if len(references) == 1 else "difference"
-    if by_case:
-        drawn = found["pairs"]
-        head = ["arm", f"{drawn}s", title, f"95 % interval by {drawn}", "p Wilcoxon", "p t"]
-        told = (
-            f"Differences to {of}: of the means above over what both arms have, with an interval over resamples of the "
-            f"{drawn}s of every site, the trained models held fixed. The tests pair by {drawn}, each the mean of its differences "
-            f"over its {'cases, ' if drawn == 'patient' else ''}classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 {drawn}s have neither, a single "
-            f"{drawn} of a site has no interval."
-        )
-        return [told, Table(head, lines), _without_reference(alone)]
-    head = ["arm", "cells", title, "p Wilcoxon", "p t"]
-    head += ["difference, 95 % interval by patient", "over"] if of_images else []
-    told = [
-        f"Differences to {of}, paired by site, class and seed (a cell). p values are Holm-adjusted over the arms; fewer "
-        "than 6 cells have none. Cells of one site share its test cases over classes and seeds, which these tests take for "
-        "independent: their p values are too small."
-    ]
-    if of_images:
-        told.append(
-            "The interval resamples patients, the same ones in all cells, with the trained models held fixed. It is of the "
-            "mean over cells where each has at least 5 patients with and 5 without the class; else of the mean over "
-            "classes and seeds, with the images of all sites put together, over the classes that then have as many."
-        )
     reasons = [
         f"{arm}: no interval: {interval['reason']}"
         for arm, interval in found["bootstrap"].items()
-        if interval["reason"]
+        if not by_case and interval["reason"]
     ]
-    return [" ".join(told), Table(head, lines), "\n".join(reasons), _without_reference(alone)]
+    return [told, Table(head, lines), "\n".join(reasons), _without_reference(alone)]
+
+
+Differences = tuple[str, list[str], Callable[[str], list[str]]]
+"""What the differences are, the heads of their table, and an arm -> the cells of its line behind the first two."""
+
+
+def _by_case(found: Mapping[str, Any], references: Sequence[str]) -> Differences:
+    """Differences whose interval and tests are over cases, or patients."""
+    drawn, (scale, digits) = found["pairs"], unit(found)
+    of, title = _compared_to(references)
+    told = (
+        f"Differences to {of}: of the means above over what both arms have, with an interval over resamples of the "
+        f"{drawn}s of every site, the trained models held fixed. The tests pair by {drawn}, each the mean of its differences "
+        f"over its {'cases, ' if drawn == 'patient' else ''}classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 {drawn}s have neither, a single "
+        f"{drawn} of a site has no interval."
+    )
+
+    def cells(arm: str) -> list[str]:
+        interval = found["bootstrap"][arm]
+        value = f"{scale * interval['value']:+.{digits}f}"
+        return [value, _range(interval, scale, digits), *_p_values(found["differences"][arm])]
+
+    return told, ["arm", f"{drawn}s", title, f"95 % interval by {drawn}", "p Wilcoxon", "p t"], cells
+
+
+def _by_cell(found: Mapping[str, Any], references: Sequence[str]) -> Differences:
+    """Differences whose tests are over cells of site, class and seed; the interval, where images have one, is over patients."""
+    of_images, (scale, digits) = bool(found["bootstrap"]), unit(found)
+    of, title = _compared_to(references)
+    told = (
+        f"Differences to {of}, paired by site, class and seed (a cell). p values are Holm-adjusted over the arms; fewer "
+        "than 6 cells have none. Cells of one site share its test cases over classes and seeds, which these tests take for "
+        "independent: their p values are too small."
+    )
+    if of_images:
+        told += (
+            " The interval resamples patients, the same ones in all cells, with the trained models held fixed. It is of the "
+            "mean over cells where each has at least 5 patients with and 5 without the class; else of the mean over "
+            "classes and seeds, with the images of all sites put together, over the classes that then have as many."
+        )
+
+    def cells(arm: str) -> list[str]:
+        apart = found["differences"][arm]
+        interval = _interval_cells(found["bootstrap"].get(arm), scale, digits) if of_images else []
+        return [f"{scale * apart['mean']:+.{digits}f}", *_p_values(apart), *interval]
+
+    of_interval = ["difference, 95 % interval by patient", "over"] if of_images else []
+    return told, ["arm", "cells", title, "p Wilcoxon", "p t", *of_interval], cells
+
+
+def _compared_to(references: Sequence[str]) -> tuple[str, str]:
+    """The reference of all arms, and the head of the column of differences to it."""
+    if len(references) > 1:
+        return "the arm that is named", "difference"
+    return references[0], f"difference to {references[0]}"
+
+
+def _p_values(apart: Mapping[str, Any]) -> list[str]:
+    return [_p(apart[test]) for test in ("wilcoxon", "t")]
 
 
 def _without_reference(alone: Mapping[str, Sequence[str]]) -> str:
