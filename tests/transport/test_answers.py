@@ -285,13 +285,25 @@ def test_a_hostile_step_of_secure_aggregation(tmp_path, step: str, change: Chang
 
 @pytest.mark.parametrize(
     "log",
-    [{}, {"releases": 1e308}, {"releases": 20001.0}, {"releases": 1.5}, {"releases": 1.0, "loss": 2.0}],
+    [
+        {},
+        {"releases": 1.0},
+        {"releases": 1e308, "series": 1.0},
+        {"releases": 20001.0, "series": 1.0},
+        {"releases": 1.5, "series": 1.0},
+        {"releases": 1.0, "series": 0.5},
+        {"releases": 1.0, "series": 2.0**53},
+        {"releases": 1.0, "series": 1.0, "loss": 2.0},
+    ],
 )
 def test_privacy_without_an_honest_count_of_releases(tmp_path, log: dict[str, float]) -> None:
     private = Privacy(clip=1.0, noise=1.0)  # type: ignore[call-arg]
     asked = tamper(protected(tmp_path, privacy=private, faults=DROP), "b", lambda t: t.update(log=log))
     run(Drift(), linear(), asked, 1)
-    assert "under privacy it logs the number of its releases, and nothing else" in asked.lost["b"]
+    assert (
+        "under privacy it logs the number of its releases and their series, and nothing else"
+        in asked.lost["b"]
+    )
 
 
 # ------------------------------------------------------------------------------------------------- evaluation

@@ -1,5 +1,6 @@
 """pipeline.py and stages.py: compression, privacy and secure aggregation on the way of a model, with a toy method."""
 
+import json
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from test_local import Source, Tampered
 from torch import nn
 
 from fedatlas.core.contract import Method, State, at_site, sends_of
-from fedatlas.core.errors import FederationError, SiteLost
+from fedatlas.core.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.core.tensors import average, tensors_of
 from fedatlas.federation.session import _keep_released, _released
 from fedatlas.transport import wire
@@ -316,7 +317,8 @@ def test_what_was_spent_is_not_forgotten_where_the_busiest_sites_are_lost(tmp_pa
     with monkeypatch.context() as broken, pytest.raises(MemoryError):
         broken.setattr(ServerPipeline, "epsilon", raising(MemoryError))
         clients._accounted(nine)
-    assert _released(folder) == clients.released == Released(most=3, fewest=1), "kept once ε is known"
+    assert _released(folder) == clients.released == Released(most=9, fewest=1), "kept, though ε is not known"
+    assert _released(folder).epsilon is None
     assert clients._accounted(nine).released == Released(9, 1)
     assert _released(folder) == Released(most=9, fewest=1)
     assert _released(folder).epsilon == clients.pipeline.epsilon(9, 1) > spent[-1], "as the report shows it"
@@ -335,21 +337,67 @@ def test_a_site_that_counts_anew_is_added_up(tmp_path) -> None:
     then.released = _released(folder)
     assert then.released.most == 3
     run(Drift(), net(), then, 6, state=replace(state, rounds=6), after_round=folder.save)
-    assert (tmp_path / "a" / "exchange" / "releases.txt").read_text() == "3"
-    assert then.released.most == 6 and then.released.sites["a"] == (3, 3)
+    assert (tmp_path / "a" / "exchange" / "releases.txt").read_text().split()[0] == "3"
+    assert then.released.most == 6 and then.released.sites["a"][:2] == (3, 3)
     assert then.calls[-1].epsilon == then.pipeline.epsilon(6, len(SITES))
 
 
 def test_the_very_answer_of_then_is_not_counted_twice() -> None:
     """A run whose last rounds are damaged asks them again, and the sites send what they keep, with the counts of then."""
+    released, of = Released(), {"a": 5, "b": 6}
+    for number in (1, 2, 3):
+        released = released.after({"a": number, "b": number}, series=of, call=f"{number}/0")
+    again = released.after({"a": 2, "b": 2}, series=of, call="2/0")
+    again = again.after({"a": 3, "b": 3}, series=of, call="3/0")
+    assert again.most == 3 and again.sites == {"a": (0, 3, 5), "b": (0, 3, 6)}
+
+
+@pytest.mark.parametrize(
+    ("told", "series", "sites", "most"),
+    [
+        (4, 5, (0, 4, 5), 4),
+        (1, 7, (3, 1, 7), 4),  # the folder was lost
+        (3, 7, (3, 3, 7), 6),  # so, and the site sent in vain since
+        (9, 7, (3, 9, 7), 12),
+        (3, 5, (3, 3, 5), 6),  # an older copy of the folder counts on from where it was
+        (2, 5, (3, 2, 5), 5),
+    ],
+)
+def test_a_folder_that_was_lost_is_told_by_its_series(told: int, series: int, sites: Any, most: int) -> None:
     released = Released()
     for number in (1, 2, 3):
-        released = released.after({"a": number, "b": number}, call=f"{number}/0")
-    again = released.after({"a": 2, "b": 2}, call="2/0").after({"a": 3, "b": 3}, call="3/0")
-    assert again.most == 3 and again.sites == {"a": (0, 3), "b": (0, 3)}
-    assert released.after({"a": 1, "b": 2}, call="2/0").sites == {"a": (3, 1), "b": (0, 3)}, (
-        "a lost its folder"
-    )
+        released = released.after({"a": number}, series={"a": 5}, call=f"{number}/0")
+    found = released.after({"a": told}, series={"a": series}, call="4/0")
+    assert (found.sites["a"], found.most) == (sites, most)
+    in_that_call = released.after({"a": 3}, series={"a": 7}, call="3/0")
+    assert in_that_call.sites["a"] == (3, 3, 7), "the same count of another folder is another answer"
+
+
+def test_what_was_counted_before_there_were_series_goes_on() -> None:
+    """released.json of an older version has pairs."""
+    old = Released(most=3, fewest=2, sites={"a": [0, 3]}, heard={"3/0": {"a": 3}})
+    assert old.after({"a": 4}, series={"a": 5}, call="4/0").sites["a"] == (0, 4, 5)
+    assert old.after({"a": 3}, series={"a": 5}, call="3/0").sites["a"] == [0, 3], "the very answer of then"
+    assert old.after({"a": 1}, series={"a": 5}, call="4/0").sites["a"] == (3, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda plain: [], "holds a list; an object is expected"),
+        (lambda plain: plain | {"most": "x"}, 'most is "x"; a whole number is expected'),
+        (lambda plain: plain | {"most": 1}, "was changed after the run wrote it"),
+        (lambda plain: plain | {"sites": {"a": "b"}}, "was changed after the run wrote it"),
+    ],
+)
+def test_a_damaged_count_of_releases_is_named(tmp_path, change, text) -> None:
+    folder = RunFolder(tmp_path)
+    _keep_released(folder, Released(3, 2, {"a": (0, 3, 5)}, {"3/0": {"a": 3}}, 1.5))
+    assert _released(folder).sites == {"a": [0, 3, 5]} and _released(folder).epsilon == 1.5
+    file = tmp_path / "released.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(RunFolderError, match=rf"released\.json: {text}"):
+        _released(folder)
 
 
 def test_a_call_that_breaks_off_counts_for_who_answered(tmp_path) -> None:
@@ -361,7 +409,7 @@ def test_a_call_that_breaks_off_counts_for_who_answered(tmp_path) -> None:
     )
     with pytest.raises(SiteLost, match="round 3"):
         run(Drift(), net(), clients, 5, after_round=folder.save)
-    assert (tmp_path / "a" / "exchange" / "releases.txt").read_text() == "3"
+    assert (tmp_path / "a" / "exchange" / "releases.txt").read_text().split()[0] == "3"
     assert _released(folder) == clients.released == Released(most=3, fewest=3)
     assert len(clients.calls) == 0, "it is no call of a complete round"
 

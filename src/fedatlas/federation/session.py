@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 
 from fedatlas import losses, methods
 from fedatlas.core.contract import Member, Method, State
-from fedatlas.core.errors import FederationError, RunFolderError, SiteLost
+from fedatlas.core.errors import FederationError, RunFolderError, SiteLost, require_object
 from fedatlas.core.tensors import Tensors, n_bytes
 from fedatlas.data.checks import check_federation, shared_scans
 from fedatlas.data.reading import refuse
@@ -42,7 +42,16 @@ from fedatlas.transport.frames import Question
 from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess, Workers
 from fedatlas.transport.pipeline import ServerPipeline
-from fedatlas.transport.rounds import Round, RunFolder, read_json, read_run, run, to_json
+from fedatlas.transport.rounds import (
+    Round,
+    RunFolder,
+    read_json,
+    read_run,
+    require_seal,
+    run,
+    sealed,
+    to_json,
+)
 from fedatlas.transport.stages import HeldByAll
 from fedatlas.transport.store import DATA, MemoryStore, guard_data, read_whole, waiting_for_room, write_atomic
 
@@ -637,10 +646,17 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
 
 def _released(folder: RunFolder) -> Released:
     """What ε rests on: all that was ever accounted, in rounds that were lost or broke off, too. A folder of an older version
-    keeps no such file: then what its complete rounds say, or what their sites logged."""
+    keeps no such file: then what its complete rounds say, or what their sites logged. Raises RunFolderError for a file that is damaged or
+    was changed."""
     file = folder.path / RELEASED
     if file.exists():
-        return Released(**read_json(file))
+        told = require_object(
+            file, read_json(file), most=int, fewest=int, sites=dict | None, heard=dict | None
+        )
+        require_seal(file, told)
+        return Released(
+            **{of.name: told[of.name] for of in fields(Released) if told.get(of.name) is not None}
+        )
     released = Released()
     for log, _ in folder.records():
         counts = {
@@ -654,7 +670,7 @@ def _released(folder: RunFolder) -> Released:
 
 
 def _keep_released(folder: RunFolder, released: Released) -> None:
-    write_atomic(folder.path / RELEASED, to_json(asdict(released)))
+    write_atomic(folder.path / RELEASED, to_json(sealed(asdict(released))))
 
 
 def _memories(folder: RunFolder, parties: Parties, round: int) -> dict[str, str]:

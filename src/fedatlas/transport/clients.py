@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.pipeline import ServerPipeline
 from fedatlas.transport.reply import Passing, Refused, Spool
-from fedatlas.transport.stages import KEPT_REPLIES, LIFTS_MASKS, NotHeld, Payload
+from fedatlas.transport.stages import KEPT_REPLIES, LIFTS_MASKS, SERIES, NotHeld, Payload
 from fedatlas.transport.store import make_room
 
 
@@ -62,27 +63,36 @@ class Transport(Protocol):
 class Released:
     """What ε of a run rests on, over all its calls so far. most: noised models that one site has sent; fewest: sites
     that answered such a call with one. In a sum under masks that was never opened they count for `most` alone. sites: site -> what it had
-    sent before it last began to count anew, and what it says since. heard: call -> what sites said with their answers to it, of the last
-    calls. epsilon: ε of all that, None without noise or where nobody says it."""
+    sent before it last began to count anew, what it says since, and the series of that count. heard: call -> what sites said with their
+    answers to it, of the last calls. epsilon: ε of all that, None without noise or where nobody says it."""
 
     most: int = 0
     fewest: int = NEVER
-    sites: Mapping[str, Sequence[int]] = field(default_factory=dict, compare=False)
+    sites: Mapping[str, Sequence[int | None]] = field(default_factory=dict, compare=False)
     heard: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False)
     epsilon: float | None = field(default=None, compare=False)
 
-    def after(self, releases: Mapping[str, int], *, call: str = "", opened: bool = True) -> "Released":
-        """With a further call. releases: so many has each site sent that answered it, as its own folder counts. Where that is fewer than it
-        said before, the folder was lost, and what it had said is added; but not where it said the same to the same call, which is the
-        very answer of then. opened: what they answered could be seen, alone or in a sum."""
+    def after(
+        self,
+        releases: Mapping[str, int],
+        *,
+        series: Mapping[str, int] = MappingProxyType({}),
+        call: str = "",
+        opened: bool = True,
+    ) -> "Released":
+        """With a further call. releases: so many has each site sent that answered it, as its own folder counts; series: the number that
+        the folder drew when it began to count. With another one, or where the count does not rise, the folder was lost or is an older
+        copy, and what the site had said is added; but not where it said the same to the same call, which is the very answer of then.
+        opened: what they answered could be seen, alone or in a sum."""
         sites, then = dict(self.sites), self.heard.get(call, {})
         for site, told in releases.items():
-            before, last = sites.get(site, (0, 0))
-            if told >= last:
-                sites[site] = (before, told)
-            elif told != then.get(site):
-                sites[site] = (before + last, told)
-        most = max(self.most, *(sum(sites[site]) for site in releases))
+            before, last, known = (*self.sites.get(site, (0, 0)), None)[:3]
+            assert before is not None and last is not None
+            same = known is None or series.get(site) == known
+            if same and told == then.get(site):
+                continue
+            sites[site] = (before if same and told > last else before + last, told, series.get(site))
+        most = max(self.most, *(sum(n or 0 for n in sites[site][:2]) for site in releases))
         others = [(name, of) for name, of in self.heard.items() if name != call]
         heard = dict([*others, (call, dict(releases))][-KEPT_REPLIES:])
         return Released(most, min(self.fewest, len(releases)) if opened else self.fewest, sites, heard)
@@ -147,6 +157,8 @@ class SiteClients:
     """The federation's."""
     threads: int = 1
     """Processor threads that the server computes with, as many as a site."""
+    series: dict[str, int] = field(default_factory=dict)
+    """site -> the series of its count of releases, with its last usable answer that had one."""
     released: Released = field(default_factory=Released)
     keep_released: Callable[[Released], None] = lambda released: None
     """Stores what ε rests on as soon as it is known, since a round that breaks off has released all the same."""
@@ -257,9 +269,11 @@ class SiteClients:
         releases = {site: int(log["releases"]) for site, log in record.logs.items() if "releases" in log}
         if not releases:
             return record
-        released = self.released.after(releases, call=f"{self._round}/{self._call}", opened=opened)
-        spent = self.pipeline.epsilon(released.most, released.fewest)
-        self.released = replace(released, epsilon=spent)
+        call = f"{self._round}/{self._call}"
+        self.released = self.released.after(releases, series=self.series, call=call, opened=opened)
+        self.keep_released(self.released)  # whatever becomes of ε
+        spent = self.pipeline.epsilon(self.released.most, self.released.fewest)
+        self.released = replace(self.released, epsilon=spent)
         self.keep_released(self.released)
         return replace(record, epsilon=spent, released=self.released)
 
@@ -354,6 +368,8 @@ class SiteClients:
             record.lost[site] = printable(reason, LONGEST_REASON)
             question.reply.unlink(missing_ok=True)
             return
+        if (series := tree["log"].pop(SERIES, None)) is not None:
+            self.series[site] = int(series)
         self.answering[site] = tree["from"]
         self.remembered[site] = tree["memory"]
         cost = {**tree["cost"], "bytes_down": sent, "bytes_up": size}

@@ -413,7 +413,7 @@ class SitePipeline:
         value = self._staged(received, value, memory)
         self._check(value, self.terms.kinds(call.function, declared, received.arguments), received)
         if self.releases:  # what training logs is of the data, and not protected
-            log = {"releases": float(self.releases.count())}
+            log = self.releases.count()
         return reply.Answer(value, log)
 
     def _staged(self, received: Received, value: dict[str, Any], memory: dict[str, Tree]) -> dict[str, Any]:

@@ -5,7 +5,9 @@ Shapes: K sites.
 """
 
 import hashlib
+import math
 import re
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -209,12 +211,15 @@ class Releases:
             file.write(f"{function} norm before clipping {norm:.6g}\n")
         return private
 
-    def count(self) -> int:
-        """Counts one more private update that is about to leave, and returns their number in this run."""
+    def count(self) -> dict[str, float]:
+        """Counts one more private update that is about to leave. Returns what is logged: the number of updates in this run, and the
+        series of the count, drawn by chance when it began, so that a count that began anew can be told."""
         path = self.folder / "releases.txt"
-        count = 1 + (int(path.read_text(encoding="utf-8")) if path.exists() else 0)
-        write_atomic(path, str(count).encode())
-        return count
+        kept = path.read_text(encoding="utf-8").split() if path.exists() else []
+        count = 1 + int(kept[0]) if kept else 1
+        series = int(kept[1]) if kept[1:] else secrets.randbelow(LARGEST_SERIES)
+        write_atomic(path, f"{count} {series}".encode())
+        return {"releases": float(count), SERIES: float(series)}
 
     def sent_before(self, round: int, call: int, mark: str) -> Data | None:
         """The reply that was sent to the question with this mark (a SHA-256 in hex) in this call; None: none was."""
@@ -238,6 +243,12 @@ class Releases:
         return self.folder / "sent" / f"{round:06d}-{call:03d}.fa"
 
 
+SERIES = "series"
+"""The key of a log with the number that a site drew when it began to count its releases."""
+
+LARGEST_SERIES = 2**53
+"""Series are below it: a float holds them."""
+
 RETRIES = 10_000
 """The most releases that a site is believed for each call so far: a question may be asked again until patience is over."""
 
@@ -245,11 +256,16 @@ RETRIES = 10_000
 def problem_of_releases(log: Mapping[str, Any], round: int, call: int) -> str | None:
     """At the server: what is wrong with the numbers that a site logs with a private answer to a call, of a round, both as
     `Question` counts them; None: nothing."""
-    count, most = log.get("releases"), RETRIES * (round + 1) * (call + 1)
-    allowed = "under privacy it logs the number of its releases, and nothing else"
-    if set(log) != {"releases"} or type(count) is not float or not count.is_integer() or count < 1:
+    count, series, most = log.get("releases"), log.get(SERIES), RETRIES * (round + 1) * (call + 1)
+    allowed = "under privacy it logs the number of its releases and their series, and nothing else"
+    for number, least, below in ((count, 1, math.inf), (series, 0, LARGEST_SERIES)):
+        if type(number) is not float or not number.is_integer() or not least <= number < below:
+            return allowed
+    if set(log) != {"releases", SERIES}:
         return allowed
-    return f"{allowed}; it logs {count:g}, and believed are at most {most:,}" if count > most else None
+    return (
+        f"{allowed}; it logs {count:g}, and believed are at most {most:,}" if count and count > most else None
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- secure sums
