@@ -2,17 +2,21 @@
 
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from pydantic import ValidationError
 from scipy import integrate, optimize, stats
 from torch import Tensor
 
 from fedatlas.core.errors import FederationError, NameMismatch
 from fedatlas.core.options import from_dict
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
 from fedatlas.transport.protection.privacy import (
     Privacy,
     SecretNormal,
@@ -172,11 +176,53 @@ def test_clipping_alone_leaves_batch_normalisation_usable() -> None:
 def test_central_mode_needs_a_secure_sum_with_equal_weights() -> None:
     central = Privacy(clip=1, noise=1, mode="central")
     with pytest.raises(FederationError, match="without secure aggregation"):
-        check(central, secure=False, equal_weights=True)
+        check(central, bits=None, sites=4, equal_weights=True)
     with pytest.raises(FederationError, match="needs equal weights"):
-        check(central, secure=True, equal_weights=False)
-    check(central, secure=True, equal_weights=True)
-    check(Privacy(clip=1, noise=1), secure=False, equal_weights=False)
+        check(central, bits=24, sites=4, equal_weights=False)
+    check(central, bits=24, sites=4, equal_weights=True)
+    check(Privacy(clip=1, noise=1), bits=None, sites=4, equal_weights=False)
+
+
+@pytest.mark.parametrize("sites", [2, 4, 100])
+def test_central_noise_fills_the_steps_of_the_sum(sites: int) -> None:
+    """The least bits that are allowed leave the noise of the sum what it is said to be; far fewer take it away."""
+    choice = Privacy(clip=0.5, noise=2.0, mode="central")
+    with pytest.raises(FederationError, match="secure.bits is 0, .*set secure.bits to") as error:
+        check(choice, bits=0, sites=sites, equal_weights=True)
+    least = int(str(error.value).split("set secure.bits to ")[1].split()[0])
+    with pytest.raises(FederationError, match=f"set secure.bits to {least} or more"):
+        check(choice, bits=least - 1, sites=sites, equal_weights=True)
+    check(choice, bits=least, sites=sites, equal_weights=True)
+    check(replace(choice, noise=0.0), bits=0, sites=sites, equal_weights=True)
+
+    def spread(bits: int) -> float:
+        drawn = [privatise({"w": torch.zeros(4000)}, choice, sites=sites)[0] for _ in range(sites)]
+        total = sum(pack(one, 1, Secure(bits=bits), sites=sites)[1:] for one in drawn)
+        return float((total.double() / 2.0**bits).std())
+
+    assert spread(least) == pytest.approx(1.0, rel=0.06)
+    if sites == 100:
+        assert spread(0) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("block", "package"),
+    [
+        ("privacy: {clip: 1.0, noise: 1.0}", "opacus"),
+        ("privacy: {clip: 1.0, noise: 1.0}", "cryptography"),
+        ("secure: {}", "Crypto"),
+    ],
+)
+def test_a_missing_package_is_told_before_anything_is_trained(
+    small, tmp_path, monkeypatch, block, package
+) -> None:
+    plain = small | yaml.safe_load(block)
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(FederationError, match=r'needs pip install "fedatlas\[(privacy|secure)\]"'):
+        run_federation(parse_federation(plain, base=tmp_path), tmp_path / "run")
+    assert not list(tmp_path.glob("run/sites/*/exchange/releases.txt"))
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,9 @@ def test_sparse_tensors_come_out_exactly() -> None:
     assert same(got, expected)
     assert got["w"][0, 0] == old["w"][0, 0] != new["w"][0, 0]
     assert same(dense(sparse(new, old, 0.0), old), new)
+    marks = {"mask": torch.tensor([True, False, True]), "count": torch.tensor([0, 3], dtype=torch.uint8)}
+    others = {"mask": torch.tensor([True, True, True]), "count": torch.tensor([255, 3], dtype=torch.uint8)}
+    assert same(dense(sparse(others, marks, 0.5), marks), others)
     declared = {"w": "sparse"}
     forms = {name: ("float32", tuple(value.shape)) for name, value in old.items()}
     check({"w": changes}, declared, what="", classes=3, forms=lambda net: forms)

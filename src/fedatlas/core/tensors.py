@@ -165,7 +165,7 @@ def average(
         For a part of a net: `dict.fromkeys(parts(net)["decoder"], weights)`.
 
     Floating tensors are summed in float64 and cast back once, so the mean of equal models is that model,
-    bit for bit. Integer tensors (counters) become the largest of the K; boolean ones must be equal.
+    bit for bit, where its tensors are narrower than float64. Integer tensors (counters) become the largest of the K; boolean ones must be equal.
     Memory: the sum in float64 and one model, whatever K is; models are read one at a time.
 
     Raises NameMismatch if the models differ in form, ValueError for weights that are negative, not
@@ -246,14 +246,15 @@ def sparse(new: Mapping[str, Tensor], old: Mapping[str, Tensor], threshold: floa
         {name: {"index": places in the flattened tensor, int32 [m], increasing; "value": the new entries, [m]}}
 
     Where m is more than half of a tensor, which is then smaller whole, "index" is left out and "value" is the whole
-    tensor, flattened, with the old entries where they are kept. Raises NameMismatch for models of different form.
+    tensor, flattened, with the old entries where they are kept. Of tensors that are not floating every entry that differs is taken.
+    Raises NameMismatch for models of different form.
     """
     require_same(old, new, asked="sparse")
     return {name: _sparse(tensor.flatten(), old[name].flatten(), threshold) for name, tensor in new.items()}
 
 
 def _sparse(new: Tensor, old: Tensor, threshold: float) -> Tensors:
-    moved = (new - old).abs() > threshold
+    moved = (new - old).abs() > threshold if new.is_floating_point() else new != old
     index = moved.nonzero()[:, 0]
     if 2 * len(index) > len(new):
         return {"value": torch.where(moved, new, old)}

@@ -32,7 +32,7 @@ from fedatlas.federation.tasks import task_of
 from fedatlas.transport.egress import EgressLog
 from fedatlas.transport.host import Host
 from fedatlas.transport.pipeline import Policy
-from fedatlas.transport.protection.privacy import require_noisy
+from fedatlas.transport.protection import privacy, secure
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -210,10 +210,14 @@ class Design:
         nets.check_patch(net, size)
         nets.check_output(net, len(self.space), in_channels=inputs, patch=size)
         self.require_memory()
-        private = make_terms(self.federation).privacy
-        if private is not None and not self.method.own_tensors:
+        terms = make_terms(self.federation)
+        if terms.secure is not None:
+            secure.require_libraries()
+        if terms.privacy is not None:
+            privacy.require_libraries()
+        if terms.privacy is not None and not self.method.own_tensors:
             noisy = {name: shape for name, shape in shapes_of(net).items() if shape.is_floating_point()}
-            require_noisy(private, noisy)  # a site would refuse it after its first round
+            privacy.require_noisy(terms.privacy, noisy)  # a site would refuse it after its first round
         net = self.make_net(initial=initial)
         for name, spec in self.method.nets.items():
             if spec.on == "images":

@@ -147,7 +147,8 @@ def terms_of(
             )
         secure.threshold_of(secure_sum, sites)
     if private:
-        privacy.check(private, secure=secure_sum is not None, equal_weights=weights == "equal")
+        bits = secure_sum.bits if secure_sum else None
+        privacy.check(private, bits=bits, sites=sites, equal_weights=weights == "equal")
     return Terms(comm, private, secure_sum, sites, weights, model_functions)
 
 

@@ -308,7 +308,9 @@ def secure_sum(
         replies = ask(name, asked, Payload(given, given))
         return {site: value["answer"] for site, value in replies}
 
+    threshold = secure.threshold_of(choice, of)
     publics = step("secure_advertise", sites, {})
+    secure.require_enough(len(publics), threshold, "advertised their keys")
     sealed = step("secure_share", sorted(publics), {"publics": publics})
     group = sorted(sealed)
     shares = {site: {peer: sealed[peer][site] for peer in group} for site in group}
@@ -323,7 +325,7 @@ def secure_sum(
         publics,
         survivors=survivors,
         dropped=dropped,
-        threshold=secure.threshold_of(choice, of),
+        threshold=threshold,
         context=context,
     )
     return secure.unpack(total, payload.held["model"], choice, sites=of)

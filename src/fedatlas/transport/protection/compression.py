@@ -7,13 +7,14 @@ it is delayed and not lost. The server feeds nothing back: what the sites hold i
 what it sends is over with the round, and only the kinds that round are for it; of what `topk` leaves out most would be lost.
 
 Feedback is for changes that add up from round to round. Running statistics of batch normalisation do not: in every round a site
-measures anew how far they are from those that it was sent. They have no feedback, and `topk` sends them whole.
+measures anew how far they are from those that it was sent. They have no feedback, and travel whole, in float32: rounded by the largest
+change of a tensor, a variance that became small would come out negative.
 
 Error feedback: Seide, Fu, Droppo, Li, Yu. 1-bit stochastic gradient descent and its application to
 data-parallel distributed training of speech DNNs. Interspeech 2014. Karimireddy, Rebjock, Stich, Jaggi. Error
 feedback fixes SignSGD and other gradient compression schemes. ICML 2019, arXiv:1901.09847.
 
-Only floating tensors are compressed. All others (counters, masks) travel exactly, as new values.
+Only floating tensors are compressed, but for running statistics. All others (counters, masks) travel exactly, as new values.
 
 Kinds, and the bytes of each number where a float32 has 4:
     bf16: rounded to bfloat16, to nearest even. 2 bytes.
@@ -23,9 +24,9 @@ Kinds, and the bytes of each number where a float32 has 4:
     topk: the k = max(1, ceil(fraction * n)) numbers of largest |x| of the n of a tensor; of equal ones, those
         of lower index. Each takes 6 bytes: an int32 index into the flat tensor and the value in bfloat16,
         which at equal bytes keeps a third more numbers than float32 values would. A tensor that takes no more
-        bytes whole (6k >= 4n), and a running statistic, is sent whole and exactly, in float32.
+        bytes whole (6k >= 4n) is sent whole and exactly, in float32.
 
-Shapes: N numbers of all floating tensors, in the order of the sorted names; R rows of them.
+Shapes: N numbers of all compressed tensors, in the order of the sorted names; R rows of them.
 """
 
 import hashlib
@@ -46,6 +47,9 @@ from fedatlas.transport.protection.difference import all_finite, as_difference
 
 LEVELS = 127
 """int8: codes are -127 to 127."""
+
+STATISTICS = "float32"
+"""The running statistics among the tensors that travel exactly; of those no other is of this dtype."""
 
 _TINY = torch.finfo(torch.float32).tiny
 _MOST = torch.finfo(torch.float32).max
@@ -83,7 +87,14 @@ def compress(difference: Mapping[str, Tensor], kind: str, *, fraction: float) ->
         raise FederationError(f"comm: fraction is {fraction}; allowed: above 0, up to 1")
     form = _Form.of(difference)
     exact: dict[str, Tree] = {
-        dtype: torch.cat([difference[name].detach().cpu().reshape(-1) for name in names])
+        dtype: torch.cat(
+            [
+                _flat(difference[name], name)
+                if dtype == STATISTICS
+                else difference[name].detach().cpu().reshape(-1)
+                for name in names
+            ]
+        )
         for dtype, names in form.exact.items()
     }
     fields = codec.pack(difference, form.floating, float(fraction))
@@ -109,12 +120,14 @@ def sent_bytes(model: Mapping[str, Tensor], kind: str, fraction: float) -> int:
         n = tensor.numel()
         if kind == "none" or not tensor.is_floating_point():
             total += n * tensor.element_size()
+        elif _is_statistic(name):
+            total += 4 * n
         elif kind == "bf16":
             total += 2 * n
         elif kind == "int8":
             total += n + 4 * _rows(tensor.shape)
         else:
-            count = _kept(name, tensor.shape, fraction)
+            count = _kept(tensor.shape, fraction)
             total += 4 * n if count is None else 6 * count
     return total
 
@@ -153,7 +166,8 @@ def with_feedback(
 
 @dataclass(frozen=True)
 class _Form:
-    """What both sides must agree on: floating tensors by sorted name, the others by dtype, and a digest."""
+    """What both sides must agree on: the tensors that are compressed by sorted name, those that travel exactly by dtype, of which running
+    statistics are `STATISTICS`, and a digest."""
 
     floating: dict[str, torch.Size]
     exact: dict[str, list[str]]
@@ -167,10 +181,10 @@ class _Form:
         for name in sorted(values):
             tensor = values[name]
             dtype = "floating" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
-            if dtype == "floating":
-                floating[name] = tensor.shape
+            if dtype != "floating" or _is_statistic(name):
+                exact.setdefault(STATISTICS if dtype == "floating" else dtype, []).append(name)
             else:
-                exact.setdefault(dtype, []).append(name)
+                floating[name] = tensor.shape
             listed.append([name, dtype, list(tensor.shape)])
         text = json.dumps(listed, separators=(",", ":"))
         return _Form(floating, exact, hashlib.sha256(text.encode()).hexdigest()[:32])
@@ -255,7 +269,7 @@ def _pack_topk(
     kept: list[Tensor] = []
     whole: list[Tensor] = []
     for name, shape in shapes.items():
-        flat, count = _flat(values[name], name), _kept(name, shape, fraction)
+        flat, count = _flat(values[name], name), _kept(shape, fraction)
         if count is None:
             whole.append(flat)
             continue
@@ -281,7 +295,7 @@ def _unpack_topk(packed: dict[str, Any], shapes: Mapping[str, torch.Size]) -> It
     fraction = packed["fraction"]
     if not isinstance(fraction, float) or not 0 < fraction <= 1:
         raise WireError(f"restoring a difference: fraction is {fraction!r}; allowed: above 0, up to 1")
-    counts = {name: _kept(name, shape, fraction) for name, shape in shapes.items()}
+    counts = {name: _kept(shape, fraction) for name, shape in shapes.items()}
     sparse = sum(count for count in counts.values() if count is not None)
     indices = _checked(packed, "indices", torch.int32, sparse)
     values = _checked(packed, "values", torch.bfloat16, sparse)
@@ -351,10 +365,13 @@ def _restored(packed: Tree, form: _Form, like: Mapping[str, Tensor]) -> Iterator
         raise WireError(f"restoring a difference: its exact tensors are {got}, expected {sorted(form.exact)}")
     for dtype, names in form.exact.items():
         shapes = {name: like[name].shape for name in names}
-        flat = _checked(exact, dtype, like[names[0]].dtype, _numbers(shapes))
+        statistics = dtype == STATISTICS
+        flat = _checked(exact, dtype, torch.float32 if statistics else like[names[0]].dtype, _numbers(shapes))
         if dtype == "bool" and flat.numel() and int(flat.view(torch.uint8).max()) > 1:
             raise WireError("restoring a difference: a bool is neither 0 nor 1")
         for name, begin, end in _spans(shapes):
+            if statistics:
+                _requireall_finite(flat[begin:end], name)
             yield name, flat[begin:end].clone().reshape(shapes[name])
     yield from codec.unpack(packed, form.floating)
 
@@ -372,11 +389,11 @@ def _is_statistic(name: str) -> bool:
     return name.rpartition(".")[2] in ("running_mean", "running_var")
 
 
-def _kept(name: str, shape: torch.Size, fraction: float) -> int | None:
+def _kept(shape: torch.Size, fraction: float) -> int | None:
     """How many numbers topk keeps of a tensor; None: it is sent whole."""
     numel = shape.numel()
     count = max(1, math.ceil(fraction * numel))
-    return None if _is_statistic(name) or 6 * count >= 4 * numel else count
+    return None if 6 * count >= 4 * numel else count
 
 
 def _rows(shape: torch.Size) -> int:

@@ -46,7 +46,7 @@ in float64. Known limits: a float64 normal is not a real one. It ends at 8.6 σ,
 possible (Mironov, CCS 2012; Jin, McMurtry, Rubinstein, Ohrimenko, S&P 2022). Sum and noise are added in float64
 and rounded once to the dtype of the update, float32 as a rule, which hides 29 of these bits; no proof is claimed for
 what is left. In central mode each site's part is rounded, to float32 and by `secure.pack`, before the sum: the
-steps are to be far smaller than σ.
+steps are to be far smaller than σ, and `check` refuses those above a sixteenth of it.
 
 Shapes: N entries of the update, K sites.
 """
@@ -54,7 +54,7 @@ Shapes: N entries of the update, K sites.
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -89,18 +89,41 @@ class Privacy:
     )
 
 
-def check(choice: Privacy, *, secure: bool, equal_weights: bool) -> None:
-    """Raises FederationError for the central mode without secure aggregation, or with unequal weights."""
-    if choice.mode == "central" and not secure:
+STEPS_OF_SIGMA = 16
+"""In central mode the noise of a site is at least so many steps of the fixed point in which it is summed."""
+
+
+def check(choice: Privacy, *, bits: int | None, sites: int, equal_weights: bool) -> None:
+    """Raises FederationError for the central mode without secure aggregation, with unequal weights, or with steps of the fixed point
+    that the noise of a site does not fill, so that rounding would take it away.
+
+    bits: of secure aggregation, None without; sites: K.
+    """
+    if choice.mode == "local":
+        return
+    if bits is None:
         raise FederationError(
             "privacy: mode central protects the sum of the updates only, and without secure aggregation the"
             " server sees each of them; switch secure aggregation on, or use mode local"
         )
-    if choice.mode == "central" and not equal_weights:
+    if not equal_weights:
         raise FederationError(
             "privacy: mode central needs equal weights, because a site that counts more than others is not"
             " covered by the noise of all; set the method's weights to equal, or use mode local"
         )
+    sigma = choice.noise * choice.clip / math.sqrt(sites)
+    if 0 < sigma < STEPS_OF_SIGMA * 2.0**-bits:
+        least = math.ceil(math.log2(STEPS_OF_SIGMA / sigma))
+        raise FederationError(
+            f"privacy: secure.bits is {bits}, by which what a site sends is rounded to steps of {2.0**-bits:.3g}, and its noise of"
+            f" {sigma:.3g} (noise · clip / √{sites}) with it; set secure.bits to {least} or more"
+        )
+
+
+def require_libraries() -> None:
+    """FederationError where a package that draws the noise, or accounts for it, is missing."""
+    SecretNormal()
+    _accountant()
 
 
 class SecretNormal:
@@ -235,16 +258,20 @@ def epsilon(
     multipliers = [value / 2 if relation == "replace" else value for value in each]
     if min(multipliers) < _SMALLEST:
         return math.inf
+    accountant = _accountant()
+    # what `step` would come to: (noise multiplier, sampling rate, steps)
+    accountant.history = [(multiplier, 1.0, releases if equal else 1) for multiplier in multipliers]
+    return max(0.0, float(accountant.get_epsilon(delta, alphas=_orders())))
+
+
+def _accountant() -> Any:
     try:
         from opacus.accountants import RDPAccountant
     except ImportError:
         raise FederationError(
             'the accountant of differential privacy needs pip install "fedatlas[privacy]"; opacus is missing'
         ) from None
-    accountant = RDPAccountant()
-    # what `step` would come to: (noise multiplier, sampling rate, steps)
-    accountant.history = [(multiplier, 1.0, releases if equal else 1) for multiplier in multipliers]
-    return max(0.0, float(accountant.get_epsilon(delta, alphas=_orders())))
+    return RDPAccountant()
 
 
 def _orders() -> list[float]:

@@ -175,7 +175,7 @@ def advertise(site: str, context: str) -> tuple[dict[str, Tree], dict[str, Tree]
     context: what this aggregation is, as run, round and number of the call; the same at all sites. A masked vector
     or a share of another context is of no use in this one.
     """
-    _require_libraries()
+    require_libraries()
     keys = {"seal": os.urandom(32), "mask": os.urandom(32)}
     seed = os.urandom(32)
     secret: dict[str, Tree] = {"site": site, "context": context, "seed": _tensor(seed)}
@@ -196,9 +196,10 @@ def share(
     Raises FederationError for a threshold that is not above half, or fewer sites than `least`; SecureError if
     the public values are damaged, not distinct, or not what this site advertised.
     """
-    _require_libraries()
+    require_libraries()
     site = _text(secret, "site")
     _require("revealed" not in secret, secret, "it has revealed its shares, and its keys are gone")
+    require_enough(len(publics), threshold, "advertised their keys")
     roster = _Roster(publics, threshold, _text(secret, "context"))
     if len(roster.names) < least:
         raise FederationError(
@@ -237,7 +238,7 @@ def mask(secret: dict[str, Tree], ciphertexts: Mapping[str, Tree], vector: Tenso
     another origin, site or context, and if another vector was masked with this secret before: the
     difference of the two would be seen.
     """
-    _require_libraries()
+    require_libraries()
     _require("revealed" not in secret, secret, "it has revealed its shares, and its keys are gone")
     site, roster = _text(secret, "site"), _roster(secret)
     numbers = _vector(vector, "the vector")
@@ -247,7 +248,7 @@ def mask(secret: dict[str, Tree], ciphertexts: Mapping[str, Tree], vector: Tenso
             f"secure aggregation: shares of {', '.join(origins) or 'nobody'} for {site}; allowed: its own and"
             f" those of {', '.join(roster.names)}"
         )
-    _require_enough(len(origins), roster.threshold, "made shares")
+    require_enough(len(origins), roster.threshold, "made shares")
     shares = {origin: _open(secret, roster, origin, ciphertexts[origin]) for origin in origins}
     question = hashlib.sha256(numbers.view(np.uint8).data)
     question.update(_join(*(origin.encode() for origin in origins)))
@@ -274,7 +275,7 @@ def reveal(secret: dict[str, Tree], survivors: Sequence[str], dropped: Sequence[
     Raises SiteLost if the survivors are fewer than the threshold; SecureError if a site is in both lists or
     in none, or if this site has answered for other lists before: it would have revealed both for one site.
     """
-    _require_libraries()
+    require_libraries()
     site, left, lost = _text(secret, "site"), sorted(survivors), sorted(dropped)
     if "revealed" in secret:
         before = dict(_dict(secret["revealed"], "revealed"))
@@ -291,7 +292,7 @@ def reveal(secret: dict[str, Tree], survivors: Sequence[str], dropped: Sequence[
             f" asked of {site}; every site of {', '.join(sorted(shares))} must be in exactly one list, and"
             f" {site} among the survivors"
         )
-    _require_enough(len(left), roster.threshold, "are left")
+    require_enough(len(left), roster.threshold, "are left")
     both = {origin: _bytes(value, 64, "share") for origin, value in shares.items()}
     answer: dict[str, Tree] = {
         "seeds": {origin: _tensor(both[origin][:32]) for origin in left},
@@ -345,7 +346,7 @@ def unmask(
     Raises SiteLost if there are fewer, SecureError if what they revealed does not restore the seed or the key
     that a site advertised.
     """
-    _require_libraries()
+    require_libraries()
     roster = _Roster(publics, threshold, context)
     left, lost = sorted(survivors), sorted(dropped)
     if len({*left, *lost}) != len(left) + len(lost) or not {*left, *lost} <= set(roster.names):
@@ -354,8 +355,8 @@ def unmask(
             " most once"
         )
     helpers = sorted(set(reveals) & set(left))
-    _require_enough(len(left), threshold, "are left")
-    _require_enough(len(helpers), threshold, "revealed their shares")
+    require_enough(len(left), threshold, "are left")
+    require_enough(len(helpers), threshold, "revealed their shares")
     helpers = helpers[:threshold]
     answers = {site: _dict(reveals[site], f"what {site} revealed") for site in helpers}
 
@@ -536,7 +537,8 @@ def _add_masks(vector: np.ndarray, streams: Sequence[tuple[bytes, bool]]) -> Non
 # ----------------------------------------------------------------------------------------------------- checks
 
 
-def _require_libraries() -> None:
+def require_libraries() -> None:
+    """FederationError where a package of secure aggregation is missing."""
     try:
         import Crypto.Protocol.SecretSharing  # noqa: F401
         import cryptography.hazmat.primitives  # noqa: F401
@@ -544,10 +546,11 @@ def _require_libraries() -> None:
         raise FederationError('secure aggregation needs pip install "fedatlas[secure]"') from None
 
 
-def _require_enough(count: int, threshold: int, what: str) -> None:
+def require_enough(count: int, threshold: int, what: str) -> None:
+    """SiteLost where fewer sites did something than the sum needs."""
     if count < threshold:
         raise SiteLost(
-            f"secure aggregation: {count} sites {what}, {threshold} are needed; nothing can be summed without the"
+            f"secure aggregation: {count} {'site' if count == 1 else 'sites'} {what}, {threshold} are needed; nothing can be summed without the"
             " others. Call them again, or start the round anew"
         )
 
