@@ -423,8 +423,8 @@ def test_labels_come_back_as_they_were(space, kind, source, tmp_path) -> None:
     made = drawings.WRITERS[kind](tmp_path / f"{kind}.dcm", labels, volume, space, codes, "run")
     series = one(tmp_path)
     (drawing,) = series.drawings
-    assert [name for _, name, _ in drawing.items] == [space.names[c] for c in space.foreground]
-    assert [drawn for *_, drawn in drawing.items] == [True, True, False]
+    assert [item.name for item in drawing.items] == [space.names[c] for c in space.foreground]
+    assert [item.drawn for item in drawing.items] == [True, True, False]
     masks, notes = drawings.read_masks(list(drawing.masks()), volume.voxels.shape, volume.affine, series.name)
     for c in space.foreground:
         wanted = labels == c if space.exclusive else labels[c] > 0

@@ -3,7 +3,8 @@
 A case is a series with what is drawn on it, wherever in the folder the two lie: a SEG or RTSTRUCT names its series by UID.
 Folders and archives (zip) are read with all that lies below them. A class is the name of a segment or an ROI. It is
 annotated in the cases that draw it; a segment without a voxel says that the class was looked for and is not there, and an ROI
-without a contour says nothing, since planning systems make empty ones from templates.
+without a closed contour says nothing, since planning systems make empty ones from templates, and so does one that lies wholly
+beyond the series or in another frame of reference.
 
 Names of cases and patients are hashes of UIDs, and messages name no file: paths of exports hold names of patients.
 """
@@ -55,7 +56,7 @@ def read(layout: Layout) -> Listing:
     for series in chosen:
         studies[series.person] = min(series.study, studies.get(series.person, series.study))
     cases, problems, titles = list[Case](), list[Problem](), dict[Path, str]()
-    empty, missing = 0, 0
+    empty = missing = beyond = elsewhere = 0
     for series in chosen:
         folder = f" ({shown(series.files[0].parent, layout.root)})" if form.paths else ""
         title = f"{series.name}{folder}"
@@ -68,15 +69,17 @@ def read(layout: Layout) -> Listing:
             titles[Path(series.name, drawing.name)] = f"{title}/{drawing.name}"
             if form.drawings not in ("both", drawing.kind.lower()):
                 continue
-            for (name, mask), (_, _, drawn) in zip(drawing.masks(), drawing.items, strict=True):
-                if not drawn and drawing.kind == "RTSTRUCT":
+            beyond += drawing.beyond
+            elsewhere += drawing.elsewhere
+            for (name, mask), item in zip(drawing.masks(), drawing.items, strict=True):
+                if not item.drawn and drawing.kind == "RTSTRUCT":
                     empty += 1
                     continue
                 if name.lower() == BACKGROUND:
                     continue
                 drawn_by[name].add(drawing.name)
                 annotated.add(name)
-                masks += [(name, mask)] if drawn else []
+                masks += [(name, mask)] if item.drawn else []
         twice = sorted(name for name, by in drawn_by.items() if len(by) > 1)
         if twice:
             by = " and ".join(sorted(drawn_by[twice[0]])[:2])
@@ -114,7 +117,14 @@ def read(layout: Layout) -> Listing:
         "export their SEG or RTSTRUCT, too, or set `reading.unlabelled: true`",
     )
     note(len(found.stray), "segmentations are of no series that is here", "export their series, too")
-    note(empty, "ROIs have no contour; they count as not annotated", "draw them, or take them out")
+    unsaid = "they count as not annotated"
+    note(empty - beyond, f"ROIs have no closed contour; {unsaid}", "draw them, or take them out")
+    note(beyond, f"ROIs lie wholly beyond their series; {unsaid} there", "see that the series are whole")
+    note(
+        elsewhere,
+        f"ROIs are drawn in another frame of reference than a series that their RTSTRUCT names; {unsaid} there",
+        "draw them on the series itself, if they are meant for it",
+    )
     names = sorted({name for case in cases for name in case.annotated})
     return Listing(table_of(names), tuple(cases), 1, tuple(problems), titles=titles)
 

@@ -12,6 +12,7 @@ import importlib
 import logging
 import math
 import os
+import re
 import warnings
 import zipfile
 import zlib
@@ -34,6 +35,10 @@ DRAWINGS = ("SEG", "RTSTRUCT")
 EVEN, UNEVEN, GAP = 0.01, 0.25, 1.6
 """In distances of slices: so far beside an even stack a slice may lie without a note, and at all; a gap that is so many times
 larger or smaller than the usual one is none of rounding."""
+SAME_PLACE = 1e-3
+"""Millimetres up to which slices lie at one place."""
+HEAD = 132
+"""Bytes at the beginning of a DICOM file, the last four of which are its mark."""
 LARGEST = 1 << 32
 """Bytes of one object in an archive, at most."""
 DEFERRED = 1 << 12
@@ -41,10 +46,13 @@ DEFERRED = 1 << 12
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 """From LPS to RAS, and back."""
 
+_PIXELS, _PADDING = 0x7FE00010, 0xFFFCFFFC
+"""The tags of Pixel Data and Data Set Trailing Padding."""
 _EXPORT = "export the series again, as a whole"
 _TAGS = """
     SOPClassUID SOPInstanceUID SeriesInstanceUID StudyInstanceUID FrameOfReferenceUID PatientID IssuerOfPatientID
-    Modality Rows NumberOfFrames ReferencedSeriesSequence SegmentSequence SegmentationType PerFrameFunctionalGroupsSequence
+    Modality Rows Columns NumberOfFrames ReferencedSeriesSequence SegmentSequence SegmentationType
+    SharedFunctionalGroupsSequence PerFrameFunctionalGroupsSequence ImagePositionPatient ImageOrientationPatient PixelSpacing
     StructureSetROISequence ReferencedFrameOfReferenceSequence ROIContourSequence InstanceNumber"""
 
 
@@ -114,15 +122,19 @@ class Reader:
         read = pydicom().dcmread
         if part.content is not None:
             return part.content
+        return read(BytesIO(self.bytes_of(part)) if part.member else part.path, **how)
+
+    def bytes_of(self, part: Part) -> bytes:
+        """The whole file of an object. Raises whatever zipfile does."""
         if not part.member:
-            return read(part.path, **how)
+            return part.path.read_bytes()
         if self._archive is None or part.path != self._path:
             self.__exit__()
             self._archive, self._path = zipfile.ZipFile(part.path), part.path
         if self._archive.getinfo(part.member).file_size > LARGEST:
             raise Unfit(f"an object of more than {LARGEST >> 30} GiB")
         try:
-            content = self._archive.read(part.member)
+            return self._archive.read(part.member)
         except (
             RuntimeError,
             zipfile.BadZipFile,
@@ -132,7 +144,6 @@ class Reader:
                 "encrypted, or packed in an unknown way" if isinstance(error, RuntimeError) else "damaged"
             )
             raise Unfit(f"its archive is {how_so}") from None
-        return read(BytesIO(content), **how)
 
 
 @dataclass(frozen=True)
@@ -163,16 +174,34 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Item:
+    """A segment of a SEG, or an ROI of an RTSTRUCT. drawn: does it hold a voxel, or a closed contour; frame: the UID of the frame of
+    reference of an ROI, empty where it says none; starts: [N, 3] the first point of each closed contour, mm in LPS, while it is
+    not known on which series it lies; else None."""
+
+    number: int
+    name: str
+    drawn: bool
+    frame: str = ""
+    starts: np.ndarray | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
 class Drawing:
-    """A DICOM SEG or RTSTRUCT. series, frame: the UIDs of the series and the frames of reference that it names; items:
-    number, name and whether anything is drawn, of each segment or ROI."""
+    """A DICOM SEG or RTSTRUCT. series, frame: the UIDs of the series and the frames of reference that it names.
+
+    Of a drawing on a series, items are those of the series' frame of reference, and an ROI wholly beyond the series is not
+    drawn. elsewhere: how many items belong to another frame of reference; beyond: how many lie wholly beyond the series.
+    """
 
     part: Part = field(repr=False)
     uid: str
     kind: str
     series: frozenset[str]
     frame: frozenset[str]
-    items: tuple[tuple[int, str, bool], ...]
+    items: tuple[Item, ...]
+    elsewhere: int = 0
+    beyond: int = 0
 
     @property
     def name(self) -> str:
@@ -180,8 +209,8 @@ class Drawing:
 
     def masks(self) -> Iterator[tuple[str, Drawn]]:
         """Its names with what is drawn for each, also where that is nothing."""
-        for number, name, _ in self.items:
-            yield name, Drawn(self.part.path, self.part.member, number)
+        for item in self.items:
+            yield item.name, Drawn(self.part.path, self.part.member, item.number)
 
 
 @dataclass(frozen=True)
@@ -199,7 +228,7 @@ def is_dicom(path: Path) -> bool:
     """Is a file DICOM, by its beginning."""
     try:
         with path.open("rb") as file:
-            return file.read(132)[128:] == b"DICM"
+            return file.read(HEAD)[128:] == b"DICM"
     except OSError:
         return False
 
@@ -220,8 +249,9 @@ def is_series(path: Path) -> bool:
 
 @quiet()
 def find(paths: Iterable[Path], *, keep: bool = False) -> Found:
-    """The series in folders, with all that lies below them, files and archives. No pixel is read. Files that are not
-    DICOM are passed over, and so is an object that is there twice.
+    """The series in folders, with all that lies below them, files and archives. No pixel is read. Files of other kinds
+    are passed over, and so are copies of an object. Two different objects of one UID are damaged, and so are files that hold no
+    DICOM, though their names say that they should.
 
     keep: hold the whole headers of images, so that `load` parses them no second time; it can then load each series once.
     """
@@ -238,13 +268,9 @@ def received(contents: Iterable[Any], where: str) -> Found:
 def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bool = False) -> Found:
     images: dict[str, list[tuple[int, Any, Part]]] = {}
     drawings: list[Drawing] = []
-    seen: set[str] = set()
     others = 0
     for number, header, part in _headers(parts, damaged, keep):
-        uid, modality = str(header.get("SOPInstanceUID") or ""), str(header.get("Modality") or "")
-        if uid and uid in seen:
-            continue
-        seen.add(uid)
+        modality = str(header.get("Modality") or "")
         if modality in DRAWINGS:
             try:
                 drawings.append(_drawing(header, part))
@@ -281,6 +307,7 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
         # an ID that one series has without an issuer may be anybody's who has it, and a patient must not be split
         number = str(first.get("PatientID"))
         person = f"{'' if number in unissued else _issuer(first)}|{number}"
+        here = _drawn_on([header for _, header, _ in members], drawn.get(uid, ()))
         found.append(
             Series(
                 uid,
@@ -289,7 +316,7 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
                 str(first.Modality),
                 person if first.get("PatientID") else "",
                 tuple(part for *_, part in members),
-                tuple(sorted(drawn.get(uid, ()), key=lambda drawing: drawing.name)),
+                tuple(sorted(here, key=lambda drawing: drawing.name)),
             )
         )
     return Found(tuple(sorted(found, key=lambda of: of.name)), tuple(stray), others, tuple(damaged))
@@ -302,18 +329,28 @@ def _issuer(header: Any) -> str:
 def _headers(
     parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bool
 ) -> Iterator[tuple[int, Any, Part]]:
-    """The number of each object in its series, its header, and where it is."""
+    """The number of each object in its series, its header, and where it is; an object of a UID that was there before is left out."""
     pydicom()
     other = importlib.import_module("pydicom.errors").InvalidDicomError
     some = {"stop_before_pixels": True, "specific_tags": _TAGS.split()}
-    with Reader() as reader:
+    seen: dict[str, Part] = {}
+    shapes: set[str] = set()
+    blank: list[tuple[Part, str]] = []
+    with Reader() as reader, Reader() as earlier:
         for part in parts:
             kept = keep and not part.member  # in an archive nothing can be left for later
             try:
                 header = reader.read(part, **({"defer_size": DEFERRED} if kept else some))
                 number = int(header.get("InstanceNumber") or 0)
+                uid = str(header.get("SOPInstanceUID") or "")
+                shapes.add(_shape(part))
+                if uid and (first := seen.setdefault(uid, part)) is not part:
+                    if told := _difference(earlier, first, reader, part):
+                        damaged.append((part.path, told))
+                    continue
             except other:
-                continue  # a file of another kind
+                blank += [(part, told)] if (told := _lacks(reader, part)) else []
+                continue
             except DataError:
                 raise
             except Exception as error:  # pydicom raises whatever it meets in a damaged file
@@ -321,25 +358,91 @@ def _headers(
                 continue
             kept = kept and str(header.get("Modality")) in IMAGES
             yield number, header, replace(part, content=header) if kept else part
+    for part, told in blank:
+        if _named_as_dicom(part) or _shape(part) in shapes:
+            damaged.append((part.path, told))
+
+
+def _lacks(reader: Reader, part: Part) -> str:
+    """What a file without the mark of DICOM lacks; empty for one that may well be of another kind."""
+    with BytesIO(reader.bytes_of(part)) if part.member else part.path.open("rb") as file:
+        head = file.read(HEAD)
+        if not head:
+            return "it is empty"
+        if not head.strip(b"\0") and not any(
+            block.strip(b"\0") for block in iter(lambda: file.read(1 << 20), b"")
+        ):
+            return "it holds zeros alone"
+    if len(head) < HEAD:
+        return f"it ends after {len(head)} bytes"
+    return "it lacks the mark of DICOM at its beginning" if _named_as_dicom(part) else ""
+
+
+def _named_as_dicom(part: Part) -> bool:
+    return Path(part.member or part.path).suffix.lower() in (".dcm", ".dicom")
+
+
+def _shape(part: Part) -> str:
+    """A file's name with its numbers and hashes replaced: equal for objects that are exported together, and for no README."""
+    name = Path(part.member or part.path).name
+    return re.sub(r"[0-9A-Fa-f]{8,}(-[0-9A-Fa-f]{4,})*|[0-9]+(\.[0-9]+)*", "#", name)
+
+
+def _difference(earlier: Reader, one: Part, reader: Reader, other: Part) -> str:
+    """How two objects of one UID differ; empty where they are copies. Raises whatever pydicom and zipfile do."""
+    if one.content is None and earlier.bytes_of(one) == reader.bytes_of(other):
+        return ""
+    first, second = earlier.read(one), reader.read(other)
+    if first.get("PatientID") != second.get("PatientID"):
+        return "two different objects of one UID, of two patients"
+    return "" if _equal(first, second) else "two different objects of one UID"
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Do two objects say the same, however they are encoded. Lengths, padding and private elements do not count."""
+    first, second = (
+        {e.tag: e for e in data if e.tag.element and e.tag != _PADDING and not e.tag.is_private}
+        for data in (one, other)
+    )
+    if _PIXELS in first and _PIXELS in second and _syntax(one) != _syntax(other):
+        unpacked = importlib.import_module("pydicom.pixels").pixel_array
+        if not np.array_equal(unpacked(one), unpacked(other)):
+            return False
+        del first[_PIXELS], second[_PIXELS]
+    return first == second
+
+
+def _syntax(data: Any) -> str:
+    return str(data.file_meta.get("TransferSyntaxUID"))
 
 
 def _parts(paths: Iterable[Path], damaged: list[tuple[Path, str]]) -> Iterator[Part]:
     for path in paths:
         if path.is_dir():
-            for base, folders, files in os.walk(path):
-                folders[:] = sorted(name for name in folders if not name.startswith("."))
+            walked = {os.path.realpath(path)}  # a link may lead back
+            for base, folders, files in os.walk(path, followlinks=True):
+                inside = {
+                    name: os.path.realpath(Path(base, name)) for name in sorted(folders) if name[0] != "."
+                }
+                folders[:] = [name for name, place in inside.items() if place not in walked]
+                walked |= set(inside.values())
                 inner = (Path(base, name) for name in sorted(files) if not name.startswith("."))
                 yield from _parts((file for file in inner if file.name != "DICOMDIR"), damaged)
         elif path.suffix.lower() == ".zip":
             try:
                 with zipfile.ZipFile(path) as archive:
-                    members = [item.filename for item in archive.infolist() if not item.is_dir()]
+                    members = [item.filename for item in archive.infolist() if not _hidden(item)]
             except (OSError, zipfile.BadZipFile) as error:
                 damaged.append((path, f"no archive that can be read ({reason(error)})"))
                 continue
             yield from (Part(path, name) for name in sorted(members) if Path(name).name != "DICOMDIR")
         else:
             yield Part(path)
+
+
+def _hidden(item: zipfile.ZipInfo) -> bool:
+    """Is a member of an archive a folder, or in one or a file whose name begins with a point, as those that systems add."""
+    return item.is_dir() or any(part[0] == "." and part != ".." for part in Path(item.filename).parts)
 
 
 def _drawing(header: Any, part: Part) -> Drawing:
@@ -353,22 +456,14 @@ def _drawing(header: Any, part: Part) -> Drawing:
         }
         every = str(header.get("SegmentationType") or "") == "LABELMAP"
         items = tuple(
-            (int(s.SegmentNumber), str(s.SegmentLabel).strip(), every or int(s.SegmentNumber) in there)
+            Item(int(s.SegmentNumber), str(s.SegmentLabel).strip(), every or int(s.SegmentNumber) in there)
             for s in header.SegmentSequence
             if int(s.SegmentNumber) > 0
         )
         series = {str(item.SeriesInstanceUID) for item in header.get("ReferencedSeriesSequence") or ()}
         frames = {str(header.get("FrameOfReferenceUID") or "")}
         return Drawing(part, uid, kind, frozenset(series), frozenset(frames - {""}), items)
-    there = {
-        int(roi.ReferencedROINumber)
-        for roi in header.get("ROIContourSequence") or ()
-        if roi.get("ContourSequence")
-    }
-    items = tuple(
-        (int(roi.ROINumber), str(roi.ROIName).strip(), int(roi.ROINumber) in there)
-        for roi in header.StructureSetROISequence
-    )
+    items = _roi_items(header)
     references = header.get("ReferencedFrameOfReferenceSequence") or ()
     series = {
         str(item.SeriesInstanceUID)
@@ -378,6 +473,128 @@ def _drawing(header: Any, part: Part) -> Drawing:
     }
     frames = {str(reference.get("FrameOfReferenceUID") or "") for reference in references}
     return Drawing(part, uid, kind, frozenset(series), frozenset(frames - {""}), items)
+
+
+def _roi_items(header: Any) -> tuple[Item, ...]:
+    contours, items = contours_of(header), list[Item]()
+    for roi in header.StructureSetROISequence:
+        number, frame = int(roi.ROINumber), str(roi.get("ReferencedFrameOfReferenceUID") or "").strip()
+        try:
+            closed = [points[0] for points in closed_of(contours.get(number, ()), 3)]
+            drawn, starts = bool(closed), np.array(closed, float).reshape(-1, 3)
+        except Exception:  # who reads such an ROI says what is wrong with it
+            drawn, starts = True, None
+        items.append(Item(number, str(roi.ROIName).strip(), drawn, frame, starts))
+    return tuple(items)
+
+
+def contours_of(data: Any) -> dict[int, list[Any]]:
+    """ROI number -> its contours, of an RTSTRUCT."""
+    contours: dict[int, list[Any]] = {}
+    for roi in data.get("ROIContourSequence") or ():
+        contours.setdefault(int(roi.ReferencedROINumber), []).extend(roi.get("ContourSequence") or ())
+    return contours
+
+
+def closed_of(contours: Iterable[Any], most: int = 0) -> Iterator[np.ndarray]:
+    """The points of those contours that are closed; most: as of `_closed_points`."""
+    return (points for contour in contours if (points := _closed_points(contour, most)) is not None)
+
+
+def _closed_points(contour: Any, most: int = 0) -> np.ndarray | None:
+    """The points [n, 3] of a closed contour of an RTSTRUCT, mm in LPS; None of points, of an open line, and of one with fewer than three
+    points, which encloses nothing. most: so many of the first, at least 3; 0: all. Raises ValueError for something else than numbers.
+    """
+    kind = str(contour.get("ContourGeometricType") or "")
+    if not kind.startswith("CLOSED") or "ContourData" not in contour:
+        return None
+    # as it lies in the file: pydicom would check and keep every number, and with explicit VR takes one above 64 kB for bytes of
+    # an unknown kind
+    value = contour.get_item("ContourData").value
+    value = value if isinstance(value, bytes) else contour.ContourData
+    texts = value.rstrip(b" \0").split(b"\\", 3 * most or -1) if isinstance(value, bytes) else value or ()
+    if len(texts) < 9:
+        return None
+    points = np.array([float(text) for text in (texts[: 3 * most] if most else texts)]).reshape(-1, 3)
+    if not np.isfinite(points).all():
+        raise Unfit("a contour with numbers that are not finite")
+    return points
+
+
+def _drawn_on(headers: Sequence[Any], drawings: Sequence[Drawing]) -> Iterator[Drawing]:
+    """Drawings as they are on a series of these headers."""
+    frame = str(headers[0].get("FrameOfReferenceUID") or "")
+    rois = any(item.starts is not None for drawing in drawings for item in drawing.items)
+    grid = _grid(headers) if rois else None
+    for drawing in drawings:
+        here = [item for item in drawing.items if not frame or item.frame in ("", frame)]
+        beyond = _beyond(drawing, here, *grid) if grid is not None else set()
+        items = tuple(
+            replace(item, drawn=item.drawn and item.number not in beyond, starts=None) for item in here
+        )
+        elsewhere = len(drawing.items) - len(here)
+        yield replace(drawing, items=items, elsewhere=elsewhere, beyond=len(beyond))
+
+
+def _beyond(drawing: Drawing, items: Sequence[Item], to_index: np.ndarray, shape: np.ndarray) -> set[int]:
+    """The numbers of those ROIs that lie wholly beyond a grid, whose contours are read again where none begins in it."""
+    doubtful = [
+        item.number
+        for item in items
+        if item.starts is not None and len(item.starts) and not _reach(item.starts[:, None], to_index, shape)
+    ]
+    if not doubtful:
+        return set()
+    try:
+        with Reader() as reader:
+            contours = contours_of(reader.read(drawing.part))
+        return {
+            number
+            for number in doubtful
+            if not any(_reach(points[None], to_index, shape) for points in closed_of(contours[number]))
+        }
+    except Exception:  # who reads such an ROI says what is wrong with it
+        return set()
+
+
+def _reach(points: np.ndarray, to_index: np.ndarray, shape: np.ndarray) -> bool:
+    """May any of these contours [N, n, 3], mm in LPS, hold something of a grid."""
+    places = points @ to_index[:3, :3].T + to_index[:3, 3]
+    z, across = slice_at(places[..., 2].mean(1)), places[..., :2]
+    return bool(within(z, across.min(1), across.max(1), shape).any())
+
+
+def _grid(headers: Sequence[Any]) -> tuple[np.ndarray, np.ndarray] | None:
+    """From mm in LPS to voxel indices [4, 4], and the number of voxels [3], as the headers of a series have it; None where they hold no
+    even stack of several slices, as `load` says."""
+    try:
+        header, frames = headers[0], [frame for header in headers for frame in _frames(header)]
+        _, turn, size, _ = frames[0]
+        along, (rows, columns) = _direction(turn), map(float, size.PixelSpacing)
+        places = np.array([[float(mm) for mm in place.ImagePositionPatient] for place, *_ in frames])
+        if not all(np.allclose(_direction(turn), along, atol=1e-3) for _, turn, *_ in frames):
+            return None
+        places = places[np.argsort(places @ np.cross(*along))]
+        count = 1 + int((np.diff(places @ np.cross(*along)) > SAME_PLACE).sum())
+        if count == 1:
+            return None
+        affine = np.eye(4)
+        affine[:3, 0], affine[:3, 1] = along[0] * columns, along[1] * rows
+        affine[:3, 2], affine[:3, 3] = (places[-1] - places[0]) / (count - 1), places[0]
+        return np.linalg.inv(affine), np.array([int(header.Columns), int(header.Rows), count])
+    except Exception:  # pydicom raises whatever it meets in a damaged header
+        return None
+
+
+def within(z: Any, low: np.ndarray, high: np.ndarray, shape: Sequence[int] | np.ndarray) -> Any:
+    """May contours hold something of a grid. z: their slice; low, high: [..., 2] their lowest and highest places in it, in voxels."""
+    beside = (high < -0.5) | (low > np.subtract(shape[:2], 0.5))
+    return (z >= 0) & (z < shape[2]) & ~beside.any(-1)
+
+
+def slice_at(z: Any) -> Any:
+    """The slice in which places lie along the slices, in voxels; one half-way between two is of the upper one."""
+    return np.floor(np.round(z, 3) + 0.5).astype(int)
 
 
 class Unfit(ValueError):
@@ -482,13 +699,20 @@ def _planes(data: Any) -> Iterator[_Plane]:
     interpretation = str(data.get("PhotometricInterpretation") or "")
     if interpretation != "MONOCHROME2":
         raise Unfit(f"photometric interpretation {interpretation or 'not given'}, and MONOCHROME2 is read")
-    groups = data.get("PerFrameFunctionalGroupsSequence")
-    if not groups and int(data.get("NumberOfFrames") or 1) > 1:
+    if not data.get("PerFrameFunctionalGroupsSequence") and int(data.get("NumberOfFrames") or 1) > 1:
         raise Unfit(f"{data.NumberOfFrames} frames that do not say where they lie")
     # unlike `data.pixel_array` it keeps no copy in the header
     pixels = importlib.import_module("pydicom.pixels").pixel_array(data)
+    frames = pixels.reshape(-1, *pixels.shape[-2:])
+    for number, (about, values) in enumerate(zip(_frames(data), frames, strict=True), start=1):
+        yield replace(_plane(data, *about, values), frame=number)
+
+
+def _frames(data: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """What says of each frame of an object where it lies, its direction, its spacing and its scale; of one of a single frame itself."""
+    groups = data.get("PerFrameFunctionalGroupsSequence")
     if not groups:
-        yield _plane(data, data, data, data, pixels)
+        yield data, data, data, data
         return
     shared = (data.get("SharedFunctionalGroupsSequence") or [None])[0]
 
@@ -496,16 +720,18 @@ def _planes(data: Any) -> Iterator[_Plane]:
         found = frame.get(name) or (shared.get(name) if shared is not None else None)
         return found[0] if found else {}
 
-    for number, (frame, values) in enumerate(
-        zip(groups, pixels.reshape(-1, *pixels.shape[-2:]), strict=True)
-    ):
+    for frame in groups:
         place, turn = of(frame, "PlanePositionSequence"), of(frame, "PlaneOrientationSequence")
         size, scale = of(frame, "PixelMeasuresSequence"), of(frame, "PixelValueTransformationSequence")
-        yield replace(_plane(data, place, turn, size, values, scale), frame=number + 1)
+        yield place, turn, size, scale
 
 
-def _plane(data: Any, place: Any, turn: Any, size: Any, pixels: np.ndarray, scale: Any = None) -> _Plane:
-    scale = data if scale is None else scale
+def _direction(turn: Any) -> np.ndarray:
+    """Where the indices of columns and rows lead [2, 3]."""
+    return np.array([float(mm) for mm in turn.ImageOrientationPatient]).reshape(2, 3)
+
+
+def _plane(data: Any, place: Any, turn: Any, size: Any, scale: Any, pixels: np.ndarray) -> _Plane:
     missing = [
         name
         for of, name in (
@@ -530,7 +756,7 @@ def _plane(data: Any, place: Any, turn: Any, size: Any, pixels: np.ndarray, scal
         values = pixels.astype(np.float32) * np.float32(slope) + np.float32(intercept)
     return _Plane(
         np.array([float(mm) for mm in place.ImagePositionPatient]).reshape(3),
-        np.array([float(mm) for mm in turn.ImageOrientationPatient]).reshape(2, 3),
+        _direction(turn),
         (columns, rows),
         values,
         float(size.get("SpacingBetweenSlices") or size.get("SliceThickness") or 0),
@@ -577,7 +803,7 @@ def _without_twins(where: Path, planes: list[_Plane], normal: np.ndarray, notes:
     """The slices, each place once. Raises FileError where two at one place differ."""
     kept, equal, other = planes[:1], 0, 0
     for plane in planes[1:]:
-        if abs(float((plane.place - kept[-1].place) @ normal)) > 1e-3:
+        if abs(float((plane.place - kept[-1].place) @ normal)) > SAME_PLACE:
             kept.append(plane)
         elif np.array_equal(plane.pixels, kept[-1].pixels):
             equal += 1

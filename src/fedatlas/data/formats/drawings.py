@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import re
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +23,28 @@ import fedatlas
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import SHORT_SIDES, LabelSpace
 from fedatlas.data.datasets.shared.listing import Drawn
-from fedatlas.data.formats.dicom import LPS, UNEVEN, Part, Reader, Volume, pseudonym, pydicom, quiet, reason
+from fedatlas.data.formats.dicom import (
+    LPS,
+    UNEVEN,
+    Part,
+    Reader,
+    Volume,
+    closed_of,
+    contours_of,
+    pseudonym,
+    pydicom,
+    quiet,
+    reason,
+    slice_at,
+    within,
+)
 from fedatlas.data.formats.flat import Note
 from fedatlas.data.transforms import FileError, saved
 
 OFF_GRID = (0.1, 0.1, UNEVEN)
 """So many voxels a frame of a SEG may lie beside the series' grid: across slices as far as the slices of the series themselves."""
+ONE_PLANE = 0.01
+"""In distances of slices: contours that lie nearer to each other are of one plane."""
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -90,10 +107,10 @@ def _segments(
             (frame.get(name) or shared[name])[0]
             for name in ("PixelMeasuresSequence", "PlaneOrientationSequence", "PlanePositionSequence")
         )
-        z = _slice_of(place, turn, measures, values.shape, shape, to_index, title)
+        z, exchanged = _slice_of(place, turn, measures, values.shape, shape, to_index, title)
         for segment in list(masks) if kind == "LABELMAP" else [number]:
             drawn = values == segment if kind == "LABELMAP" else values > half
-            masks[segment][..., z] |= drawn.T
+            masks[segment][..., z] |= drawn if exchanged else drawn.T
     return masks
 
 
@@ -105,73 +122,157 @@ def _slice_of(
     shape: Sequence[int],
     to_index: Any,
     title: Path,
-) -> int:
-    """The slice of the series that a frame lies on. Raises FileError where its voxels are not those of the series."""
+) -> tuple[int, bool]:
+    """The slice of the series that a frame lies on, and whether the rows of one are the columns of the other. Raises FileError where its
+    voxels are not those of the series."""
     along = np.array([float(v) for v in turn.ImageOrientationPatient]).reshape(2, 3)
     rows, columns = (float(mm) for mm in measures.PixelSpacing)
     first = np.array([float(mm) for mm in place.ImagePositionPatient])
-    last = first + along[0] * columns * (size[1] - 1) + along[1] * rows * (size[0] - 1)
-    ends = [(to_index @ [*point, 1])[:3] for point in (first, last)]
-    z = round(float(ends[0][2]))
-    wanted = [(0, 0, z), (shape[0] - 1, shape[1] - 1, z)]
-    if not 0 <= z < shape[2] or (np.abs(np.subtract(ends, wanted)) > OFF_GRID).any():
-        what = f"is drawn on {size[1]}×{size[0]} voxels that are not those of its series, {'×'.join(map(str, shape))}"
-        raise FileError(title, what, "export it on the grid of the series")
-    return z
+    row = first + along[0] * columns * (size[1] - 1)
+    last = row + along[1] * rows * (size[0] - 1)
+    corners = [(to_index @ [*point, 1])[:3] for point in (first, row, last)]
+    z = round(float(corners[0][2]))
+    for exchanged in (False, True):
+        of_row = (0, shape[1] - 1, z) if exchanged else (shape[0] - 1, 0, z)
+        wanted = [(0, 0, z), of_row, (shape[0] - 1, shape[1] - 1, z)]
+        alike = tuple(size) == (tuple(shape[:2]) if exchanged else (shape[1], shape[0]))
+        if alike and 0 <= z < shape[2] and (np.abs(np.subtract(corners, wanted)) <= OFF_GRID).all():
+            return z, exchanged
+    what = f"is drawn on {size[1]}×{size[0]} voxels that are not those of its series, {'×'.join(map(str, shape))}"
+    raise FileError(title, what, "export it on the grid of the series")
 
 
 def _rois(
     data: Any, wanted: Any, shape: tuple[int, ...], to_index: np.ndarray, title: Path, notes: list[Note]
 ) -> dict[int, np.ndarray]:
-    """ROI number -> bool [X, Y, Z]: voxels whose centres lie inside an odd number of contours, so that holes stay."""
-    from skimage.draw import polygon2mask
-
-    masks = {number: np.zeros(shape, dtype=bool, order="F") for number in wanted}
-    contoured: dict[int, set[int]] = {number: set() for number in wanted}
-    outside = other = 0
-    for roi in data.get("ROIContourSequence") or ():
-        mask = masks.get(int(roi.ReferencedROINumber))
-        if mask is None:
-            continue
-        for contour in roi.get("ContourSequence") or ():
-            if not str(contour.ContourGeometricType).startswith("CLOSED"):
-                other += 1
-                continue
-            points = np.array([float(v) for v in _numbers(contour.ContourData)]).reshape(-1, 3)
-            places = points @ to_index[:3, :3].T + to_index[:3, 3]
-            z = round(float(places[:, 2].mean()))
-            if float(np.abs(places[:, 2] - z).max()) > 0.5:
-                what = "holds a contour that lies in no slice of its series"
-                raise FileError(title, what, "export it for the series on which it is drawn")
-            if not 0 <= z < shape[2]:
-                outside += 1
-                continue
-            contoured[int(roi.ReferencedROINumber)].add(z)
-            low = np.maximum(np.floor(places[:, :2].min(0)).astype(int), 0)
-            high = np.minimum(np.ceil(places[:, :2].max(0)).astype(int) + 1, shape[:2])
-            if (low < high).all():
-                box = (slice(low[0], high[0]), slice(low[1], high[1]), z)
-                mask[box] ^= polygon2mask(tuple(high - low), places[:, :2] - low)
-    for number, slices in contoured.items():
-        between = max(slices) - min(slices) - 1 if slices else 0
-        empty = between + 2 - len(slices)
-        if between > 0 and empty:
-            what = f"slices between the first and the last contour of {' and '.join(map(repr, wanted[number]))} are empty"
-            remedy = "they count as without it: draw it on every slice, or see that it has such gaps"
-            notes.append(Note(title, what, remedy, empty / between))
-    if outside:
-        what = f"{outside} contours lie beyond the ends of its series, and were left out"
-        notes.append(Note(title, what, "see that the series is whole"))
-    if other:
-        notes.append(
-            Note(title, f"{other} contours are points or open lines, and were left out", "close them")
-        )
+    """ROI number -> bool [X, Y, Z]."""
+    every, told, masks = contours_of(data), Counter[str](), dict[int, np.ndarray]()
+    for number in wanted:
+        names = " and ".join(map(repr, wanted[number]))
+        contours = every.get(number, ())
+        closed = list(closed_of(contours))
+        told["contours"] += len(contours)
+        told["open"] += len(contours) - len(closed)
+        kept = _without_copies(closed)
+        told["copies"] += len(closed) - len(kept)
+        planes = _planes([points @ to_index[:3, :3].T + to_index[:3, 3] for points in kept], title)
+        masks[number], small = _filled(planes, shape, names, title, told)
+        if small:
+            what = (
+                f"no contour of {names} holds the centre of a voxel; the voxel in which each lies was taken"
+            )
+            notes.append(Note(title, what, "see that an ROI so small is meant"))
+        notes += _gaps(masks[number], names, title)
+    notes += _told(told, title)
     return masks
 
 
-def _numbers(value: Any) -> Sequence[Any]:
-    """The numbers of an element; with explicit VR one above 64 kB is stored as bytes of an unknown kind."""
-    return value.decode("ascii").rstrip(" \0").split("\\") if isinstance(value, bytes) else value
+_TOLD = {
+    "beyond": (
+        "contours",
+        "contours lie beyond its series, and were left out",
+        "see that the series is whole",
+    ),
+    "open": ("contours", "contours are points or open lines, and were left out", "close them"),
+    "copies": ("contours", "contours are there twice, and were taken once", "see that each is meant once"),
+    "united": (
+        "slices",
+        "slices hold contours of several planes, which were united",
+        "see that they are drawn on the slices of this series",
+    ),
+}
+"""What is counted over the ROIs of an object -> of what it is a share, what is told of it, and what to do."""
+
+
+def _told(told: Counter[str], title: Path) -> list[Note]:
+    return [
+        Note(title, what, remedy, told[found] / told[of])
+        for found, (of, what, remedy) in _TOLD.items()
+        if told[found]
+    ]
+
+
+def _without_copies(contours: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Contours, points [n, 3], each once, wherever it begins and whichever way it runs."""
+    found: dict[bytes, np.ndarray] = {}
+    for points in contours:
+        ring = points[:-1] if np.array_equal(points[0], points[-1]) else points
+        found.setdefault((ring[np.lexsort(ring.T)] + 0.0).tobytes(), points)
+    return list(found.values())
+
+
+def _planes(contours: Sequence[np.ndarray], title: Path) -> list[tuple[int, list[np.ndarray]]]:
+    """Contours, points [n, 3] in voxels, by the plane that they lie in, each with its slice. Raises FileError for one that lies in none."""
+    planes: list[tuple[float, list[np.ndarray]]] = []
+    for z, points in sorted(((float(of[:, 2].mean()), of) for of in contours), key=lambda of: of[0]):
+        if float(np.abs(points[:, 2] - z).max()) > 0.5:
+            what = "holds a contour that lies in no slice of its series"
+            raise FileError(title, what, "export it for the series on which it is drawn")
+        if planes and z - planes[-1][0] < ONE_PLANE:
+            planes[-1][1].append(points)
+        else:
+            planes.append((z, [points]))
+    return [(int(slice_at(z)), members) for z, members in planes]
+
+
+def _filled(
+    planes: Sequence[tuple[int, list[np.ndarray]]],
+    shape: tuple[int, ...],
+    names: str,
+    title: Path,
+    told: Counter[str],
+) -> tuple[np.ndarray, bool]:
+    """Voxels [X, Y, Z] whose centres lie inside an odd number of the contours of a plane, so that holes stay; planes of one slice are
+    united. names: of the ROI; told: what is counted.
+
+    Where the contours hold no centre at all, the voxel that each lies in is taken; whether that is so comes second. Raises
+    FileError where all contours lie beyond the series, or cancel each other.
+    """
+    from skimage.draw import polygon2mask
+
+    mask = np.zeros(shape, dtype=bool, order="F")
+    lone, slices, covered = list[tuple[int, ...]](), Counter[int](), False
+    for z, contours in planes:
+        drawn = np.zeros(shape[:2], dtype=bool)
+        before = len(lone)
+        for points in contours:
+            places = points[:, :2]
+            if not within(z, places.min(0), places.max(0), shape):
+                told["beyond"] += 1
+                continue
+            lone.append((*np.clip(np.rint(places.mean(0)).astype(int), 0, np.subtract(shape[:2], 1)), z))
+            low = np.maximum(np.floor(places.min(0)).astype(int), 0)
+            high = np.minimum(np.ceil(places.max(0)).astype(int) + 1, shape[:2])
+            inside = polygon2mask(tuple(high - low), places - low)
+            covered |= bool(inside.any())
+            drawn[low[0] : high[0], low[1] : high[1]] ^= inside
+        if len(lone) > before:
+            mask[..., z] |= drawn
+            slices[z] += 1
+    told["slices"] += len(slices)
+    told["united"] += sum(count > 1 for count in slices.values())
+    if planes and not lone:
+        what = f"every contour of {names} lies beyond its series"
+        raise FileError(title, what, "export the whole series, or take the ROI out")
+    if covered and not mask.any():
+        what = f"the contours of {names} cancel each other: no voxel lies inside an odd number of them"
+        raise FileError(title, what, "export it again, with each contour once")
+    small = bool(lone) and not covered
+    if small:
+        mask[tuple(np.transpose(lone))] = True
+    return mask, small
+
+
+def _gaps(mask: np.ndarray, names: str, title: Path) -> list[Note]:
+    """A note on slices without a voxel between the first and the last of an ROI, if there are any."""
+    slices = np.flatnonzero(mask.any(axis=(0, 1)))
+    between = int(slices[-1] - slices[0]) - 1 if len(slices) else 0
+    empty = between + 2 - len(slices)
+    if between <= 0 or not empty:
+        return []
+    what = f"slices between the first and the last contour of {names} are empty"
+    remedy = "they count as without it: draw it on every slice, or see that it has such gaps"
+    return [Note(title, what, remedy, empty / between)]
 
 
 # ------------------------------------------------------------------------------------------------ writing

@@ -4,7 +4,8 @@ The sender packs the `difference` of two models; the receiver, who holds the old
 `apply` (both are in `difference.py`). Both sides run the same `restore` on the same bytes and so hold the same model, bit
 for bit. What compression left out of a site's change is kept by the site and added to its next one (`with_feedback`), so that
 it is delayed and not lost. The server feeds nothing back: what the sites hold is where their changes begin, so that rounding of
-what it sends is over with the round, and only the kinds that round are for it; of what `topk` leaves out most would be lost.
+what it sends is over with the round, where a mean is the next model; a momentum at the server, and FedDyn, carry it on as they carry the
+sites' changes. Only the kinds that round are for it; of what `topk` leaves out most would be lost.
 
 Feedback is for changes that add up from round to round. Running statistics of batch normalisation do not: in every round a site
 measures anew how far they are from those that it was sent. They have no feedback, and travel whole, in float32: rounded by the largest
