@@ -499,6 +499,21 @@ def test_a_kit_of_nothing_is_refused(tmp_path: Path) -> None:
         flower.site_process(tmp_path)
 
 
+def test_a_job_that_no_server_takes_leaves_nothing_in_the_kit(
+    kits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is submitted again and again until there is a server."""
+
+    def never(control: Any, request: Any, kit: Path) -> int:
+        assert len(list((kits / "server" / "engine" / "jobs").iterdir())) == 1
+        raise FederationError("no server")
+
+    monkeypatch.setattr(flower, "_started", never)
+    with pytest.raises(FederationError, match="no server"):
+        flower.submit(kits / "server", kits / "authority", kits / "relay", SITES)
+    assert not list((kits / "server" / "engine" / "jobs").iterdir())
+
+
 def test_a_request_must_be_signed_with_the_present_key(kits: Path) -> None:
     request = flower.renew(kits / "site-a")
     plain = json.loads(request.read_text())
@@ -723,6 +738,26 @@ def test_an_answer_without_bytes_is_refused(desk: Any) -> None:
 
     end, _, reply = desk(bare)
     assert end.told == [("site-a", flower_app.NOT_AN_ANSWER)] and not reply.exists()
+
+
+def test_an_answer_whose_bytes_are_of_another_kind_is_refused(desk: Any) -> None:
+    """Of a record without an array nothing is written; such an answer ended the server's job once."""
+
+    def words(message: Message, number: int, place: Path) -> Message:
+        return Message(RecordDict({"reply": ConfigRecord({"bytes": "none"})}), reply_to=message)
+
+    end, _, reply = desk(words)
+    assert end.told == [("site-a", flower_app.NOT_AN_ANSWER)] and not reply.exists()
+
+
+def test_an_answer_that_cannot_be_laid_is_the_servers_fault(desk: Any) -> None:
+    def occupied(message: Message, number: int, place: Path) -> Message:
+        (place.parent / "reply" / "in the way").mkdir(parents=True)
+        return good(message, place)
+
+    end, _, reply = desk(occupied)
+    assert end.told == [("site-a", "the server could not store its answer (Is a directory)")]
+    assert not list(reply.parent.glob(".reply*"))
 
 
 @pytest.mark.parametrize("first", [5, None])

@@ -382,6 +382,61 @@ def test_a_job_does_not_outlive_who_submitted_it(deployment: Deployment, server:
     until(lambda: not psutil.pid_exists(int(made.stdout)), 30, "the process that attends to the job ends")
 
 
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+"""A locale in which a pipe of text takes ASCII alone."""
+
+
+def in_ascii(code: str) -> str:
+    code = f"from pathlib import Path\nfrom fedatlas.transport.nvflare import engine\n{code}"
+    env = os.environ | ASCII
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, check=False
+    ).stdout.decode()
+
+
+def test_what_attends_to_a_job_speaks_utf_8_in_any_locale() -> None:
+    code = "def fails(admin): raise OSError('Ger\\xe4t \\udcc3\\udca4')\n"
+    code += "engine._knock = fails\nengine._attend(Path(), Path(), [])"
+    assert in_ascii(code) == "OSError: Ger\xe4t \xe4\n"
+
+
+def test_what_is_said_of_a_job_is_read_in_any_locale(tmp_path: Path) -> None:
+    says = tmp_path / "says"
+    says.write_text("#!/bin/sh\nprintf 'Ger\\303\\244t \\377\\n'\n")
+    says.chmod(0o755)
+    code = f"engine.sys.executable = {str(says)!r}\n"
+    code += "try: engine._FlareJob(Path(), Path(), [])\nexcept Exception as error: print(ascii(error))"
+    assert "did not take the job (Ger\\xe4t \\ufffd)" in in_ascii(code)
+
+
+def test_a_job_is_given_up_for_a_site_that_is_there_without_it() -> None:
+    """Only if the site was in it before, or away, has it come back: a site that never takes a job ends the run some time."""
+    busy, idle, away = (
+        {"client_name": "a", "status": "running"},
+        {"client_name": "a", "status": "no_jobs"},
+        {},
+    )
+    for first, back in [(busy, True), (away, True), (idle, False)]:
+        seen = nvflare.Idle(["a", "b"])
+        seen.count([first])
+        for _ in range(nvflare.IDLE - (first is idle)):
+            assert seen.why() == ""
+            seen.count([idle])
+        text = "a is there, but not in the job; a new job takes it in"
+        assert seen.why() == (nvflare.TAKES_IN if back else "") + text
+
+
+def test_a_job_says_whether_it_ended_for_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for takes_in in (True, False):
+        says = tmp_path / "says"
+        says.write_text(f"#!/bin/sh\necho accepted\necho '{nvflare.TAKES_IN if takes_in else ''}its end'\n")
+        says.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(says))
+        job = nvflare._FlareJob(tmp_path, tmp_path, [])
+        until(job.ended, 10)
+        assert (job.ended(), job.takes_in) == ("its end", takes_in)
+
+
 def test_the_core_needs_no_flare() -> None:
     code = "import fedatlas.transport.nvflare.engine, sys; sys.exit('torch' in sys.modules or 'nvflare' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +102,10 @@ def call_init(arguments: argparse.Namespace) -> int:
         f"{arguments.out / 'authority'}: signs certificates and submits jobs; stays with the coordinator; "
         "`fedatlas run` needs it"
     )
-    print(f"then: fedatlas run {arguments.federation} --engine {arguments.engine} --deploy {arguments.out}")
+    command = ["fedatlas", "run", str(arguments.federation)]
+    command += [part for text in arguments.override for part in ("-o", text)]
+    command += ["--engine", arguments.engine, "--deploy", str(arguments.out)]
+    print(f"then: {shlex.join(command)}")
     return 0
 
 

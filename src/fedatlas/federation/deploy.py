@@ -22,8 +22,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +36,7 @@ import yaml
 
 from fedatlas import __version__
 from fedatlas.core.errors import FedAtlasError, FederationError
-from fedatlas.transport.deployment import ENGINES, RELAY, Engine, Job, Launch, Plan
+from fedatlas.transport.deployment import ENGINES, RELAY, Engine, Job, Launch, Plan, bound, listens_at
 from fedatlas.transport.frames import Question, shown
 from fedatlas.transport.local import Workers
 from fedatlas.transport.relay import ServerRelay, SiteRelay, skewed
@@ -95,7 +97,7 @@ def init(
                 "version": __version__,
             }
             if party == "server":
-                about["sites"] = list(sites)
+                about |= {"admin_port": admin_port, "sites": list(sites)}
             (kit / "kit.yaml").write_text(yaml.safe_dump(about, sort_keys=False), encoding="utf-8")
             shutil.copy(out / "federation.yaml", kit / "federation.yaml")
             (kit / "start.sh").write_text(_START, encoding="utf-8")
@@ -213,11 +215,15 @@ def start(
     for name, path in (data or {}).items():
         if not Path(path).is_dir():
             raise FederationError(f"--data {path}: no such folder (the data of {name})")
-    logs = kit / "logs"
+    _require_writable(kit, f"{kit}")
+    _require_writable(state or kit, f"--state {state}")
+    _require_writable(cache or kit, f"--cache {cache}")
+    launch: Launch = (engine.site_process if site else engine.server_process)(kit)
+    relay, logs, pid_file = kit / "relay", kit / "logs", kit / "engine.pid"
     logs.mkdir(exist_ok=True)
-    with _alone(kit), _told_to_end() as over:
-        relay = kit / "relay"
-        workers = site_relay = None
+    with _alone(kit):
+        _end_stale(pid_file, relay)
+        workers = None
         if site:
             arguments = {
                 "name": party,
@@ -230,37 +236,120 @@ def start(
                 "texts": texts,
                 "device": device,
             }
+            if not one_run:  # else the run that starts this site has just written its kit
+                _require_usable(arguments)
             workers = Workers("fedatlas.federation.site:open_site", arguments, 1, logs / "site.log")
-            site_relay = SiteRelay(relay, workers.serve, workers.end)
-        launch: Launch = (engine.site_process if site else engine.server_process)(kit)
-        process = Keeper(launch, relay, logs / "engine.log", kit / "engine.pid", tell, party)
-        try:
-            tell(f"{party}: started, engine {about['engine']}; logs in {logs}; Ctrl-C ends it")
-            news = News(state or kit, party, tell) if site else None
-            while not over.wait(0.5) and parent in (None, os.getppid()):
-                process.look()
-                if news:
-                    news.look()
-        finally:
-            tell(f"{party}: ending")
-            process.close()
-            if site_relay:
-                site_relay.close()
-            if workers:
-                workers.close()
+        else:
+            _require_ports(about)
+        with _told_to_end() as over:
+            site_relay = SiteRelay(relay, workers.serve, workers.end) if workers else None
+            process = Keeper(launch, relay, logs / "engine.log", pid_file, tell, party)
+            try:
+                tell(f"{party}: started, engine {about['engine']}; logs in {logs}; Ctrl-C ends it")
+                news = News(state or kit, party, tell, logs / "site.log") if site else None
+                if site:
+                    _tell_when_reached(about, engine, over, tell)
+                while not over.wait(0.5) and parent in (None, os.getppid()):
+                    process.look()
+                    if news:
+                        news.look()
+            finally:
+                over.set()
+                tell(f"{party}: ending")
+                process.close()
+                if site_relay:
+                    site_relay.close()
+                if workers:
+                    workers.close()
+
+
+def _require_writable(folder: Path, asked: str) -> None:
+    """Raises FederationError where no file can be made in a folder, which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise FederationError(
+            f"{asked}: cannot be written ({error.strerror or error}); a party needs a folder in which this user may write"
+        ) from None
+
+
+def _require_ports(about: Mapping[str, Any]) -> None:
+    """Raises FederationError where a port of the server cannot be had. about: its kit.yaml; one of an older version names
+    no admin port."""
+    wanted = {"port": listens_at(str(about.get("host", ""))), "admin_port": "127.0.0.1"}
+    for name, address in wanted.items():
+        if name in about:
+            bound(address, int(about[name])).close()
+
+
+def _require_usable(arguments: Mapping[str, Any]) -> None:
+    """Raises FederationError where a site could not serve a run, see `site.require_usable`. It is found out by a process of
+    its own, so that this one, which lives on, holds neither torch nor a GPU."""
+    named = {key: arguments[key] for key in ("name", "federation", "data", "device")}
+    done = subprocess.run(
+        [sys.executable, "-m", "fedatlas.federation.site", json.dumps(named)],
+        env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise FederationError(
+            done.stdout.strip() or f"site {named['name']}: its own process cannot start ({last})"
+        )
+
+
+KNOCK = 5.0
+"""Seconds between a site's attempts to reach the server, until the first that succeeds."""
+
+
+def _tell_when_reached(about: Mapping[str, Any], engine: Engine, over: threading.Event, tell: Tell) -> None:
+    """Tells at a site, once, that the server's port cannot be reached, and when it can. A server that only a proxy reaches is not
+    tried. about: the site's kit.yaml; over: ends the attempts."""
+    host, port = str(about.get("host", "")), int(about.get("port", 0))
+    behind = "https" in urllib.request.getproxies() and not urllib.request.proxy_bypass(host)
+    if not host or not port or (engine.PROXIED and behind):
+        return
+    place = f"{about['party']}: the server's port, {host}:{port},"
+
+    def knock() -> None:
+        told = False
+        while not over.is_set():
+            try:
+                socket.create_connection((host, port), timeout=2 * KNOCK).close()
+            except OSError as error:
+                if not told:
+                    tell(f"{place} cannot be reached ({error.strerror or error}); it is tried on")
+                told = True
+            else:
+                tell(f"{place} is reached")
+                return
+            over.wait(KNOCK)
+
+    threading.Thread(target=knock, daemon=True).start()
 
 
 class News:
-    """Tells the people at a hospital what leaves it and what goes wrong, as the site's own process writes it down."""
+    """Tells the people at a hospital what leaves it and what goes wrong, as the site's own process writes it down.
 
-    def __init__(self, state: Path, party: str, tell: Tell) -> None:
-        self.state, self.party, self.tell = state, party, tell
+    log: what that process prints, of which the end of every traceback is told.
+    """
+
+    def __init__(self, state: Path, party: str, tell: Tell, log: Path | None = None) -> None:
+        self.state, self.party, self.tell, self.log = state, party, tell, log
         self.read = {path: path.stat().st_size for path in self._files()}
+        self.traced = False
+        """Whether the log is within a traceback."""
 
     def _files(self) -> list[Path]:
         places = [self.state, *sorted(self.state.glob("runs/*"))]
         files = [self.state / "egress.jsonl", *(place / "errors.log" for place in places)]
-        return [path for path in files if path.exists()]
+        return [path for path in [*files, *filter(None, [self.log])] if path.exists()]
 
     def look(self) -> None:
         for path in self._files():
@@ -270,9 +359,20 @@ class News:
             whole = new[: new.rfind(b"\n") + 1]
             self.read[path] = self.read.get(path, 0) + len(whole)
             for line in whole.decode(errors="replace").splitlines():
-                news = self._sent(line) if path.suffix == ".jsonl" else self._error(line, path)
-                if news:
+                if news := self._news(line, path):
                     self.tell(f"{self.party}: {news}")
+
+    def _news(self, line: str, path: Path) -> str:
+        """What a line of a file says to people; "" for nothing."""
+        if path.suffix == ".jsonl":
+            return self._sent(line)
+        if path != self.log:
+            return self._error(line, path)
+        if line.startswith("Traceback "):
+            self.traced = True
+        error = self._error(line, path) if self.traced else ""
+        self.traced = self.traced and not error
+        return error
 
     @staticmethod
     def _sent(line: str) -> str:
@@ -300,8 +400,7 @@ class Keeper:
         self.launch, self.relay, self.log, self.pid_file = launch, relay, log, pid_file
         self.tell, self.party = tell, party
         self.process: subprocess.Popen[bytes] | None = None
-        self.next = 0.0
-        self._end_stale()
+        self.next, self.began = 0.0, 0
         self.look()
 
     def look(self) -> None:
@@ -309,14 +408,16 @@ class Keeper:
         if self.process is not None and self.process.poll() is not None:
             code = self.process.returncode
             how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+            words = _last_words(self.log, self.began)
             self.tell(
-                f"{self.party}: the engine's process ended {how}; it is started again in "
+                f"{self.party}: the engine's process ended {how}{words and f' ({words})'}; it is started again in "
                 f"{self.launch.pause:g} s. See {self.log}"
             )
             _end_group(self.process.pid)  # what it may have left behind
             self.process, self.next = None, time.monotonic() + self.launch.pause
         if self.process is None and time.monotonic() >= self.next:
             with self.log.open("ab") as log:
+                self.began = log.tell()
                 self.process = subprocess.Popen(
                     self.launch.command,
                     env=os.environ | dict(self.launch.env) | {RELAY: str(self.relay)},
@@ -329,18 +430,35 @@ class Keeper:
             with contextlib.suppress(OSError):  # a full disk ends no party
                 self.pid_file.write_text(str(self.process.pid), encoding="utf-8")
 
-    def _end_stale(self) -> None:
-        """Ends the engine's process that a supervisor left behind when it was killed."""
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(self.pid_file.read_text(encoding="utf-8"))
-            mark = f"{RELAY}={self.relay}".encode()
-            if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                _end_group(pid)
-
     def close(self) -> None:
         if self.process is not None:
             _end_group(self.process.pid, self.process)
         self.pid_file.unlink(missing_ok=True)
+
+
+def _end_stale(pid_file: Path, relay: Path) -> None:
+    """Ends the engine's process that a supervisor left behind when it was killed."""
+    with contextlib.suppress(OSError, ValueError):
+        pid = int(pid_file.read_text(encoding="utf-8"))
+        mark = f"{RELAY}={relay}".encode()
+        if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            _end_group(pid)
+
+
+def _last_words(log: Path, start: int) -> str:
+    """The last line from this byte on that speaks of an error, or else the last line; "" if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, file.seek(0, os.SEEK_END) - 50_000))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    telling = [line for line in lines if _TELLING.search(line)]
+    return shown((telling or lines or [""])[-1], 300)
+
+
+_TELLING = re.compile("error|cannot|could not|refuse|fail|exception", re.IGNORECASE)
 
 
 def _end_group(pid: int, process: "subprocess.Popen[bytes] | None" = None, patience: float = 10.0) -> None:
@@ -396,17 +514,22 @@ def _told_to_end() -> Iterator[threading.Event]:
 class Deployed:
     """`transport.clients.Transport` over a distributed engine: keeps a relay job running on it while it is open.
 
-    A job that ends, for whatever reason, is submitted again; the questions that were open are put to the next.
+    A job that ends, for whatever reason, is submitted again; the questions that were open are put to the next. While the server
+    takes no job, it is asked on, as long as this is open.
     """
 
     PATIENCE = 90.0
-    """Seconds in which no job could be started, after which the server counts as not running."""
+    """Seconds without a job, after which sites are lost until the server takes one."""
     STARTING = 180.0
-    """Seconds in which a job that was accepted must have begun."""
+    """Seconds in which a job that was accepted must have begun; one that lived longer did not fail at its start."""
     GONE = 3.0
     """Seconds after which a job that was connected and is not any more counts as ended, whatever the engine says."""
+    LOOK = 0.5
+    """Seconds between two looks at a job."""
+    PAUSE = 2.0
+    """Seconds after which a server that took no job is asked again."""
     MOST = 5
-    """Jobs in a row that ended without bringing an answer, after which the engine counts as broken."""
+    """Jobs in a row that failed at their start, after which the engine counts as broken."""
 
     def __init__(self, engine: str, deploy: Path, sites: Sequence[str], tell: Tell) -> None:
         self.engine, self.deploy, self.sites = adapter(engine), deploy.resolve(), sorted(sites)
@@ -416,11 +539,16 @@ class Deployed:
         self.over = threading.Event()
         self.job: Job | None = None
         self.answers = 0
+        self.broken: str | None = None
+        """Why there will be no job any more."""
         self.keeper = threading.Thread(target=self._keep, daemon=True)
         self.keeper.start()
 
     def ask(self, questions: Sequence[Question], deadline: float) -> Iterator[tuple[str, str | None]]:
+        """As `Transport.ask`. Raises FedAtlasError where the engine is broken: then nobody need wait for a site."""
         for site, lost in self.relay.ask(questions, deadline):
+            if self.broken is not None:
+                raise FedAtlasError(f"{self.broken}. Complete rounds are kept; go on with --resume")
             if lost is None:
                 self.answers += 1
             yield site, lost
@@ -431,46 +559,65 @@ class Deployed:
         except (
             Exception
         ) as error:  # an engine's own error: nobody is left waiting for a thread that has ended
-            self.relay.fail(f"the engine's job could not be looked after ({type(error).__name__}: {error})")
+            self._give_up(f"the engine's job could not be looked after ({type(error).__name__}: {error})")
 
     def _keep_on(self) -> None:
-        without, answers, refused_since, jobs, seen, submitted = 0, 0, None, 0, 0.0, 0.0
-        while not self.over.wait(0.5):
-            if self.job is None:
-                jobs = self.relay.jobs
-                try:
-                    self.job = self.engine.submit(
-                        self.kit, self.deploy / "authority", self.kit / "relay", self.sites
-                    )
-                    refused_since, submitted = None, time.monotonic()
-                except (FedAtlasError, OSError) as error:
-                    refused_since = refused_since or time.monotonic()
-                    if time.monotonic() - refused_since > self.PATIENCE:
-                        self.relay.fail(f"{error}")
-                        return
-                    self.over.wait(2.0)
-                continue
-            if self.relay.connected or self.relay.jobs == jobs:
-                seen = time.monotonic()
-            how = self.job.ended()
-            if how is None and time.monotonic() - seen > self.GONE:
-                how = "its process has gone"
-                self.job.stop()
-            if how is None and self.relay.jobs == jobs and time.monotonic() - submitted > self.STARTING:
-                how = f"it was accepted and did not begin within {self.STARTING:g} s"
-                self.job.stop()
-            if how is None:
-                continue
-            without = without + 1 if self.answers == answers else 0
-            answers, self.job = self.answers, None
-            if without >= self.MOST:
-                self.relay.fail(
-                    f"the engine's job ended {without} times in a row without an answer ({how}); see "
-                    f"{self.kit / 'logs' / 'engine.log'}"
+        in_vain = 0
+        while True:
+            jobs, answers = self.relay.jobs, self.answers
+            job = self.job = self._submitted()
+            accepted = time.monotonic()
+            how = self._ended(job, jobs) if job else None
+            if job is None or how is None or self.over.is_set():
+                return
+            self.job = None
+            lasted = self.relay.jobs > jobs and time.monotonic() - accepted > self.STARTING
+            in_vain = 0 if lasted or self.answers > answers or job.takes_in else in_vain + 1
+            if in_vain >= self.MOST:
+                self._give_up(
+                    f"the engine's job ended {in_vain} times in a row within {self.STARTING:g} s or did not begin, each "
+                    f"time without an answer ({how}); see {self.kit / 'logs' / 'engine.log'}"
                 )
                 return
-            if not self.over.is_set():
-                self.tell(f"the engine's job ended ({how}); a new one is started, nothing is lost")
+            self.tell(f"the engine's job ended ({how}); a new one is started, nothing is lost")
+
+    def _submitted(self) -> Job | None:
+        """A job that the server took; None if this is closed before. Sites are lost from `PATIENCE` on until then."""
+        began = time.monotonic()
+        while not self.over.wait(self.LOOK):
+            try:
+                job = self.engine.submit(self.kit, self.deploy / "authority", self.kit / "relay", self.sites)
+            except (FedAtlasError, OSError) as error:
+                if time.monotonic() - began > self.PATIENCE:
+                    self.relay.fail(f"{error}")
+                self.over.wait(self.PAUSE)
+            else:
+                self.relay.mend()
+                return job
+        return None
+
+    def _ended(self, job: Job, jobs: int) -> str | None:
+        """Waits for the end of a job, and tells how it ended; None if this is closed before. jobs: so many had connected
+        when it was submitted."""
+        accepted = seen = time.monotonic()
+        while not self.over.wait(self.LOOK):
+            now, begun = time.monotonic(), self.relay.jobs > jobs
+            if self.relay.connected or not begun:
+                seen = now
+            how = job.ended()
+            if how is None and now - seen > self.GONE:
+                how = "its process has gone"
+                job.stop()
+            if how is None and not begun and now - accepted > self.STARTING:
+                how = f"it was accepted and did not begin within {self.STARTING:g} s"
+                job.stop()
+            if how is not None:
+                return how
+        return None
+
+    def _give_up(self, reason: str) -> None:
+        self.broken = reason
+        self.relay.fail(reason)
 
     def close(self) -> None:
         self.over.set()
@@ -484,6 +631,7 @@ def gather(engine: str, deploy: Path, *, data_changed: bool = False) -> Any:
     """How `run_federation` finds the parties of a deployment: `federation.session.Gather`. data_changed: see `join`."""
 
     def gather(federation: Any, folder: Any, tell: Tell) -> Any:
+        adapter(engine).require()
         about = read_kit(deploy / "server")
         if about["engine"] != engine:
             raise FederationError(
@@ -560,7 +708,9 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
         def asked(site: str, function: str, payload: Mapping[str, Any]) -> Asked:
             if function == "hello":
                 several = site == POOLED
-                problem_of = partial(problem_of_hello, site, mine["hash"], several=several)
+                problem_of = partial(
+                    problem_of_hello, site, mine["hash"], versions=mine["versions"], several=several
+                )
             else:
                 problem_of = partial(problem_of_join, LabelSpace.from_plain(payload["agreement"]["labels"]))
             return Asked(payload, facts=problem_of)
@@ -580,11 +730,11 @@ def join(federation: Any, folder: Any, tell: Tell, transport: Deployed, *, data_
         asked_at = time.time()
         replies = clients.call(SiteDesk.hello, federation=text, **mine)
         hellos = {site: reply["facts"] for site, reply in replies}
+        _compare(json.loads(text), mine, hellos)
         clocks = {site: ahead_of(facts["clock"], asked_at, time.time()) for site, facts in hellos.items()}
         for site, ahead in clocks.items():
             if ahead:
                 tell(skewed(f"site {site}: its clock", ahead))
-        _compare(json.loads(text), mine, hellos)
         brings = {name: names for facts in hellos.values() for name, names in facts["brings"].items()}
         channels = {site: facts["channels"] for site, facts in hellos.items()}
         if len(set(channels.values())) > 1:
@@ -640,22 +790,20 @@ def ahead_of(clock: float, asked: float, answered: float) -> float:
 
 def _compare(plain: Mapping[str, Any], mine: Mapping[str, Any], hellos: Mapping[str, Any]) -> None:
     """Raises FederationError if a site has other versions, or another federation file."""
+    from fedatlas.federation.facts import other_versions
     from fedatlas.federation.file import flat_difference
-    from fedatlas.federation.usable import DECIDING
 
     problems = []
     for site, facts in sorted(hellos.items()):
-        for package in DECIDING:
-            here, there = mine["versions"].get(package, "none"), facts["versions"].get(package, "none")
-            if here.partition("+")[0] != there.partition("+")[0]:
-                problems.append(f"site {site}: {package} {there} is installed, {here} at the server")
+        problems += [f"site {site}: {text}" for text in other_versions(mine["versions"], facts["versions"])]
         if facts["hash"] != mine["hash"]:
-            theirs = json.loads(facts["federation"])
             try:
+                theirs = json.loads(facts["federation"])
                 difference = flat_difference(theirs, plain, "at the site", "at the server")
             except (
                 AttributeError,
                 KeyError,
+                RecursionError,
                 TypeError,
                 ValueError,
             ):  # not one of this version, if it is one at all
@@ -777,6 +925,7 @@ def gather_trial(engine: str, *, data_changed: bool = False) -> Any:
     `join`."""
 
     def gather(federation: Any, folder: Any, tell: Tell) -> Any:
+        adapter(engine).require()
         tell(f"starts {engine}'s server and {len(federation.sites)} sites on this machine")
         trial = Trial(engine, federation, folder, tell)
         try:

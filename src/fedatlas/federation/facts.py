@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fedatlas.core.errors import FedAtlasError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.federation.usable import DECIDING
 from fedatlas.transport.egress import problem_of_text
 
 DEEPEST = 20
@@ -37,12 +38,17 @@ class _Facts(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class Hello(_Facts):
-    """What `SiteDesk.hello` tells. federation: as JSON; brings, channels: of a site that agreed to the same file;
-    clock: seconds since 1970 at the site."""
+class Installed(_Facts):
+    """What `SiteDesk.hello` of every version tells: the versions of its packages, and the hash of its federation file."""
 
     versions: dict[Text, Text]
     hash: Text
+
+
+class Hello(Installed):
+    """What `SiteDesk.hello` tells. federation: as JSON; brings, channels: of a site that agreed to the same file;
+    clock: seconds since 1970 at the site."""
+
     federation: Annotated[str, Field(max_length=1 << 20)]
     brings: dict[Text, list[Text]] | None = None
     channels: Annotated[int, Field(ge=1, le=1024)] | None = None
@@ -146,11 +152,33 @@ def _problem(read: Callable[[], None]) -> str | None:
     return None
 
 
-def problem_of_hello(site: str, hash: str, facts: Mapping[str, Any], *, several: bool = False) -> str | None:
-    """What is wrong with the facts of a hello; None if nothing is. hash: of the server's federation file. several:
-    whether the site speaks for others, as that of pooled data does."""
+def other_versions(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    """The packages that decide numbers and are not of the server's version at a site, a text each; builds for CPU or GPU
+    aside."""
+    pairs = [(name, there.get(name, "none"), here.get(name, "none")) for name in DECIDING]
+    return [
+        f"{name} {theirs} is installed, {ours} at the server"
+        for name, theirs, ours in pairs
+        if theirs.partition("+")[0] != ours.partition("+")[0]
+    ]
+
+
+def problem_of_hello(
+    site: str,
+    hash: str,
+    facts: Mapping[str, Any],
+    *,
+    versions: Mapping[str, str] | None = None,
+    several: bool = False,
+) -> str | None:
+    """What is wrong with the facts of a hello; None if nothing is. hash: of the server's federation file. versions: the
+    server's; of a site with others, whose hello may have another form, `Installed` alone is looked at. several: whether the
+    site speaks for others, as that of pooled data does."""
 
     def read() -> None:
+        installed = _read(Installed, facts)
+        if versions is not None and other_versions(versions, installed.versions):
+            return
         hello = _read(Hello, facts)
         _plain(json.loads(hello.federation), texts=False)
         if not isinstance(json.loads(hello.federation), dict):

@@ -11,6 +11,7 @@ import hmac
 import json
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -95,6 +96,17 @@ class _Nothing:
     volumes = batches
 
 
+def _load(file: Path, data: Mapping[str, str], device: str | None) -> Federation:
+    """A federation file, with what a site adds to it: where its data are, and where it trains."""
+    federation = load_federation(file)
+    if device:
+        federation = replace(federation, engine=replace(federation.engine, device=device))
+    sites = tuple(
+        replace(site, path=data[site.name]) if site.name in data else site for site in federation.sites
+    )
+    return replace(federation, sites=sites)
+
+
 class SiteDesk:
     """Answers the questions to one site.
 
@@ -143,14 +155,7 @@ class SiteDesk:
         return hashlib.sha256(where.encode()).hexdigest()[:16]
 
     def _load(self) -> Federation:
-        federation = load_federation(self.file)
-        if self.device:
-            federation = replace(federation, engine=replace(federation.engine, device=self.device))
-        sites = tuple(
-            replace(site, path=self.data[site.name]) if site.name in self.data else site
-            for site in federation.sites
-        )
-        return replace(federation, sites=sites)
+        return _load(self.file, self.data, self.device)
 
     def answer(self, question: Question) -> None:
         """Writes the answer into the question's file; an error reply if it is refused."""
@@ -324,3 +329,33 @@ def open_site(
 ) -> Any:
     """`answer(question)` of a site, for its worker process. See `SiteDesk`."""
     return SiteDesk(name, Path(federation), data, Path(state), Path(cache), **options).answer
+
+
+def require_usable(name: str, federation: str, data: Mapping[str, str], device: str | None) -> None:
+    """Raises FederationError where a site cannot serve what it agreed to: its file cannot be read or does not name it, or
+    its device is not there. Arguments as of `SiteDesk`."""
+    made = _load(Path(federation), data, device)
+    names = [site.name for site in made.sites]
+    if not set(names) & set(data):
+        raise FederationError(
+            f"{federation}: does not name {name}; its sites are {', '.join(names)}. `fedatlas deploy accept` takes "
+            "another one"
+        )
+    try:
+        build.usable_device(made)
+    except FederationError as error:
+        raise FederationError(f"site {name}: {error}. Where a site trains is chosen with --device") from None
+
+
+def main() -> int:
+    """Checks what `require_usable` does, for the party's process; its arguments are given as JSON."""
+    try:
+        require_usable(**json.loads(sys.argv[1]))
+    except FedAtlasError as error:
+        print(error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,10 +2,14 @@
 
 A new one is a folder of `fedatlas.transport` with a module `engine`, and a line in ENGINES."""
 
+import ipaddress
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from fedatlas.core.errors import FederationError
 
 ENGINES = {"nvflare": "fedatlas.transport.nvflare.engine", "flower": "fedatlas.transport.flower.engine"}
 """Name of an engine -> the module that is its `Engine`."""
@@ -38,7 +42,12 @@ class Launch:
 
 
 class Job(Protocol):
-    """A relay job on a running engine."""
+    """A relay job on a running engine.
+
+    takes_in: set when it was ended on purpose, because a site came back that only a new job can take in.
+    """
+
+    takes_in: bool
 
     def ended(self) -> str | None:
         """None while it is starting or running; else how it ended, for a person."""
@@ -50,7 +59,16 @@ class Job(Protocol):
 
 
 class Engine(Protocol):
-    """What the module of an engine offers. A kit is the folder of a party: the server or a site."""
+    """What the module of an engine offers. A kit is the folder of a party: the server or a site.
+
+    PROXIED: whether a site's process reaches the server through the proxy that its environment names.
+    """
+
+    PROXIED: bool
+
+    def require(self) -> None:
+        """Raises FederationError where a package that the engine needs is not installed."""
+        ...
 
     def provision(self, plan: Plan, out: Path) -> None:
         """Makes a kit for every party in `out`, with its keys, and the authority that signs certificates."""
@@ -79,3 +97,31 @@ class Engine(Protocol):
     def install(self, kit: Path, answer: Path) -> None:
         """Takes what `sign` made into use."""
         ...
+
+
+def listens_at(host: str) -> str:
+    """The address of this machine at which a server listens that the sites reach as `host`: the loopback address where
+    that is one, else every address."""
+    if host.rstrip(".").lower() == "localhost":
+        return "127.0.0.1"
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    return host if loopback else "::" if ":" in host else "0.0.0.0"
+
+
+def bound(address: str, port: int) -> socket.socket:
+    """A socket at this port of this machine. Raises FederationError where the port cannot be had."""
+    made = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((address, port))
+    except OSError as error:
+        made.close()
+        raise FederationError(
+            f"port {port} of this machine cannot be had ({error.strerror}): end what listens there, or make kits with "
+            "another port (`fedatlas deploy init` with --port and --admin-port)"
+        ) from None
+    made.set_inheritable(False)
+    return made

@@ -158,6 +158,7 @@ class ServerRelay:
         self.present: list[str] = []
         self.number = 0
         self.failed: str | None = None
+        """Why no job can be had at present."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -192,26 +193,22 @@ class ServerRelay:
     def ask(self, questions: Sequence[Question], deadline: float) -> Iterator[tuple[str, Lost | None]]:
         """Yields (site, None) when its answer lies in its file, (site, reason) when none will; in any order.
 
-        deadline: seconds from now, after which every site that is left is lost.
+        deadline: seconds from now, after which every site that is left is lost. While no job can be had (`fail`), all
+        are lost at once.
         """
         end = time.monotonic() + deadline
         waiting = {question.site: question for question in questions}
-        if self.failed:
-            for site in sorted(waiting):
-                yield site, self.failed
-            return
         self._put(list(waiting.values()), end)
         while waiting:
+            if failed := self.failed:
+                for site in sorted(waiting):
+                    yield site, failed
+                return
             try:
                 event = self.events.get(timeout=max(end - time.monotonic(), 0.0))
             except queue.Empty:
                 for site in sorted(waiting):
                     yield site, f"no answer within {deadline:g} s (faults.deadline)"
-                return
-            if "fail" in event:
-                self.failed = event["fail"]
-                for site in sorted(waiting):
-                    yield site, self.failed
                 return
             if "job" in event:  # a new job, after the one that was asked has ended
                 self._put(list(waiting.values()), end)
@@ -229,8 +226,14 @@ class ServerRelay:
             write_frame(self.stream, json.dumps(what).encode())
 
     def fail(self, reason: Lost) -> None:
-        """There will be no job any more: every question that is open, and every later one, is lost."""
-        self.events.put({"fail": reason})
+        """No job can be had: every question that is open, and every later one, is lost, until `mend`."""
+        if self.failed is None:
+            self.events.put({"failed": reason})  # wakes whoever waits
+        self.failed = reason
+
+    def mend(self) -> None:
+        """A job can be had again."""
+        self.failed = None
 
     def drop(self) -> None:
         """Lets the present job go; it ends by itself."""

@@ -39,7 +39,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedatlas.core.errors import FedAtlasError
 from fedatlas.transport import pki
-from fedatlas.transport.deployment import RELAY
+from fedatlas.transport.deployment import RELAY, bound, listens_at
 from fedatlas.transport.flower import compat
 from fedatlas.transport.flower.compat import ObjectPullError, ObjectPushError, fetched, packed, sent
 from fedatlas.transport.flower.engine import SECRET_HEADER, read_json
@@ -460,7 +460,7 @@ class Post:
             found = NOT_AN_ANSWER
         except OSError as error:
             log.error("an answer cannot be stored: %s", error)
-            found = f"the server could not store its answer ({error.strerror})"
+            found = not_stored(error)
         except Exception as error:  # of the way to Flower's server: raised where the reply is taken
             found = error
         self.found[asked] = found
@@ -477,6 +477,10 @@ class Post:
 
 
 NOT_AN_ANSWER = "its answer is not one to this question"
+
+
+def not_stored(error: OSError) -> Lost:
+    return f"the server could not store its answer ({error.strerror})"
 
 
 class Desk:
@@ -639,12 +643,14 @@ class Desk:
                 head: Any = reply.content["head"]
                 self._lose(served, put.site, "".join(c for c in str(head["lost"])[:200] if c.isprintable()))
                 return
-            if "reply" not in reply.content:
-                raise ValueError("it holds nothing")
+            if "reply" not in reply.content or not part.exists():
+                raise ValueError("it holds no bytes of an answer")
             os.replace(part, served.waiting[put.site].reply)
         except (KeyError, TypeError, ValueError) as error:
             log.warning("site %s: its answer is refused: %s", put.site, error)
             self._lose(served, put.site, NOT_AN_ANSWER)
+        except OSError as error:
+            self._lose(served, put.site, not_stored(error))
         else:
             del served.waiting[put.site]
             self.end.answered(served.ask, put.site)
@@ -807,24 +813,6 @@ class Kept:
         self.process.wait()
 
 
-def _listen(host: str, port: int) -> Any:
-    """Raises FedAtlasError where the port is taken."""
-    import socket
-
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((host, port))
-    except OSError as error:
-        made.close()
-        raise FedAtlasError(
-            f"port {port} of this machine cannot be had ({error.strerror}): choose another"
-        ) from None
-    made.set_inheritable(False)
-    return made
-
-
 def serve(kit: Path) -> int:
     """The server's process. Returns its exit status; raises FedAtlasError where a port is taken."""
     import uvicorn
@@ -836,9 +824,7 @@ def serve(kit: Path) -> int:
     pki.write(engine / "admin.secret", secret.encode(), secret=True)
     pki.write(engine / "executor.secret", secrets.token_hex(32).encode(), secret=True)
     os.environ[KIT] = str(kit)
-    local = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
-    everywhere = "::" if ":" in about["host"] else "0.0.0.0"
-    sockets = [_listen("127.0.0.1", admin), _listen(local.get(about["host"], everywhere), int(about["port"]))]
+    sockets = [bound("127.0.0.1", admin), bound(listens_at(about["host"]), int(about["port"]))]
 
     def run(app: Any, host: str, port: int, **settings: Any) -> None:
         register = Register(app.state.linkstate_factory.state(), engine / "sites")

@@ -46,6 +46,14 @@ def _needs(package: str) -> None:
         )
 
 
+PROXIED = True
+
+
+def require() -> None:
+    """Raises FederationError where Flower is not installed."""
+    _needs("flwr")
+
+
 # ------------------------------------------------------------------------------------------- keys and certificates
 
 
@@ -138,7 +146,7 @@ def _direct() -> dict[str, str]:
 
 
 def _launch(kit: Path, role: str, pause: float) -> Launch:
-    _needs("flwr")
+    require()
     engine = kit.resolve() / "engine"
     tools = str(Path(sys.executable).parent)  # where Flower's own commands are, which it starts by name
     env = (
@@ -206,7 +214,9 @@ SECRET_HEADER = "fedatlas-admin"
 
 
 class FlowerJob:
-    """A run of the relay's ServerApp on a SuperLink."""
+    """A run of the relay's ServerApp on a SuperLink. A site that comes back is taken into it, so it never ends for that."""
+
+    takes_in = False
 
     def __init__(self, control: _Control, run: int) -> None:
         self.control, self.run = control, run
@@ -262,20 +272,28 @@ def submit(kit: Path, authority: Path, relay: Path, sites: Sequence[str]) -> Job
     relay: the file that names the federation's socket. Waits up to 60 s for the server to answer. Raises
     FederationError where it does not, or refuses.
     """
-    _needs("flwr")
-    import httpx
-
+    require()
     from fedatlas.transport.flower import compat
 
     engine = kit / "engine"
     name = secrets.token_hex(8)
     jobs = engine / "jobs"
     jobs.mkdir(exist_ok=True)
-    pki.write(
-        jobs / f"{name}.json", json.dumps({"relay": str(relay.resolve()), "sites": list(sites)}).encode()
-    )
-    control = _Control(kit)
-    request = compat.start_request("fedatlas-relay", "fedatlas", "relay", _APP, {"job": name})
+    about = jobs / f"{name}.json"
+    pki.write(about, json.dumps({"relay": str(relay.resolve()), "sites": list(sites)}).encode())
+    try:
+        control = _Control(kit)
+        request = compat.start_request("fedatlas-relay", "fedatlas", "relay", _APP, {"job": name})
+        return FlowerJob(control, _started(control, request, kit))
+    except BaseException:
+        about.unlink(missing_ok=True)  # no job will read it
+        raise
+
+
+def _started(control: _Control, request: Any, kit: Path) -> int:
+    """The number of the job that the server has started; it gets 60 s to answer."""
+    import httpx
+
     end = time.monotonic() + 60.0
     while True:
         try:
@@ -291,7 +309,7 @@ def submit(kit: Path, authority: Path, relay: Path, sites: Sequence[str]) -> Job
         time.sleep(0.5)
     if not response.HasField("run_id"):
         raise FederationError(f"the Flower server of {kit} accepted no job: see its log")
-    return FlowerJob(control, response.run_id)
+    return response.run_id
 
 
 # -------------------------------------------------------------------------------------------------- changing the keys

@@ -36,7 +36,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,11 @@ STOP = 30.0
 """Seconds that an aborted job has to end."""
 
 
-def _need_flare() -> None:
+PROXIED = False
+
+
+def require() -> None:
+    """Raises FederationError where NVIDIA FLARE is not installed."""
     if find_spec("nvflare") is None:
         raise FederationError(
             'engine nvflare needs NVIDIA FLARE, which is not installed; run `pip install "fedatlas[nvflare]"`'
@@ -84,7 +88,7 @@ def provision(plan: Plan, out: Path) -> None:
     valid for `plan.days`, that of the authority for ten years at least, so that they can be renewed.
     Raises FederationError for names that FLARE does not take, and without NVIDIA FLARE.
     """
-    _need_flare()
+    require()
     from nvflare.lighter.constants import CtxKey
     from nvflare.lighter.entity import Project
     from nvflare.lighter.impl.cert import CertBuilder
@@ -269,7 +273,7 @@ def renew(kit: Path) -> Path:
     It is a request for a certificate, signed with the present key too. Nothing changes until `install`.
     Raises FederationError where `kit` is no kit of this engine.
     """
-    _need_flare()
+    require()
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import padding
 
@@ -297,7 +301,7 @@ def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
     `issued` to `<party>.lost`, and sign again.
     Raises FederationError for a request that is damaged, of an unknown party, or without that proof.
     """
-    _need_flare()
+    require()
     if days < 1:
         raise FederationError(f"a certificate for {days} days: allowed are 1 and more")
     from cryptography import x509
@@ -339,7 +343,7 @@ def install(kit: Path, answer: Path) -> None:
     """Takes the certificate that `sign` made into use, with the key that `renew` made; the party's process uses
     them from its next start. Raises FederationError where the two do not belong together.
     """
-    _need_flare()
+    require()
     engine = kit / "engine"
     certificate, key = _pair(engine)
     following = key.with_name("next.key")
@@ -373,7 +377,7 @@ def install(kit: Path, answer: Path) -> None:
 
 def server_process(kit: Path) -> Launch:
     """FLARE's server. It keeps its jobs in the kit, whatever folder that now is."""
-    _need_flare()
+    require()
     engine = (kit / "engine").resolve()
     with _edited(engine / "local" / "resources.json") as resources:
         for component in resources["components"]:
@@ -394,7 +398,7 @@ def server_process(kit: Path) -> Launch:
 
 def site_process(kit: Path) -> Launch:
     """FLARE's client at a site. It tries for ever to reach the server, and comes back to it by itself."""
-    _need_flare()
+    require()
     engine = (kit / "engine").resolve()
     return _launch(engine, "client", [f"uid={_name(engine)}", f"heart_beat_interval={SILENCE / 6}"])
 
@@ -423,7 +427,7 @@ def submit(kit: Path, authority: Path, relay: Path, sites: Sequence[str]) -> Job
     federation's socket, as FLARE's server finds it in its environment.
     Raises FederationError when the server cannot be reached, or does not take the job.
     """
-    _need_flare()
+    require()
     with tempfile.TemporaryDirectory(prefix="fedatlas-") as scratch:
         folder = _job_folder(Path(scratch) / "fedatlas", sites)
         return _FlareJob(authority / "admin", folder, sites)
@@ -465,9 +469,15 @@ class _FlareJob:
     def __init__(self, admin: Path, folder: Path, sites: Sequence[str]) -> None:
         command = (sys.executable, "-m", __name__, str(admin.resolve()), str(folder), *sites)
         self.attendant = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+            errors="replace",
         )
         self.how: str | None = None
+        self.takes_in = False
         first = self._heard()
         if first != "accepted":
             self.attendant.kill()
@@ -482,7 +492,9 @@ class _FlareJob:
         return self.attendant.stdout.readline().strip() or "the process that attends to the job has ended"
 
     def _listen(self) -> None:
-        self.how = self._heard()
+        how = self._heard()
+        self.takes_in = how.startswith(TAKES_IN)
+        self.how = how.removeprefix(TAKES_IN)
         self.attendant.wait()
 
     def ended(self) -> str | None:
@@ -499,16 +511,20 @@ class _FlareJob:
             self.attendant.wait()
 
 
+TAKES_IN = "takes in: "
+"""Begins what is said of the end of a job that a site, which came back, made necessary."""
+
+
 def _attend(admin: Path, folder: Path, sites: list[str]) -> None:
     """Submits a job, says "accepted" or why not, waits, says how it ended. When standard input ends, the job is
-    aborted if it still runs.
+    aborted if it still runs. What is said is UTF-8, whatever the locale.
 
     A client that starts again is taken into no running job; so a job whose site is idle is aborted, too.
     """
     from nvflare.fuel.flare_api.api_spec import JobNotFound
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-    out = os.fdopen(os.dup(1), "w", buffering=1)
+    out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="surrogateescape")
     os.dup2(2, 1)
     os.chdir(admin)
     try:
@@ -522,15 +538,12 @@ def _attend(admin: Path, folder: Path, sites: list[str]) -> None:
     print("accepted", file=out)
     over = threading.Event()
     threading.Thread(target=_until_closed, args=(over,), daemon=True).start()
-    silent, idle, how, aborted, since = 0, dict.fromkeys(sites, 0), None, "", 0.0
+    silent, idle, how, aborted, since = 0, Idle(sites), None, "", 0.0
     while how is None:
         if aborted:
             time.sleep(0.5)
-        elif over.wait(1.0) or max(idle.values(), default=0) >= IDLE:
-            late = ", ".join(site for site, polls in idle.items() if polls >= IDLE)
-            aborted = (
-                f"{late} is there, but not in the job; a new job takes it in" if late else "it was stopped"
-            )
+        elif over.wait(1.0) or idle.why():
+            aborted = idle.why() or "it was stopped"
             since = time.monotonic()
             with contextlib.suppress(Exception):
                 session.abort_job(job)
@@ -541,7 +554,7 @@ def _attend(admin: Path, folder: Path, sites: list[str]) -> None:
         try:
             status = str(session.get_job_status(job))
             if status == "RUNNING" and not aborted:
-                _count_idle(session, idle)
+                idle.count(session.get_client_job_status() or [])
         except JobNotFound:
             how = "NVFLARE's server does not know the job; it has been started anew"
         except Exception as error:
@@ -587,13 +600,30 @@ def _await(session: Any, sites: list[str]) -> None:
         time.sleep(0.5)
 
 
-def _count_idle(session: Any, idle: dict[str, int]) -> None:
-    """Counts for every site how many polls in a row found it connected and without the job."""
-    without: dict[str, bool] = {}
-    for entry in session.get_client_job_status() or []:
-        without[str(entry.get("client_name"))] = entry.get("status") == "no_jobs"
-    for site in idle:
-        idle[site] = idle[site] + 1 if without.get(site) else 0
+class Idle:
+    """How many polls in a row found a site connected and without the job that runs."""
+
+    def __init__(self, sites: Sequence[str]) -> None:
+        self.polls = 0
+        self.row = dict.fromkeys(sites, 0)
+
+    def count(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Takes one poll: FLARE's states of the clients' jobs."""
+        without = {str(state.get("client_name")): state.get("status") == "no_jobs" for state in states}
+        self.polls += 1
+        for site in self.row:
+            self.row[site] = self.row[site] + 1 if without.get(site) else 0
+
+    def why(self) -> str:
+        """Why the job is to be given up; "" if it is not."""
+        idle = [site for site, polls in self.row.items() if polls >= IDLE]
+        if not idle:
+            return ""
+        # a site that was away, or in the job, has come back; one that was there all the time did not take the job
+        back = any(self.row[site] < self.polls for site in idle)
+        return (
+            f"{TAKES_IN if back else ''}{', '.join(idle)} is there, but not in the job; a new job takes it in"
+        )
 
 
 if __name__ == "__main__":
