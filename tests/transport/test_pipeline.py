@@ -493,6 +493,7 @@ def test_a_site_may_be_lost_at_any_step(tmp_path, stage: str) -> None:
         clients.transport = Tampered(clients.transport, lose)
         state = run(Drift(), net(), clients, 1)
         assert set(clients.calls[-1].lost) == {"b"}
+        assert set(clients.lost) == (set() if when == "secure_reveal" else {"b"}), "whose models are missing"
         return state
 
     summed = without(tmp_path / "summed", stage, secure=Secure())

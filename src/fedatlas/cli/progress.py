@@ -12,7 +12,8 @@ class Progress:
 
     def __init__(self, rounds: int, out: Any) -> None:
         self.rounds, self.out = rounds, out
-        self.began = time.monotonic()
+        self.began: float | None = None
+        """When the present round began; None where that is not known yet."""
         self.durations: list[float] = []
         self.live = out.isatty()
 
@@ -22,6 +23,8 @@ class Progress:
     def site(self, site: str, function: str, log: dict[str, float], cost: dict[str, float]) -> None:
         from fedatlas.report.tables import main_loss
 
+        if self.began is None:  # the first round of a run that goes on
+            self.began = time.monotonic() - cost["seconds"]
         if self.live:
             main = main_loss(log)
             loss = f" loss {log[main]:.3f}" if main else ""
@@ -39,7 +42,8 @@ class Progress:
             self.began = time.monotonic()
             return
         now = time.monotonic()
-        self.durations.append(now - self.began)
+        if self.began is not None:
+            self.durations.append(now - self.began)
         self.began = now
         sites = record.log["sites"]
         main = main_loss(term for log in sites.values() for term in log)
@@ -51,9 +55,10 @@ class Progress:
             text += f"  validation {TITLES.get(best.metric, best.metric)} {score} (best {best.score:.3f} in round {best.round})"
         for site, reason in record.log["lost"].items():
             text += f"\n  lost {site}: {reason}"
-        recent = self.durations[-5:]
-        left = (self.rounds - record.number) * sum(recent) / len(recent)
-        self._line(f"{text}  {self.durations[-1]:.1f} s, {clock(left)} left")
+        if recent := self.durations[-5:]:
+            left = (self.rounds - record.number) * sum(recent) / len(recent)
+            text += f"  {recent[-1]:.1f} s, {clock(left)} left"
+        self._line(text)
 
     def _line(self, text: str) -> None:
         clear = "\r\x1b[2K" if self.live else ""

@@ -4,6 +4,7 @@ The same for every engine. What differs between engines is a `Transport`, which 
 answers back. What is in these files, and how it is checked, is the matter of `pipeline`.
 """
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +22,9 @@ from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.pipeline import ServerPipeline
-from fedatlas.transport.reply import Passing, Refused, Spool
+from fedatlas.transport.reply import Passing, Refused, Spool, arrived_whole
 from fedatlas.transport.stages import KEPT_REPLIES, LIFTS_MASKS, SERIES, NotHeld, Payload
-from fedatlas.transport.store import make_room
+from fedatlas.transport.store import lacked_room, make_room
 
 
 @options
@@ -49,11 +50,12 @@ NEVER = 10**9
 
 
 class Transport(Protocol):
-    """Gets questions to sites and answers back."""
+    """Gets questions to sites and answers back. One whose sites keep all in the run folder has `in_run_folder`, true."""
 
     def ask(self, questions: Sequence[Question], deadline: float) -> Iterator[tuple[str, str | None]]:
         """Puts all questions at once. Yields (site, None) when an answer lies in the question's file, and
-        (site, reason) when none will come; every site once, in any order, within `deadline` seconds and a little."""
+        (site, reason) when none will come; every site once, in any order, within `deadline` seconds and a little from when
+        its question is put, which is later where fewer can be at work at once."""
         ...
 
     def close(self) -> None: ...
@@ -233,13 +235,18 @@ class SiteClients:
         self, function: str, chosen: Sequence[str], payload: Payload, record: Call, steps: list[str]
     ) -> Spool:
         """The call with its answers summed under masks: one reply, of nobody. steps: gets the functions that are asked."""
+        without = dict[str, str]()
 
         def ask(name: str, sites: Sequence[str], payload: Payload) -> Spool:
             steps.append(name)
-            return self._ask(name, sites, payload, record)
+            replies = self._ask(name, sites, payload, record)
+            if name == function:
+                without.update(self.lost)
+            return replies
 
         attempt = f"{self.about.get('run', '')}/{self._round}/{self._call}"
         value = self.pipeline.secure_sum(ask, function, chosen, payload, attempt)
+        self.lost = without  # what a site sent that was lost later is in the sum
         path = self._folder() / "sum.fa"
         self.pipeline.write(path, {"value": value})
         return Spool({"(sum)": path})
@@ -248,7 +255,7 @@ class SiteClients:
         """Asks sites for one answer each; those that can be used."""
         questions, sizes = self._questions(function, chosen, payload.sent, payload.own)
         arguments = {site: payload.at(site) for site in chosen}
-        self._collect(questions, sizes, arguments, record)
+        unmended = self._collect(questions, sizes, arguments, record)
         behind = sorted(site for site, reason in record.lost.items() if reason.startswith(NotHeld.__name__))
         whole = self.pipeline.whole(payload) if behind else None
         if whole is not None:
@@ -258,10 +265,11 @@ class SiteClients:
             for site in behind:
                 del record.lost[site]
                 sizes[site] += more[site]
-            self._collect(again, sizes, arguments, record)
+            unmended -= set(behind)
+            unmended |= self._collect(again, sizes, arguments, record)
         self.lost = dict(sorted(record.lost.items()))
         files = {site: questions[site].reply for site in chosen if site not in record.lost}
-        self._judge(function, chosen, len(files))
+        self._judge(function, chosen, len(files), sorted(unmended))
         return Spool(files)
 
     def _accounted(self, record: Call, *, opened: bool = True) -> Call:
@@ -312,13 +320,13 @@ class SiteClients:
         sizes: Mapping[str, int],
         arguments: Mapping[str, dict[str, Any]],
         record: Call,
-    ) -> None:
+    ) -> set[str]:
         """Asks until every site has answered or is lost, as the federation's rule says. arguments: those of the function
-        at each site."""
+        at each site. Returns the sites whose answers were refused for a reason that does not pass by itself."""
         began = time.monotonic()
         limits = {site: self.pipeline.limits(asked, arguments[site]) for site, asked in questions.items()}
         questions = {site: replace(asked, most=sum(limits[site])) for site, asked in questions.items()}
-        open_, reasons = dict(questions), dict[str, str]()
+        open_, reasons, refused = dict(questions), dict[str, str](), set[str]()
         make_room(self.scratch, sum(tensors for _, tensors in limits.values()))
         while open_:
             silent = {}
@@ -331,18 +339,26 @@ class SiteClients:
                     self._receive(questions[site], sizes[site], arguments[site], record)
                 except Passing as error:
                     silent[site] = printable(str(error), LONGEST_REASON)
+                except Refused as error:
+                    record.lost[site] = printable(str(error), LONGEST_REASON)
+                    refused.add(site)
             record.lost.update(silent)
-            over = time.monotonic() - began >= self.faults.patience
-            if self.faults.on_lost != "wait" or over:
-                return
-            for site in sorted(silent):
+            again = sorted(site for site in silent if self._may_wait(silent[site]))
+            if not again or time.monotonic() - began >= self.faults.patience:
+                break
+            for site in again:
                 if reasons.get(site) != silent[site]:
                     self.tell(f"waits for {site} ({silent[site]}), which is asked again")
-            open_, reasons = {site: questions[site] for site in sorted(silent)}, silent
-            for site in silent:
                 del record.lost[site]
-            if silent:
-                time.sleep(min(1.0, self.faults.patience))
+            open_, reasons = {site: questions[site] for site in again}, silent
+            time.sleep(min(1.0, self.faults.patience))
+        return refused
+
+    def _may_wait(self, reason: str) -> bool:
+        """Is a site that gave no usable answer asked again? By the federation's rule, and always where it lacked room in the
+        run folder, for which the run itself waits."""
+        here = getattr(self.transport, "in_run_folder", False)
+        return self.faults.on_lost == "wait" or (here and lacked_room(self.scratch, reason))
 
     def _expected(self, question: Question) -> float:
         """The seconds that a site took over its last call of a function, or over its last call at all; sites that take
@@ -351,23 +367,16 @@ class SiteClients:
         return seconds.get(question.function, seconds.get("", 0.0))
 
     def _receive(self, question: Question, sent: int, arguments: dict[str, Any], record: Call) -> None:
-        """Takes the reply to a question, if it can be used, into the record. sent: bytes that went to the site. Raises
-        Passing for an error that may pass by itself."""
+        """Takes the reply to a question into the record. sent: bytes that went to the site. Raises Refused for one that
+        cannot be used, and of these Passing where another one may be."""
         site = question.site
         try:
             tree, size = self.pipeline.read(question, arguments, self.instances.get(site))
-        except OSError as error:
-            record.lost[site] = f"its answer cannot be read ({error.strerror or error})"
-            return
-        except Passing:
-            question.reply.unlink(missing_ok=True)
-            raise
         except Exception as error:  # what a site sends ends no run, whatever it is
-            told = isinstance(error, Refused | WireError | NameMismatch | FloatingPointError)
-            reason = str(error) if told else f"its answer cannot be used ({type(error).__name__}: {error})"
-            record.lost[site] = printable(reason, LONGEST_REASON)
-            question.reply.unlink(missing_ok=True)
-            return
+            refusal = _refusal(error, question.reply)
+            with contextlib.suppress(OSError):
+                question.reply.unlink()
+            raise refusal from None
         if (series := tree["log"].pop(SERIES, None)) is not None:
             self.series[site] = int(series)
         self.answering[site] = tree["from"]
@@ -382,16 +391,19 @@ class SiteClients:
         if self.watch:
             self.watch(site, question.function, record.logs[site], cost)
 
-    def _judge(self, function: str, chosen: Sequence[str], answered: int) -> None:
+    def _judge(self, function: str, chosen: Sequence[str], answered: int, refused: Sequence[str]) -> None:
+        """Raises SiteLost where the federation's rule is to stop. refused: who is lost for a reason that does not pass."""
         if not self.lost:
             return
         reasons = "\n".join(f"  {site}: {reason}" for site, reason in self.lost.items())
         where = f"round {self._round}, {function}"
         if self.faults.on_lost != "drop":
-            raise SiteLost(
-                f"{where}: no usable answer from\n{reasons}\nComplete rounds are kept. (faults.on_lost is "
-                f"{self.faults.on_lost})"
-            )
+            rule = f"faults.on_lost is {self.faults.on_lost}"
+            if self.faults.on_lost == "wait":
+                rule = f"{rule}; the {self.faults.patience:g} s of waiting are over"
+                if refused:
+                    rule = f"the answer of {', '.join(refused)} was refused, which waiting cannot mend"
+            raise SiteLost(f"{where}: no usable answer from\n{reasons}\nComplete rounds are kept. ({rule})")
         if answered < min(self.faults.min_sites, len(chosen)):
             raise SiteLost(
                 f"{where}: {answered} sites answered, faults.min_sites is {self.faults.min_sites}; lost:\n{reasons}"
@@ -407,6 +419,19 @@ class SiteClients:
 
     def _folder_of(self, call: int) -> Path:
         return self.scratch / f"{self._round:06d}-{call:03d}"
+
+
+def _refusal(error: Exception, file: Path) -> Refused:
+    """Why an answer in a file cannot be used, of what was raised when it was read: Passing where it did not arrive as it
+    was sent."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, OSError):
+        return Passing(f"its answer cannot be read ({error.strerror or error})")
+    if isinstance(error, WireError) and not arrived_whole(file):
+        return Passing(str(error))
+    told = isinstance(error, WireError | NameMismatch | FloatingPointError)
+    return Refused(str(error) if told else f"its answer cannot be used ({type(error).__name__}: {error})")
 
 
 LONGEST_REASON = 4000

@@ -5,12 +5,14 @@ Both give the same bits: every payload passes through `wire` either way, and not
 
 import contextlib
 import json
+import math
+import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,6 +26,8 @@ class InProcess:
 
     answer: writes the answer to a question into its file.
     """
+
+    in_run_folder = True
 
     def __init__(self, answer: Callable[[Question], None]) -> None:
         self.answer = answer
@@ -56,14 +60,20 @@ class Worker:
                 write_frame(self.process.stdin, opened)  # type: ignore[arg-type]
             self.opened = opened
 
-    def exchange(self, question: Question) -> bytearray | None:
-        """The reply to a question; None if the process ended."""
+    def exchange(self, question: Question, end: float = math.inf) -> bytearray | None:
+        """The reply to a question; None if the process ended. Raises TimeoutError where neither has come at `end`, a
+        time of `time.monotonic`."""
         assert self.process.stdin and self.process.stdout
         try:
             write_frame(self.process.stdin, question.to_json())  # type: ignore[arg-type]
-            return read_frame(self.process.stdout)  # type: ignore[arg-type]
         except BrokenPipeError:
             return None
+        spoken = select.poll()
+        spoken.register(self.process.stdout, select.POLLIN)
+        while (left := end - time.monotonic()) > 0:
+            if spoken.poll(1000 * min(left, LONGEST_POLL)):
+                return read_frame(self.process.stdout)  # type: ignore[arg-type]
+        raise TimeoutError
 
     def end(self) -> None:
         self.process.kill()
@@ -79,6 +89,9 @@ class Worker:
             return f"exit code {code}"
         return f"signal {-code}" + (", perhaps for memory" if code == -9 else "")
 
+
+LONGEST_POLL = 3600.0
+"""Seconds of one wait for a worker; the system takes no number as large as a deadline may be."""
 
 _kept: list[Worker] | None = None
 """Idle workers of runs that are over, within `keeping_workers`."""
@@ -101,10 +114,13 @@ def keeping_workers() -> Iterator[None]:
 
 class Workers:
     """Worker processes, each of which can serve any site. A worker that dies is replaced, and what it was doing
-    is asked again once: a call depends on nothing but its payload and the site's memory.
+    is asked again once: a call depends on nothing but its payload and the site's memory. One that is at work on a
+    question for longer than its deadline is ended; the clock of a question that waits for a worker does not run.
 
     target: "module:function" which, called with the arguments, returns what answers a question.
     """
+
+    in_run_folder = True
 
     def __init__(self, target: str, arguments: Mapping[str, Any], n: int, log: Path) -> None:
         self.log, self.n = log, n
@@ -130,25 +146,21 @@ class Workers:
     def ask(self, questions: Sequence[Question], deadline: float) -> Iterator[tuple[str, str | None]]:
         pool = ThreadPoolExecutor(self.n)
         late = threading.Event()
-        waiting: dict[Future[str | None], str] = {
-            pool.submit(self.serve, question, late): question.site for question in questions
-        }
-        turns = -(-len(questions) // self.n)  # the last of them begins when others have ended
+        sites = {pool.submit(self.serve, question, late, deadline): question.site for question in questions}
         try:
-            for future in as_completed(list(waiting), timeout=deadline * turns):
-                yield waiting.pop(future), future.result()
-        except Late:
-            late.set()
-            for site in sorted(waiting.values()):
-                self.end(site)
-                yield site, f"no answer within {deadline:g} s (faults.deadline)"
+            for future in as_completed(sites):
+                yield sites[future], future.result()
         finally:  # on Ctrl-C too: nobody waits for what is still at work
             late.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def serve(self, question: Question, late: threading.Event | None = None) -> str | None:
-        """Gets one question answered; returns why it could not be, or None. late: set when nobody waits any more."""
+    def serve(
+        self, question: Question, late: threading.Event | None = None, deadline: float = math.inf
+    ) -> str | None:
+        """Gets one question answered; returns why it could not be, or None. late: set when nobody waits any more.
+        deadline: seconds that it may take, from when a worker is free for it."""
         worker = self.free.get()
+        end = time.monotonic() + deadline
         try:
             ended = ""
             for _ in range(2):
@@ -158,11 +170,16 @@ class Workers:
                     worker = self._start()
                 with self.lock:
                     self.serving[question.site] = worker
-                reply = worker.exchange(question)
+                try:
+                    reply = worker.exchange(question, end)
+                except TimeoutError:
+                    self._drop(worker)
+                    worker = None
+                    return f"no answer within {deadline:g} s (faults.deadline)"
                 if reply is not None:
                     return json.loads(reply)["lost"]
                 ended = worker.how_it_ended()
-                self.running.remove(worker)
+                self._drop(worker)
                 worker = None
             return f"its worker process ended twice ({ended}); see {self.log.name} at the site"
         finally:
@@ -175,6 +192,13 @@ class Workers:
         with self.lock:
             if worker := self.serving.get(site):
                 worker.process.kill()
+
+    def _drop(self, worker: Worker) -> None:
+        """Gives up a worker; another one is started at the next question."""
+        worker.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the system may end late
+            worker.process.wait(timeout=5)
+        self.running.remove(worker)
 
     def _start(self) -> Worker:
         worker = None

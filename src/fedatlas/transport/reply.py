@@ -4,6 +4,7 @@
 {"to": question, "from": installation, "error": {"code": class of the exception, "text": its text, if it may leave}}
 """
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
-from fedatlas.core.errors import DiskFull, FedAtlasError
+from fedatlas.core.errors import DiskFull, FedAtlasError, WireError
 from fedatlas.core.tensors import Tree, is_finite, require_same
 from fedatlas.transport import wire
 from fedatlas.transport.egress import contents
@@ -27,7 +28,8 @@ class Refused(FedAtlasError):
 
 
 class Passing(Refused):
-    """An error reply whose reason may pass by itself, as a full disk at the site: who may wait asks again."""
+    """An answer that cannot be used for a reason that may pass by itself, as a full disk at the site, or damage on the
+    way: who may wait asks again."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ class Answer:
 def opened(tree: Any, question: Question, instance: str | None = None) -> dict[str, Any]:
     """A reply with "value", "log", "cost", "from" and "memory", each of its type; what is in "value" is not checked.
 
-    instance: the installation that may answer; None: any. Raises Refused for an error reply, a reply to another
-    question and everything that is no reply of ours.
+    instance: the installation that may answer; None: any. Raises Refused for an error reply and everything that is no
+    reply of ours, and of these Passing for a reply to another question, that of another installation, and an error that
+    may pass.
     """
     to = tree.get("to") if isinstance(tree, dict) else None
     if not isinstance(to, dict) or not all(type(value) in (str, int) for value in to.values()):
@@ -75,11 +78,11 @@ def opened(tree: Any, question: Question, instance: str | None = None) -> dict[s
     if to != asked:
         answered = ", ".join(f"{name} {printable(str(to.get(name)), 80)}" for name in asked)
         wanted = ", ".join(f"{name} {value}" for name, value in asked.items())
-        raise Refused(f"it answered another question ({answered}); asked was {wanted}")
+        raise Passing(f"it answered another question ({answered}); asked was {wanted}")
     if not isinstance(tree.get("from"), str) or not _INSTANCE.fullmatch(tree["from"]):
         raise Refused("its answer does not say which installation it is from")
     if instance is not None and tree["from"] != instance:
-        raise Refused(
+        raise Passing(
             "another installation answered under its name than the one that joined this run; its folder was copied "
             "and is used in two places, or was made anew"
         )
@@ -108,7 +111,8 @@ def _refusal(error: Any) -> Refused:
     code, text = (error.get("code"), error.get("text")) if isinstance(error, dict) else (None, None)
     if not isinstance(code, str) or not _CODE.fullmatch(code) or not isinstance(text, str | None):
         return Refused("it answered with an error that says nothing")
-    kind = Passing if code in (OSError.__name__, DiskFull.__name__) else Refused
+    passing = (OSError.__name__, DiskFull.__name__, WireError.__name__)
+    kind = Passing if code in passing else Refused
     return kind(explained(code) if text is None else f"{code}: {text}")
 
 
@@ -130,6 +134,16 @@ def explained(code: str) -> str:
     """What the code of an error reply means; the text of the error stays at the site."""
     meaning = _CODES.get(code, "an error")
     return f"{code}: {meaning}; the text is in errors.log at the site"
+
+
+def arrived_whole(path: Path) -> bool:
+    """Does a file hold the very bytes that a site sent? Nothing in them is parsed."""
+    try:
+        data, begin = memoryview(read_whole(path)), len(wire.MAGIC)
+    except OSError:
+        return False
+    end = begin + hashlib.sha256().digest_size
+    return data[:begin] == wire.MAGIC and data[begin:end] == hashlib.sha256(data[end:]).digest()
 
 
 def check_numbers(value: Mapping[str, Any], model: Any) -> None:

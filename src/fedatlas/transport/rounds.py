@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
@@ -24,8 +25,9 @@ from fedatlas.transport import wire
 from fedatlas.transport.clients import Call
 from fedatlas.transport.host import peak_mb, reset_peak
 from fedatlas.transport.reply import Spool
-from fedatlas.transport.store import read_whole, sync_folder, write_atomic
+from fedatlas.transport.store import not_waiting, read_whole, sync_folder, with_room, write_atomic
 
+T = TypeVar("T")
 HELD = "held.fa"
 """In a round's folder: the models that the sites hold, as far as compression made them of the server's."""
 
@@ -151,22 +153,27 @@ class RunFolder:
         """Locks the folder for this process, and makes it if need be. The lock is the kernel's: it ends with the
         context, and with the process however that ends. tell: called where the file system has no locks.
 
-        Raises RunFolderError, naming the process and its machine, where another process holds the folder.
+        Raises RunFolderError where the folder cannot be made or written, and, naming the process and its machine, where
+        another process holds it.
         """
-        try:
+        file = self.path / "lock"
+
+        def opened() -> FileIO:
             self.path.mkdir(parents=True, exist_ok=True)
-            opened = (self.path / "lock").open("a+", encoding="utf-8")
-        except OSError as error:
-            raise RunFolderError(
-                f"{self.path}: cannot be made or written ({error.strerror or error}); choose another place with --runs"
-            ) from None
-        with opened as lock:
+            return file.open("a+b", buffering=0)
+
+        def signed() -> None:
+            lock.truncate(0)
+            began = datetime.now(UTC).isoformat(timespec="seconds")
+            lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {began},".encode())
+
+        with self._written(file, opened) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.seek(0)
                 raise RunFolderError(
-                    f"{self.path}: {lock.read().strip() or 'another process'} works on this run; wait until it has "
+                    f"{self.path}: {lock.read().decode().strip() or 'another process'} works on this run; wait until it has "
                     "ended, or begin another run with --id"
                 ) from None
             except OSError as error:
@@ -174,11 +181,16 @@ class RunFolder:
                     f"{self.path}: cannot be locked ({error.strerror or error}); see that no other process works on "
                     "this run"
                 )
-            lock.truncate(0)
-            began = datetime.now(UTC).isoformat(timespec="seconds")
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {began},")
-            lock.flush()
+            self._written(file, signed)
             yield
+
+    def _written(self, file: Path, write: Callable[[], T]) -> T:
+        try:
+            return with_room(file, write)
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.path}: cannot be made or written ({error.strerror or error}); choose another place with --runs"
+            ) from None
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -198,7 +210,7 @@ class RunFolder:
                     else f"{type(error).__name__}; see what the run itself said"
                 )
             now = datetime.now(UTC).isoformat(timespec="seconds")
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), not_waiting():
                 write_atomic(kept, to_json({"when": now, "why": why}))
             raise
 
@@ -221,7 +233,6 @@ class RunFolder:
     ) -> None:
         """Keeps a complete round; `models`: the sites' local models, kept with it if given. held: what the sites hold of
         what they were sent, see `held_after`."""
-        self.rounds.mkdir(parents=True, exist_ok=True)
         final = self.rounds / f"{record.number:04d}"
         part = self.rounds / f".{record.number:04d}.part"
         shutil.rmtree(part, ignore_errors=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from fedatlas.core.errors import DataChanged, RunFolderError, WireError, first_of
 from fedatlas.core.tensors import Tree
@@ -23,21 +24,42 @@ class _Waiting:
     patience: float
 
 
+T = TypeVar("T")
 _WAITING: ContextVar[_Waiting | None] = ContextVar("waiting", default=None)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 PAUSE = 2.0
 """Seconds between two looks at a disk that is full."""
+LITTLE = 1 << 20
+"""A disk with fewer free bytes counts as full where something failed for a reason that is not known."""
 
 
 @contextlib.contextmanager
 def waiting_for_room(tell: Callable[[str], None], patience: float) -> Iterator[None]:
-    """While it is open, `write_atomic` and `make_room` of this thread wait where a disk is full, at most `patience`
-    seconds each, and tell when that begins and ends."""
+    """While it is open, `with_room`, `write_atomic` and `make_room` of this thread wait where a disk is full, at most
+    `patience` seconds each, and tell when that begins and ends."""
     token = _WAITING.set(_Waiting(tell, patience))
     try:
         yield
     finally:
         _WAITING.reset(token)
+
+
+@contextlib.contextmanager
+def not_waiting() -> Iterator[None]:
+    """While it is open, nobody waits for room, not even within `waiting_for_room`."""
+    token = _WAITING.set(None)
+    try:
+        yield
+    finally:
+        _WAITING.reset(token)
+
+
+def lacked_room(folder: Path, reason: str) -> bool:
+    """Did something fail, as far as can be told, because the disk of this folder is full, and is this within
+    `waiting_for_room`? reason: why it failed, in words."""
+    if _WAITING.get() is None:
+        return False
+    return any(os.strerror(number) in reason for number in _FULL) or shutil.disk_usage(folder).free < LITTLE
 
 
 def _waits(path: Path, why: str) -> Iterator[None]:
@@ -74,27 +96,43 @@ def make_room(folder: Path, needed: int) -> None:
             return
 
 
-def write_atomic(path: Path, data: Data, *, durable: bool = True, secret: bool = False) -> None:
-    """Writes a file so that, whatever happens, `path` holds the old bytes or all of the new ones.
-
-    durable: False for what need not outlive a crash of the machine. secret: nobody but this user may read it. Raises OSError as the file system does (disk full,
-    unless `waiting_for_room`); then `path` is as it was.
-    """
+def with_room(path: Path, write: Callable[[], T]) -> T:
+    """Calls what writes to `path`, within `waiting_for_room` again and again while the disk is full. Raises OSError as the
+    file system does; it names the path where the disk is full, and where the file system names none."""
     try:
-        return _write(path, data, durable, secret)
+        return _named(path, write)
     except OSError as error:
         if error.errno not in _FULL:
             raise
         full = error
     for _ in _waits(path, full.strerror or "the disk is full"):
         try:
-            _write(path, data, durable, secret)
+            done = _named(path, write)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
         else:
-            return _has_room()
+            _has_room()
+            return done
     raise full
+
+
+def _named(path: Path, write: Callable[[], T]) -> T:
+    try:
+        return write()
+    except OSError as error:
+        if error.errno in _FULL or error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_atomic(path: Path, data: Data, *, durable: bool = True, secret: bool = False) -> None:
+    """Writes a file so that, whatever happens, `path` holds the old bytes or all of the new ones.
+
+    durable: False for what need not outlive a crash of the machine. secret: nobody but this user may read it. Raises OSError as the file system does (disk full,
+    unless `waiting_for_room`); then `path` is as it was.
+    """
+    with_room(path, lambda: _write(path, data, durable, secret))
 
 
 def _write(path: Path, data: Data, durable: bool, secret: bool) -> None:
