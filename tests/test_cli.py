@@ -18,6 +18,7 @@ import nibabel as nib
 import numpy as np
 import pytest
 import yaml
+from headers import without_orientation
 
 from fedatlas.cli import listing, main
 from fedatlas.cli.progress import Counter, Progress
@@ -161,6 +162,32 @@ def test_dice_of_the_files_of_predict_is_that_of_evaluate(
         assert value == pytest.approx(2 * (a & b).sum() / (a.sum() + b.sum()), abs=1e-12), name
 
 
+GUESS = "neither qform nor sform is set: left and right are a guess"
+
+
+def test_predict_tells_of_a_scan_without_orientation(trained: Path, phantom: Path, tmp_path, capsys) -> None:
+    scan = phantom / "site-1" / "imagesTs" / "p104_0000.nii.gz"
+    plain = without_orientation(scan, tmp_path / "plain.nii.gz")
+    for file in (scan, plain):
+        assert main(["predict", str(trained), str(file), "-o", str(tmp_path / "out")]) == 0
+        assert (f"note: {file}: {GUESS}; convert it again" in capsys.readouterr().err) is (file == plain)
+
+
+def test_evaluate_tells_what_check_tells_of_the_files(trained: Path, phantom: Path, tmp_path, capsys) -> None:
+    site = tmp_path / "site"
+    shutil.copytree(phantom / "site-0", site)
+    scans = sorted((site / "imagesTr").iterdir())[:2]
+    for scan in scans:
+        for file in (scan, site / "labelsTr" / scan.name.replace("_0000", "")):
+            without_orientation(file, file)
+    for _ in range(2):  # the second time scans come from the cache
+        assert main(["evaluate", str(trained), "--data", str(site), "--json"]) == 0
+        said = capsys.readouterr()
+        (note,) = [note for note in json.loads(said.out)["notes"] if GUESS in note]
+        assert note.startswith("site site: imagesTr/")
+        assert f"{GUESS}; 2 such files" in note and f"note: {note}" in said.err.splitlines()
+
+
 def turn(shape: tuple[int, ...]) -> np.ndarray:
     """Voxel (k, i', j) of the turned file -> voxel (i, j, k) of the source, with i' counted from the end."""
     return np.array([[0, -1, 0, shape[0] - 1], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 1]])
@@ -169,7 +196,7 @@ def turn(shape: tuple[int, ...]) -> np.ndarray:
 def test_evaluate_a_folder(trained: Path, phantom: Path, tmp_path, capsys) -> None:
     fuller = ["--table", "all_labels.json", "--labels", "labelsTr_all", "--test-labels", "labelsTs_all"]
     text = output(
-        capsys, "evaluate", trained, "--data", phantom / "site-0", *fuller, "--out", tmp_path / "r.csv"
+        capsys, "evaluate", trained, "--data", phantom / "site-0", *fuller, "-o", tmp_path / "r.csv"
     )
     assert "liver" in text and "tumour" in text and (tmp_path / "r.csv").exists()
     rows = read_rows(tmp_path / "r.csv")
@@ -253,6 +280,25 @@ def test_the_printed_loss_is_the_supervised_one() -> None:
     record.log["sites"] = {"a": {"loss": 3.0}}
     Progress(2, shown := io.StringIO()).round(record, SimpleNamespace(round=0))
     assert "  loss a 3.000" in shown.getvalue()
+
+
+def test_the_first_round_after_a_resume_is_timed_from_its_first_question(monkeypatch) -> None:
+    """Not from the start of the command, which prepares data and waits for sites."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    record = SimpleNamespace(number=8, rows=[], log={"sites": {}, "lost": {}})
+    progress = Progress(10, shown := io.StringIO())
+    now[0] = 703.0  # its sites have come, and one has answered after 3 s
+    progress.site("a", "train", {}, {"seconds": 3.0})
+    now[0] = 704.5
+    progress.round(record, SimpleNamespace(round=0))
+    assert shown.getvalue().endswith("  4.5 s, 0:09 left\n")
+    now[0], record.number = 710.0, 9
+    progress.site("a", "train", {}, {"seconds": 1.0})
+    progress.round(record, SimpleNamespace(round=0))
+    assert shown.getvalue().endswith("  5.5 s, 0:05 left\n")
+    Progress(10, unseen := io.StringIO()).round(record, SimpleNamespace(round=0))
+    assert " left" not in unseen.getvalue(), "nothing is known of a round in which no site answered"
 
 
 def test_a_run_ends_with_a_verdict(said: list[str], trained: Path) -> None:

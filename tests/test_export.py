@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from findings import findings_federation
+from headers import without_orientation
 from runs import phantom_federation
 from safetensors import safe_open
 
@@ -86,6 +88,17 @@ def run_bundle(bundle: Path, files: list[Path], out: Path) -> None:
         (folder / file.name).symlink_to(file)
     error = bundle_said(bundle, folder, out)
     assert not error, error
+
+
+def test_a_bundle_tells_of_a_scan_without_orientation(run: Path, phantom: Path, tmp_path: Path) -> None:
+    export(run, "bundle", tmp_path / "bundle")
+    (tmp_path / "in").mkdir()
+    shutil.copy(scans(phantom)[0], tmp_path / "in/sound.nii.gz")
+    without_orientation(scans(phantom)[0], tmp_path / "in/plain.nii.gz")
+    command = [sys.executable, "-c", WITHOUT_FEDATLAS, str(tmp_path / "in"), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path / "bundle", capture_output=True, text=True, check=True)
+    (note,) = [line for line in done.stdout.splitlines() if "left and right are a guess" in line]
+    assert note.startswith(f"note: {tmp_path / 'in/plain.nii.gz'}: neither qform nor sform is set")
 
 
 def bundle_said(bundle: Path, folder: Path, out: Path) -> str:

@@ -86,9 +86,21 @@ class Fake(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
+def item(study: str, series: str) -> dict[str, Any]:
+    """What DICOMweb answers of a series."""
+    return {
+        "0020000D": {"vr": "UI", "Value": [study]},
+        "0020000E": {"vr": "UI", "Value": [series]},
+    }
+
+
+def says(answer: Any) -> Any:
+    return lambda self: self.answer(json.dumps(answer).encode())
+
+
 def found(count: int) -> Any:
-    one = {"0020000D": {"vr": "UI", "Value": ["1.2.3"]}, "00080018": {"vr": "UI", "Value": ["1.2.4"]}}
-    return lambda self: self.answer(json.dumps([one] * count).encode())
+    one = item("1.2.3", SERIES) | {"00080018": {"vr": "UI", "Value": ["1.2.4"]}}
+    return says([one] * count)
 
 
 def cut(self: Fake) -> None:
@@ -123,6 +135,16 @@ def fake(monkeypatch) -> Iterator[str]:
         ({"/series": lambda self: self.send_error(500)}, "answered 500; see its log"),
         ({"/series": lambda self: self.answer(b"<html>", "text/html")}, "its answer is no DICOMweb"),
         ({"/series": silent}, "it said nothing for 0.3 s; see that it runs, or raise --timeout"),
+        (
+            {"/series": says(["9b9c0a8e-0020000D-0020000E"])},  # Orthanc's own service
+            "its answer is no DICOMweb (ValueError); correct --dicomweb, which ends where /studies begins",
+        ),
+        ({"/series": says([{"ID": "9b9c0a8e"}])}, "its answer is no DICOMweb"),
+        (
+            {"/series": lambda self: self.send_error(400)},
+            "does not understand the request (400); correct --dicomweb, which ends where /studies begins",
+        ),
+        ({"/series": says([item("1.2.1", "1.2.5")])}, "has no series of this UID (case-"),
         ({"/series": found(0)}, "has no series of this UID (case-"),
         ({"/series": found(1), "/instances": found(3), SERIES: cut}, "nothing was stored"),
     ],
@@ -141,6 +163,38 @@ def test_fewer_objects_than_there_are(fake, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(Fake, "ways", {"/series": found(1), "/instances": found(3), SERIES: whole})
     with pytest.raises(PacsError, match="sent 1 of the 3 objects of case-.*nothing was stored"):
         list(Pacs(fake).fetch([SERIES]))
+
+
+def test_a_pacs_that_does_not_heed_the_filter_leads_into_no_other_study(fake, monkeypatch, tmp_path) -> None:
+    file = write_series(tmp_path, np.zeros((4, 4, 2)), np.eye(4), "p0/ct")[0]
+    body = b"--b\r\nContent-Type: application/dicom\r\n\r\n" + file.read_bytes() + b"\r\n--b--"
+    asked_for: list[str] = []
+
+    def whole(self: Fake) -> None:
+        asked_for.append(self.path)
+        self.answer(body, 'multipart/related; type="application/dicom"; boundary=b')
+
+    everything = says([item("1.2.1", "1.2.5"), item("1.2.3", SERIES), item("1.2.2", "1.2.6")])
+    monkeypatch.setattr(Fake, "ways", {"/series": everything, "/instances": found(1), SERIES: whole})
+    assert len(list(Pacs(fake).fetch([SERIES]))) == 1
+    assert asked_for == [f"/web/studies/1.2.3/series/{SERIES}"]
+
+
+def test_an_evaluation_offers_no_cases_without_labels(trained, hospital, tmp_path, capsys) -> None:
+    """And says what it found odd about a folder of which it can score a part."""
+    folder = next(hospital.glob("*0"))
+    (tmp_path / "bare").mkdir()
+    for file in folder.glob("*ct*.dcm"):
+        shutil.copy(file, tmp_path / "bare")
+    asks = ("evaluate", trained, "--format", "dicom", "--json", "--data")
+    status, _, err = asked(capsys, *asks, tmp_path / "bare")
+    assert status == 1 and "holds no labels" in err and "1 series have no segmentation" in err
+    assert "unlabelled" not in err
+    shutil.copytree(next(hospital.glob("*1")), tmp_path / "both" / "1")
+    shutil.copytree(tmp_path / "bare", tmp_path / "both" / "0")
+    status, out, err = asked(capsys, *asks, tmp_path / "both")
+    (note,) = [note for note in json.loads(out)["notes"] if "have no segmentation" in note]
+    assert status == 0 and f"note: {note}" in err and "unlabelled" not in err
 
 
 # ------------------------------------------------------------------------------------------------- Orthanc

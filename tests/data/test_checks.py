@@ -9,6 +9,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import pytest
+from headers import without_orientation
 
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import LabelSpace
@@ -181,16 +182,18 @@ def test_what_is_odd_but_usable_is_a_note(root: Path) -> None:
 
 
 def test_a_scan_without_orientation_is_a_note(root: Path) -> None:
-    image: Any = nib.load(root / IMAGE)  # type: ignore[attr-defined]
     for name in (IMAGE, LABEL):
-        source: Any = nib.load(root / name)  # type: ignore[attr-defined]
-        plain = nib.Nifti1Image(np.asarray(source.dataobj), None)  # type: ignore[attr-defined]
-        plain.header.set_zooms(image.header.get_zooms())
-        plain.set_sform(None, 0)
-        plain.set_qform(None, 0)
-        nib.save(plain, root / name)  # type: ignore[attr-defined]
+        without_orientation(root / name, root / name)
     (note,) = check(root)
     assert not note.fatal and "neither qform nor sform" in str(note) and IMAGE in str(note)
+
+
+def test_scans_without_orientation_are_one_note(root: Path) -> None:
+    for file in [*root.glob("images*/*"), *root.glob("labels*/*")]:
+        without_orientation(file, file)
+    (note,) = check(root)
+    count = len([*root.glob("images*/*")])
+    assert count > 1 and f"left and right are a guess; {count} such files" in str(note)
 
 
 def test_a_scan_in_metres_is_read_so_and_told(root: Path) -> None:

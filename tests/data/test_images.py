@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import from_dict
 from fedatlas.data.datasets import chestxray14, covid, tbx
 from fedatlas.data.datasets import csv as csv_table
@@ -36,6 +37,10 @@ from fedatlas.data.datasets.shared.listing import (
     image_case,
 )
 from fedatlas.data.formats.picture import read_picture
+from fedatlas.data.images import ImageData, Images
+from fedatlas.data.index import SiteConfig, read_image_site
+from fedatlas.data.reading import gathered
+from fedatlas.federation.trained import notes_on_images
 
 NONE = Splitting(test=0, validation=0)
 
@@ -773,3 +778,21 @@ def test_folders_that_are_missing_empty_or_hold_other_files(tmp_path: Path) -> N
         listed(covid, "f", root, Covid(), NONE)
     with pytest.raises(DataError, match="no such folder; there are: none"):
         listed(tbx, "e", tmp_path / "nowhere", None, NONE)
+
+
+def test_an_evaluation_tells_what_was_assumed_of_images(tmp_path: Path) -> None:
+    for number in range(3):
+        picture(tmp_path / f"{number}.png")
+        if number:
+            image = Image.open(tmp_path / f"{number}.png")
+            image.putalpha(100)
+            image.save(tmp_path / f"{number}.png")
+    table(
+        tmp_path / "labels.csv", [["file", "mass"], *([f"{number}.png", number % 2] for number in range(3))]
+    )
+    config = SiteConfig(name="s", path=str(tmp_path), format="csv", role="test")  # type: ignore[call-arg]
+    index = read_image_site(config, tmp_path, channels=1, splitting=NONE)
+    space = LabelSpace(("mass",), exclusive=False, level="image")
+    source = ImageData(index, space, Images(), cache=tmp_path / "cache")  # type: ignore[call-arg]
+    (note,) = gathered(index, notes_on_images(source))
+    assert str(note).startswith("site s: 1.png: ") and str(note).count("2 such files") == 1

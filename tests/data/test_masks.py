@@ -594,7 +594,14 @@ def test_predictions_have_the_size_of_the_picture(trained: Path, tmp_path: Path)
 
 def test_a_folder_of_pictures_is_scored(trained: Path, tmp_path: Path) -> None:
     write_masks(tmp_path / "new", 3, ("left_lung", "heart"), (30, 30))
-    rows, ignored = evaluate_folder(trained, tmp_path / "new", format="masks")
+    mask = tmp_path / "new" / "masks" / "heart" / "cxr_001.png"
+    Image.open(mask).resize((15, 15), Image.Resampling.NEAREST).save(mask)
+    mask = tmp_path / "new" / "masks" / "left_lung" / "cxr_001.png"
+    Image.open(mask).resize((15, 15), Image.Resampling.NEAREST).save(mask)
+    said: list[str] = []
+    rows, ignored = evaluate_folder(trained, tmp_path / "new", format="masks", warn=said.append)
+    (note,) = [text for text in said if "a mask of another size than its picture" in text]
+    assert note.startswith("site new: masks/left_lung/cxr_001.png: ") and "such files" not in note
     dice = [row for row in rows if row["metric"] == "dice"]
     assert len(dice) == 3 and {row["class"] for row in dice} == {"left_lung"} and ignored == ["heart"]
 

@@ -18,6 +18,8 @@ from fedatlas.data.transforms import (
     Geometry,
     Preprocessing,
     _share,
+    doubts_about,
+    doubts_of,
     geometry_of,
     image_to_grid,
     labels_to_grid,
@@ -62,6 +64,27 @@ def ball(place: np.ndarray, centre: tuple[float, ...], radii: tuple[float, ...])
 
 def dice(a: np.ndarray, b: np.ndarray) -> float:
     return 2 * float((a & b).sum()) / float(a.sum() + b.sum())
+
+
+@pytest.mark.parametrize(
+    ("qform", "sform", "unit", "told"),
+    [
+        (0, 0, "mm", ["neither qform nor sform is set"]),
+        (1, 0, "mm", []),
+        (0, 2, "unknown", []),
+        (0, 0, "micron", ["neither qform nor sform is set", "it is in micrometres"]),
+    ],
+)
+def test_what_a_header_leaves_in_doubt(qform, sform, unit, told, tmp_path: Path) -> None:
+    image = nib.Nifti1Image(np.zeros((3, 4, 5), np.uint8), None)  # type: ignore[attr-defined]
+    image.set_qform(np.eye(4), qform)
+    image.set_sform(np.eye(4), sform)
+    image.header.set_xyzt_units(unit)
+    nib.save(image, tmp_path / "a.nii.gz")  # type: ignore[attr-defined]
+    found = doubts_about(tmp_path / "a.nii.gz")
+    assert len(found) == len(told)
+    assert all(words in what for words, (what, _) in zip(told, found, strict=True))
+    assert doubts_of({}) == [] and doubts_about(tmp_path / "a.png") == []
 
 
 @pytest.mark.parametrize(("axes", "shape", "spacing"), GRIDS)

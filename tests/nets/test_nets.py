@@ -32,6 +32,7 @@ CASES = [
         {**SMALL, "strides": [[1, 1, 1], [2, 2, 1], [2, 2, 2]], "kernels": [[3, 3, 1], [3, 3, 1], 3]},
         3,
     ),
+    ("unet", {**SMALL, "strides": [1, [2, 2, 1], 2], "kernels": [3, [3, 3, 1], 3]}, 3),
     ("unet", {"filters": [4, 8, 8, 8, 8], "deep_supervision": True, "supervised": 2}, 2),
     ("mednext", {"size": "S", "deep_supervision": True}, 2),
     ("kim_unet", {"filters": [8, 16, 16]}, 2),
@@ -49,9 +50,6 @@ WORKSHOP = {
 
 
 def build(name: str, options: dict[str, Any], dims: int, seed: int = 1, classes: int = 4) -> nets.Net:
-    options = dict(options)
-    if "kernels" in options:
-        options["kernels"] = [k if isinstance(k, list) else [k] * dims for k in options["kernels"]]
     return nets.build(name, options, in_channels=2, classes=classes, spatial_dims=dims, seed=seed)
 
 

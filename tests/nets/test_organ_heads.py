@@ -97,6 +97,7 @@ def test_deep_supervision_merges_every_output() -> None:
     [
         ({"backbone": {"name": "cnn"}}, "backbone.name is 'cnn'; allowed: unet"),
         ({"backbone": {"name": "organ_heads"}}, "backbone.name is 'organ_heads'; allowed: unet"),
+        ({"backbone": {"name": "cond_unet"}}, "backbone.name is 'cond_unet'; allowed: unet"),
         ({"backbone": {}}, "backbone.name is None"),
         ({"backbone": {"name": "unet", "width": 3}}, "net unet"),
         ({"groups": [[0, 1]]}, "of 1 to 6"),
@@ -108,3 +109,17 @@ def test_deep_supervision_merges_every_output() -> None:
 def test_what_does_not_fit_is_named(options, told) -> None:
     with pytest.raises(FederationError, match=told):
         make(**options)
+
+
+def test_backbones_are_the_nets_for_voxels_that_are_not_by_organ() -> None:
+    by_organ = {name for name in nets.FOR_LEVEL["voxel"] if nets.net_of(name).by_organ}
+    assert by_organ == {"organ_heads", "menunet", "dodnet", "cond_unet"}
+    for name in nets.FOR_LEVEL["voxel"]:
+        with nets.without_values():
+            net = nets.build(name, {}, in_channels=1, classes=3, spatial_dims=2, seed=0)
+        assert type(net) is nets.net_of(name)
+        if name in by_organ:
+            with pytest.raises(FederationError, match="is for exclusive classes"):
+                nets.check_classes(name, net, exclusive=False)
+        else:
+            nets.check_classes(name, net, exclusive=False)

@@ -36,7 +36,7 @@ def options(made: argparse.ArgumentParser) -> None:
         metavar="THEIRS=OURS",
         help="another name of a class or finding",
     )
-    made.add_argument("--out", type=Path, help="write all rows to this CSV file")
+    made.add_argument("-o", "--out", type=Path, help="write all rows to this CSV file")
     made.add_argument("--overwrite", action="store_true", help="replace that file if it exists")
     shared.trained_model(made, "score once more after post-processing")
 
@@ -58,6 +58,12 @@ def call(arguments: argparse.Namespace) -> int:
         shared.only_of_voxels(arguments)
     names = ("model", "out", "device", "anyway", "format")
     tables = {name: given for name in shared.OF_SCANS if (given := getattr(arguments, name)) is not None}
+    notes: list[str] = []
+
+    def warn(text: str) -> None:
+        notes.append(text)
+        shared.warn(text)
+
     with Counter(arguments.quiet) as counter:
         rows, ignored = evaluate_folder(
             arguments.run,
@@ -65,13 +71,13 @@ def call(arguments: argparse.Namespace) -> int:
             aliases=aliases,
             reading=reading,
             post=arguments.postprocess,
-            warn=shared.warn,
+            warn=warn,
             seen=counter.seen,
             **{name: getattr(arguments, name) for name in names},
             **tables,
         )
     if arguments.json:
-        print(json.dumps({"rows": rows, "ignored": ignored}, indent=1))
+        print(json.dumps({"rows": rows, "ignored": ignored, "notes": notes}, indent=1))
     else:
         print(image_table(rows) if of_images else evaluation_table(rows))
         if ignored:

@@ -2,10 +2,8 @@
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import nibabel as nib
 import numpy as np
 from scipy import ndimage
 
@@ -17,7 +15,7 @@ from fedatlas.data.formats.flat import Note
 from fedatlas.data.index import Naming, SiteIndex, naming_of
 from fedatlas.data.leaks import Leak, leak_of
 from fedatlas.data.reading import Raw, digest, gathered, read_case
-from fedatlas.data.transforms import SKEW, skew_of, unit_of
+from fedatlas.data.transforms import SKEW, doubts_about, skew_of
 
 
 class Scan(NamedTuple):
@@ -203,34 +201,16 @@ def check_site(
             progress(f"case {case.name} ({number} of {len(index.cases)})")
         raw = read_case(index, case, space, naming, reference=True)
         found += raw.problems
-        notes += raw.notes
+        notes += notes_of(case, raw)
         file = index.file(case.images[0])
         if raw.image is not None:
             mark = digest(raw.image)
             digests.append((case.name, case.split, file, mark))
             if scans is not None:
                 scans.append(Scan(index.name, case.name, case.split, file, mark))
-            header = _header(case.images[0])
-            if header is not None and int(header["qform_code"]) == 0 and int(header["sform_code"]) == 0:
-                what = "neither qform nor sform is set: left and right are a guess"
-                found.append(
-                    Problem(
-                        index.name, file, what, "convert it again from its source, with orientation", False
-                    )
-                )
-            unit = "mm" if header is None else unit_of(header["xyzt_units"])[0]
-            if unit != "mm":
-                what = f"its header says that it is in {unit}, and so it was read"
-                remedy = "if it is in mm, mend the unit in its header (xyzt_units)"
-                notes.append(Note(case.images[0], what, remedy))
         leak = leak_in(raw, space)
         if leak is not None and leak.told:
             leaks[case.name] = leak
-        skew = skew_of(raw.affine)
-        if raw.image is not None and skew > SKEW:
-            what = f"its axes are {skew:.1f}° off a right angle, and are taken as if they met at one: distances are off"
-            remedy = "resample it on axes at right angles, with its label"
-            found.append(Problem(index.name, file, what, remedy, False))
         if raw.label is None:
             continue
         found += _outside(index, case, raw, space)
@@ -255,6 +235,19 @@ def check_site(
     found += leak_problems(index.name, leaks, len(index.cases))
     found += gathered(index, notes)
     return sorted(found, key=lambda problem: not problem.fatal)
+
+
+def notes_of(case: Case, raw: Raw) -> list[Note]:
+    """What is to be said of the files of a case that was read, and is no reason to stop: what was assumed or changed, and
+    what is in doubt of where the scan lies."""
+    if raw.image is None:
+        return list(raw.notes)
+    doubts = [] if case.series else doubts_about(case.images[0])
+    skew = skew_of(raw.affine)
+    if skew > SKEW:
+        what = f"its axes are {skew:.1f}° off a right angle, and are taken as if they met at one: distances are off"
+        doubts.append((what, "resample it on axes at right angles, with its label"))
+    return [*raw.notes, *(Note(case.images[0], what, remedy) for what, remedy in doubts)]
 
 
 def drawn_in(raw: Raw, space: LabelSpace) -> np.ndarray | None:
@@ -292,11 +285,6 @@ def leak_problems(site: str, leaks: Mapping[str, Leak], cases: int) -> list[Prob
         "are whole; scores on such cases do not count"
     )
     return [Problem(site, "", what, remedy, False)]
-
-
-def _header(path: Path) -> Any:
-    """The header of a NIfTI file; None of another file."""
-    return nib.load(path).header if path.name.endswith((".nii", ".nii.gz")) else None  # type: ignore[attr-defined]
 
 
 def _label_file(index: SiteIndex, case: Case) -> str:

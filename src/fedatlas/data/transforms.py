@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +139,28 @@ def in_mm(affine: np.ndarray, xyzt_units: Any) -> np.ndarray:
     scaled = np.array(affine, dtype=np.float64)
     scaled[:3] *= unit_of(xyzt_units)[1]
     return scaled
+
+
+def doubts_of(header: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Why the place of a scan may be another than its NIfTI header lets one think: what is in doubt, and what to do, each.
+    A header without these keys, as of another format, leaves nothing in doubt."""
+    found = []
+    if int(header.get("qform_code", 1)) == 0 and int(header.get("sform_code", 1)) == 0:
+        what = "neither qform nor sform is set: left and right are a guess"
+        found.append((what, "convert it again from its source, with orientation"))
+    unit = unit_of(header.get("xyzt_units", 0))[0]
+    if unit != "mm":
+        what = f"its header says that it is in {unit}, and so it was read"
+        found.append((what, "if it is in mm, mend the unit in its header (xyzt_units)"))
+    return found
+
+
+def doubts_about(path: Path) -> list[tuple[str, str]]:
+    """`doubts_of` a file that can be read; none about a file that is no NIfTI."""
+    if not path.name.lower().endswith((".nii", ".nii.gz")):
+        return []
+    image: Any = nib.load(path)
+    return doubts_of(image.header)
 
 
 def read_image(path: Path) -> tuple[np.ndarray, np.ndarray, nib.Nifti1Header]:

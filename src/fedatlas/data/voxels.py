@@ -4,7 +4,7 @@ Shapes: B batch, C classes, F findings, I input channels, X, Y, Z the axes of a 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from fedatlas.core.errors import DataError
 from fedatlas.core.labels import LabelSpace, known_row
 from fedatlas.core.seeds import generator, seed_of
 from fedatlas.data import cache as store
-from fedatlas.data.checks import drawn_in, empty_site, layout_problems, leak_in, untaught_site
+from fedatlas.data.checks import drawn_in, empty_site, layout_problems, leak_in, notes_of, untaught_site
 from fedatlas.data.datasets.shared.listing import Case, Problem
+from fedatlas.data.formats.flat import Note
 from fedatlas.data.index import Naming, SiteIndex, naming_of, split_validation
 from fedatlas.data.inputs import look_of
 from fedatlas.data.leaks import LEAKS, Leak, slice_of
@@ -158,20 +159,22 @@ class VoxelData(SiteData):
             return self._key_of(item, [item.case.images[0], *([reference] if reference else [])], more)
 
         def make() -> Prepared:
-            truth, geometry = self._raw_truth(item)
+            truth, geometry, _ = self._raw_truth(item)
             target = np.asfortranarray(labels_to_grid(truth, geometry, self.space))
             return {"target": target}, {"label": _label_digest(truth)}
 
         return self._kept(item, "/reference", key, make)
 
-    def _raw_truth(self, item: Item) -> tuple[np.ndarray, Geometry]:
-        """The truth on the scan's grid: the reference, and from the label what the reference does not hold."""
+    def _raw_truth(self, item: Item) -> tuple[np.ndarray, Geometry, list[Note]]:
+        """The truth on the scan's grid: the reference, and from the label what the reference does not hold. And what is to be
+        said of the files, see `checks.notes_of`."""
         raw = read_case(item.index, item.case, self.space, item.naming, reference=True)
         refuse(raw.problems)
         assert raw.image is not None
         geometry = geometry_of(raw.image.shape[1:], raw.affine, self.preprocessing)
+        notes = notes_of(item.case, raw)
         if raw.reference is None:
-            return (raw.label or _nothing(geometry, self.space)).voxels, geometry
+            return (raw.label or _nothing(geometry, self.space)).voxels, geometry, notes
         truth = raw.reference.voxels.copy()
         for c in sorted((raw.label.known if raw.label else frozenset()) - raw.reference.known):
             assert raw.label is not None
@@ -179,7 +182,7 @@ class VoxelData(SiteData):
                 truth[raw.label.voxels == c] = c
             else:
                 truth[c] = raw.label.voxels[c]
-        return truth, geometry
+        return truth, geometry, notes
 
     def leaks(self) -> dict[str, Leak]:
         """Case -> how far its image gives labels away, where it is enough for a warning, the worst first. By its
@@ -341,16 +344,19 @@ def _nothing(geometry: Geometry, space: LabelSpace) -> Label:
 
 @dataclass
 class CaseVolume(Volume):
-    """One case for evaluation; its truth is read when it is asked for."""
+    """One case for evaluation; its truth is read when it is asked for. notes: what is to be said of its files, from when the
+    truth on their own grid was read."""
 
     geometry: Geometry
     source: VoxelData
     item: Item
+    notes: list[Note] = field(default_factory=list)
 
     def truth(self, grid: str) -> np.ndarray:
         """See `Volume`. On the federation's grid it is what the label files become there."""
         if grid == "original":
-            return self.source._raw_truth(self.item)[0]
+            truth, _, self.notes = self.source._raw_truth(self.item)
+            return truth
         if grid != "federation":
             raise ValueError(f"grid {grid!r}; allowed: federation, original")
         fuller = self.item.case.fuller

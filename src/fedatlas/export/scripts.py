@@ -22,6 +22,7 @@ from fedatlas.core.outputs import evaluating
 from fedatlas.data.images import prepared
 from fedatlas.data.inputs import judge, look_of
 from fedatlas.data.transforms import (
+    doubts_of,
     geometry_of,
     image_for_prediction,
     in_mm,
@@ -64,6 +65,8 @@ class ToGrid:
         geometry = geometry_of(image.shape[1:], affine, self.preprocessing)
         _tell(self.inputs, look_of(image, spacing=geometry.turned_spacing), file, self.anyway)
         on_grid = image_for_prediction(file, image, geometry, self.preprocessing)
+        for what, remedy in doubts_of(loaded.meta):
+            print(f"note: {file}: {what}; {remedy}")
         return {
             "image": torch.from_numpy(on_grid),
             "geometry": geometry,

@@ -17,6 +17,10 @@ from urllib.parse import urlsplit
 
 from fedatlas.core.errors import FedAtlasError, FederationError
 
+STUDY, SERIES = "0020000D", "0020000E"
+"""The tags of the UIDs of a study and of a series."""
+ADDRESS = "correct --dicomweb, which ends where /studies begins"
+"""What to do where another service answers."""
 USER, PASSWORD, TOKEN = "FEDATLAS_PACS_USER", "FEDATLAS_PACS_PASSWORD", "FEDATLAS_PACS_TOKEN"
 """Environment variables with the credentials."""
 
@@ -144,7 +148,8 @@ class Pacs:
             name = pseudonym(uid)
             with self._asked(f"asked for {name}"):
                 found = self._client.search_for_series(search_filters={"SeriesInstanceUID": uid})
-                studies = {str(one["0020000D"]["Value"][0]) for one in found if "0020000D" in one}
+                # not every archive heeds the filter
+                studies = {_uid(one, STUDY) for one in found if _uid(one, SERIES) == uid} - {""}
                 if not studies:
                     raise PacsError(f"{self.url}: has no series of this UID ({name}); correct --series")
                 study = min(studies)
@@ -181,7 +186,7 @@ class Pacs:
         requests = importlib.import_module("requests")
 
         def no_dicomweb(error: Exception) -> PacsError:
-            reason = f"its answer is no DICOMweb ({type(error).__name__}); correct --dicomweb"
+            reason = f"its answer is no DICOMweb ({type(error).__name__}); {ADDRESS}"
             return PacsError(f"{self.url}: {what}, {reason}{more}")
 
         try:
@@ -193,9 +198,10 @@ class Pacs:
         except requests.exceptions.HTTPError as error:
             status = error.response.status_code
             reasons = {
+                400: f"does not understand the request (400); {ADDRESS}, or see its log",
                 401: f"refused the credentials (401); correct {USER} and {PASSWORD}, {TOKEN} or --credentials",
                 403: "does not allow it to this user (403); ask who runs it",
-                404: "knows no such address (404); correct --dicomweb, which ends where /studies begins",
+                404: f"knows no such address (404); {ADDRESS}",
             }
             if status == 401 and self.credentials == Credentials():
                 reasons[401] = (
@@ -219,3 +225,12 @@ class Pacs:
             raise PacsError(f"{self.url}: {what}, {reason}; see that it runs{more}") from None
         except Exception as error:  # of libraries for HTTP, multipart messages and DICOM
             raise no_dicomweb(error) from None
+
+
+def _uid(answer: Any, tag: str) -> str:
+    """A UID in an item of an answer to a search; "" where it is not there. Raises ValueError for an item that is no object
+    with tags, as of a service that is no DICOMweb."""
+    if not isinstance(answer, Mapping) or not any(re.fullmatch("[0-9A-Fa-f]{8}", key) for key in answer):
+        raise ValueError("not an object with tags")
+    values = answer.get(tag, {}).get("Value") or [""]
+    return str(values[0]).strip()

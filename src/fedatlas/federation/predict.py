@@ -19,6 +19,7 @@ from fedatlas.data.inputs import Look, judge
 from fedatlas.data.transforms import (
     SKEW,
     FileError,
+    doubts_about,
     load_scan,
     read_channels,
     saved,
@@ -232,6 +233,8 @@ def _label_volume(trained: Trained, given: Given, post: bool, anyway: bool, warn
         raise DataError(
             f"{given.shown}: has {scan.image.shape[0]} channels; the model was trained on {trained.channels}"
         )
+    for what, remedy in doubts_about(files[0]) if volume is None else ():
+        warn(f"{given.shown}: {what}; {remedy}")
     skew = skew_of(scan.geometry.affine)
     if skew > SKEW:
         warn(

@@ -22,10 +22,12 @@ from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
 from fedatlas.data import datasets
-from fedatlas.data.datasets.shared.listing import Split, Splitting
+from fedatlas.data.datasets.shared.listing import Problem, Split, Splitting
+from fedatlas.data.formats.flat import Note
 from fedatlas.data.images import ImageData
 from fedatlas.data.index import AUTO, SiteConfig, SiteIndex, read_image_site, read_site
 from fedatlas.data.inputs import judge, trained_on
+from fedatlas.data.reading import gathered
 from fedatlas.data.site_data import SiteData
 from fedatlas.data.transforms import Preprocessing
 from fedatlas.data.voxels import VoxelData
@@ -222,9 +224,10 @@ def evaluate_folder(
 
     format, reading, tables: the layout of the folder, its options, and `table`, `labels`, `test_labels`, as a site of a
     federation has them; None: auto, or csv of whole images. post: score once more after post-processing also where the
-    run's `evaluation` names none, see `Trained.postprocess`. anyway, warn: as of `predict.predict_scans`. seen: is told of
-    every case before it is predicted. Returns the rows, and the labels of the folder that the model does not know: they
-    are not scored.
+    run's `evaluation` names none, see `Trained.postprocess`. anyway: as of `predict.predict_scans`. warn: is told what is
+    odd about the folder and its images, and in the end what was assumed or changed when the scored cases were read, as
+    `check` says it. seen: is told of every case before it is predicted. Returns the rows, and the labels of the folder that
+    the model does not know: they are not scored.
     """
     trained = Trained(path, model, device, warn)
     federation, space, whole = trained.federation, trained.space, trained.space.level == "image"
@@ -235,6 +238,9 @@ def evaluate_folder(
                 "cases of its training are among them"
             )
     index, unknown = _read_folder(trained, data, format, reading or {}, aliases or {}, tables)
+    for problem in index.problems:
+        if not problem.fatal:
+            warn(_told(problem))
     cache = cache_folder(federation, path.parent)
     evaluation, extra = federation.evaluation, dict[str, Any]()
     splits: tuple[Split, ...] = ("test",) if whole else ("train", "test")
@@ -257,6 +263,9 @@ def evaluate_folder(
     for split in splits:
         reply = evaluator.evaluate_here(site, candidate, split, "original", list(evaluation.metrics), **extra)
         rows += reply["rows"]
+    notes = notes_on_images(source) if whole else site.notes
+    for note in gathered(index, notes):
+        warn(str(note))
     if out:
         write_atomic(out, rows_text(rows).encode())
     return rows, unknown
@@ -294,7 +303,7 @@ def _read_folder(
     index = index_of()
     labels = [name for name in dict.fromkeys((*index.names, *index.findings)) if name != BACKGROUND]
     if not labels:
-        what = "".join(f"; {problem}" for problem in index.problems[:1])
+        what = "".join(f"; {_told(problem)}" for problem in index.problems[:1])
         raise FederationError(f"{data}: holds no labels, and scores need them{what}")
     known = [name for name in labels if aliases.get(name, name) in ours]
     if not known:
@@ -305,6 +314,25 @@ def _read_folder(
     if not whole:  # again, without what the model does not know
         index = index_of(annotated=tuple(known), aliases=dict(aliases))
     return index, [name for name in labels if name not in known]
+
+
+UNLABELLED = ", or set `reading.unlabelled: true`"
+"""How the data set `dicom` offers to take cases without labels."""
+
+
+def _told(problem: Problem) -> str:
+    """A problem as an evaluation says it: cases without labels, which it may offer to take, have no scores."""
+    return str(problem).replace(UNLABELLED, "")
+
+
+def notes_on_images(source: SiteData) -> list[Note]:
+    """What was assumed when whole images were read."""
+    remedy = "nothing is to be done if that is right"
+    return [
+        Note(item.case.images[0], text, remedy)
+        for item in source.everything
+        for text in source._entry(item).meta["notes"]
+    ]
 
 
 def site_name(data: Path) -> str:
@@ -327,7 +355,8 @@ def require_kind(trained: Trained, source: SiteData, anyway: bool, warn: Warn) -
 
 
 class Visitor:
-    """A site outside the federation, for evaluation. splits: the splits to evaluate, in order."""
+    """A site outside the federation, for evaluation. splits: the splits to evaluate, in order. notes: what is to be said of
+    the files of the cases that were scored."""
 
     def __init__(
         self, name: str, source: SiteData, trained: Trained, splits: Sequence[Split], seen: Seen = unseen
@@ -335,6 +364,7 @@ class Visitor:
         self.name, self.source, self.network, self.device = name, source, trained.network, trained.device
         self.folder, self.labels = trained.folder.path / "visitors" / name, source.labels
         self.seen, self.done = seen, 0
+        self.notes: list[Note] = []
         self.total = sum(len(source.items[split]) for split in splits)
 
     def volumes(self, split: str) -> Iterator[Any]:
@@ -343,6 +373,7 @@ class Visitor:
         for volume in self.source.volumes(split):
             self.seen(self.done, self.total, volume.case)
             yield volume
+            self.notes += getattr(volume, "notes", ())  # of outlines alone
             self.done += 1
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,16 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.outputs import Mixed
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
-from fedatlas.nets.cond_unet import CondUNet, CondUNetModule
+from fedatlas.nets.cond_unet import CondUNet
 from fedatlas.nets.crld_unet import CRLDUNet
 from fedatlas.nets.deeplab import DeepLabV3Plus
-from fedatlas.nets.dodnet import DoDNet, DoDNetModule
+from fedatlas.nets.dodnet import DoDNet
 from fedatlas.nets.heads import SimSiamHeads
 from fedatlas.nets.kim_unet import KimUNet
 from fedatlas.nets.mednext import MedNeXt
-from fedatlas.nets.menunet import MENUNet, MENUNetModule
+from fedatlas.nets.menunet import MENUNet
 from fedatlas.nets.module import Net
-from fedatlas.nets.organ_heads import OrganHeads, OrganHeadsNet
+from fedatlas.nets.organ_heads import OrganHeads
 from fedatlas.nets.ufps_unet import UFPSUNet
 from fedatlas.nets.unet import UNet
 
@@ -75,6 +75,11 @@ def get(name: str) -> type[Any]:
     if name not in REGISTRY:
         raise not_known("the net", name, REGISTRY)
     return REGISTRY[name]
+
+
+def net_of(name: str) -> type[Net]:
+    """The class of the nets that a name stands for, as the `build` of its options declares it. Raises as `get`."""
+    return get_type_hints(get(name).build)["return"]
 
 
 class _NoValues(TorchFunctionMode):
@@ -170,7 +175,7 @@ def check_level(name: str, net: nn.Module, level: str) -> None:
 
 def check_classes(name: str, net: nn.Module, exclusive: bool) -> None:
     """Raises FederationError for a net that is made for exclusive classes only, where they overlap."""
-    if isinstance(net, OrganHeadsNet | MENUNetModule | DoDNetModule | CondUNetModule) and not exclusive:
+    if isinstance(net, Net) and net.by_organ and not exclusive:
         raise FederationError(
             f"net {name}: is for exclusive classes, and labels.exclusive is false; take another net, as unet"
         )
@@ -270,4 +275,5 @@ __all__ = [
     "check_patch",
     "count_outputs",
     "get",
+    "net_of",
 ]

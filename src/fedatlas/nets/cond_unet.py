@@ -53,6 +53,8 @@ class Condition(nn.Module):
 class CondUNetModule(Net):
     """The encoder of a U-Net, a decoder with a condition, and their heads."""
 
+    by_organ = True
+
     def __init__(self, plain: UFPSUNetModule) -> None:
         super().__init__(plain.in_channels, plain.classes, plain.divisor)
         self.encoder, self.heads = plain.encoder, plain.heads

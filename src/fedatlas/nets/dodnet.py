@@ -93,6 +93,8 @@ class DoDNetModule(Net):
     """Encoder, decoder, controller. organs: the classes of each organ, in the order of their first class; task m is
     organs[m]."""
 
+    by_organ = True
+
     def __init__(
         self, chosen: DoDNet, in_channels: int, classes: int, strides: Sequence[Sequence[int]]
     ) -> None:

@@ -93,6 +93,8 @@ class MENUNetModule(Net):
     the option; set it to False to hook into a sub-encoder, which a grouped computation does not call.
     """
 
+    by_organ = True
+
     def __init__(
         self, chosen: MENUNet, in_channels: int, classes: int, strides: Sequence[Sequence[int]]
     ) -> None:

@@ -16,11 +16,13 @@ class Net(nn.Module):
     forward: [B, in_channels, *S] -> logits [B, classes, *S]; with deep supervision, in training mode, a list
     of logits, the full resolution first. Where level is "image": logits [B, classes]. With findings beside
     segmentation: `Mixed`, the second of them logits [B, findings]. divisor: by what each axis of an input must
-    divide. old: the foreground classes that its first weights know already, from another model.
+    divide. old: the foreground classes that its first weights know already, from another model. by_organ: does it merge
+    several answers of its own, as one per organ? Then it is for exclusive classes alone, and no backbone of `organ_heads`.
     """
 
     level: Literal["voxel", "image"] = "voxel"
     old: tuple[int, ...] = ()
+    by_organ: bool = False
 
     def __init__(self, in_channels: int, classes: int, divisor: Sequence[int], findings: int = 0) -> None:
         super().__init__()

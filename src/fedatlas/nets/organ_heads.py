@@ -23,6 +23,8 @@ from fedatlas.nets.module import Net, Outputs
 class OrganHeadsNet(Net):
     """A backbone with one head per organ; gives the logits of their merge (`merge_heads`)."""
 
+    by_organ = True
+
     def __init__(self, backbone: Net, classes: int, groups: Groups) -> None:
         super().__init__(backbone.in_channels, classes, backbone.divisor)
         self.backbone, self.groups = backbone, groups
@@ -54,7 +56,7 @@ class OrganHeads:
 
     def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> OrganHeadsNet:
         """The net, with weights from torch's global generator. Raises FederationError for an unknown backbone, one
-        that is not for voxels, or groups that do not fit the classes."""
+        that is not for voxels or is by organ itself, or groups that do not fit the classes."""
         of_backbone = self._options()
         check_groups(self.groups or (), classes, what="net organ_heads")
         backbone: Net = of_backbone.build(
@@ -72,8 +74,8 @@ class OrganHeads:
     def _options(self) -> Any:
         from fedatlas import nets
 
-        name, by_organ = self.backbone.get("name"), ("organ_heads", "menunet", "dodnet")
-        allowed = [other for other in nets.FOR_LEVEL["voxel"] if other not in by_organ]
+        name = self.backbone.get("name")
+        allowed = [other for other in nets.FOR_LEVEL["voxel"] if not nets.net_of(other).by_organ]
         if name not in allowed:
             raise FederationError(
                 f"net organ_heads: backbone.name is {name!r}; allowed: {', '.join(allowed)}"

@@ -8,6 +8,7 @@ Shapes: B batch, I input channels, C classes, F findings, d features, *S spatial
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
@@ -30,10 +31,10 @@ class UNet:
         "Channels per level, from the top; three levels or more. [16, 32, 64, 128] by default.",
         min_length=3,
     )
-    strides: list[int] | list[list[int]] | None = option(
+    strides: list[int | list[int]] | None = option(
         None, "Stride into each level, one number or one per axis; 1, then 2 at every level by default."
     )
-    kernels: list[int] | list[list[int]] | None = option(
+    kernels: list[int | list[int]] | None = option(
         None, "Kernel of each level, one odd number or one per axis; 3 by default."
     )
     norm: Literal["instance", "batch", "group"] = option("instance", "Normalisation; group has 8 groups.")
@@ -98,7 +99,7 @@ class UNet:
 
 
 def _per_level(
-    values: list[int] | list[list[int]], levels: int, spatial_dims: int, what: str
+    values: Sequence[int | list[int]], levels: int, spatial_dims: int, what: str
 ) -> list[list[int]]:
     rows = [value if isinstance(value, list) else [value] * spatial_dims for value in values]
     if len(rows) != levels or any(len(row) != spatial_dims for row in rows):
