@@ -238,7 +238,13 @@ SETTINGS = (
         "[generated CT](results-claims.md#fedatlas-on-generated-ct)",
         "phantom-abdomen-fedatlas",
         "fedatlas",
-        {"alone": "standalone", "fedavg": "fedavg", "condistfl": "condistfl"},
+        {
+            "matched": "standalone-matched",
+            "alone": "standalone",
+            "fedavg": "fedavg",
+            "condistfl": "condistfl",
+            "condistfl-matched": "condistfl-matched",
+        },
     ),
     Setting(
         "[abdominal MR, three cases at each site](results-others.md#abdominal-mr-four-folds)",
