@@ -244,6 +244,7 @@ SETTINGS = (
             "fedavg": "fedavg",
             "condistfl": "condistfl",
             "condistfl-matched": "condistfl-matched",
+            "centralized": "centralized",
         },
     ),
     Setting(
