@@ -43,7 +43,7 @@ def federated(file: Path, changes: list[str], rounds: int, workers: int, folder:
     name = f"{workers}-{rounds}"
     changes = [*changes, f"rounds={rounds}", f"engine.workers={workers}", f"engine.cache={folder / 'cache'}"]
     changes += ["evaluation.every=1000", "evaluation.models=[last]"]
-    command = [sys.executable, "-W", "ignore", "-m", "fedatlas.cli", "run", str(file)]
+    command = [sys.executable, "-W", "ignore", "-m", "fedatlas", "run", str(file)]
     command += [part for change in changes for part in ("-o", change)]
     process = subprocess.Popen(
         [*command, "--runs", str(folder), "--id", name], stdout=subprocess.DEVNULL, env=_one_thread()

@@ -208,7 +208,7 @@ def real_run(data: Path, device: str) -> None:
             command = [
                 sys.executable,
                 "-m",
-                "fedatlas.cli",
+                "fedatlas",
                 "run",
                 str(experiments / "common.yaml"),
                 "--runs",

@@ -40,7 +40,7 @@ def told(arguments: list[Any], folder: Path, processor: bool) -> str:
     """What a verb prints."""
     path = os.environ.get("PYTHONPATH", "")
     more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{folder}{os.pathsep}{path}" if processor else path}
-    command = [sys.executable, "-W", "ignore", "-m", "fedatlas.cli", *map(str, arguments)]
+    command = [sys.executable, "-W", "ignore", "-m", "fedatlas", *map(str, arguments)]
     return subprocess.run(
         command, stdout=subprocess.PIPE, check=True, text=True, env=os.environ | more
     ).stdout

@@ -64,7 +64,7 @@ class Deployment:
         (kit / "logs").mkdir(exist_ok=True)
         with (kit / "logs" / "party.log").open("ab") as log:
             self.processes[party] = subprocess.Popen(
-                [sys.executable, "-m", "fedatlas.cli", "deploy", "start", str(kit), *more],
+                [sys.executable, "-m", "fedatlas", "deploy", "start", str(kit), *more],
                 stdout=log,
                 stderr=log,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -1,11 +1,11 @@
-"""Every method with every task that it is for, and what the contract's tests need to know of it."""
+"""Every method, those of installed packages too, with every task that it is for, and what the contract's tests need to know of it."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedatlas import methods
 
-METHODS = sorted(methods.REGISTRY)
+METHODS = sorted(methods.names())
 PAIRS = [(name, task) for name in METHODS for task in methods.get(name).tasks]
 """Every method with every task that it is for."""
 

@@ -105,7 +105,7 @@ def test_a_class_that_does_not_derive_is_told_to(monkeypatch) -> None:
         methods.get("plain")
 
 
-@pytest.mark.parametrize("name", methods.REGISTRY)
+@pytest.mark.parametrize("name", methods.names())
 def test_every_method_derives(name: str) -> None:
     assert issubclass(methods.get(name), Method)
 

@@ -1,4 +1,4 @@
-"""What every registered method keeps to; a line in the registry is enough to be tested here."""
+"""What every registered method keeps to; a line in the registry, or an entry point of an installed package, is enough to be tested here."""
 
 import copy
 import dataclasses
@@ -490,7 +490,7 @@ def test_killed_at_random_instants(name, task, values_of, tmp_path) -> None:
         command = [
             sys.executable,
             "-m",
-            "fedatlas.cli",
+            "fedatlas",
             "run",
             str(file),
             "--runs",

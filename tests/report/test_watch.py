@@ -266,7 +266,7 @@ def test_a_browser_sees_a_run_whose_worker_dies_and_which_is_killed(
     small["engine"] = small["engine"] | {"workers": 2}
     file, run = tmp_path / "federation.yaml", tmp_path / "runs" / "r"
     file.write_text(yaml.safe_dump(small))
-    cli = [sys.executable, "-m", "fedatlas.cli"]
+    cli = [sys.executable, "-m", "fedatlas"]
     running = subprocess.Popen([*cli, "run", str(file), "--runs", str(tmp_path / "runs"), "--id", "r"])
     watching = None
     try:

@@ -21,7 +21,7 @@ from fedatlas.evaluation.statistics import (
 )
 from fedatlas.federation.design import Experiment, cache_folder
 from fedatlas.federation.file import Federation, flat_difference, hash_of, load_federation, resolved
-from fedatlas.federation.record import changed_evaluation
+from fedatlas.federation.record import changed_evaluation, differing_code
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.yaml import read_yaml
 from fedatlas.transport.local import keeping_workers
@@ -98,6 +98,7 @@ def run_comparison(
             try:
                 if state_of(comparison, arm, seed) == "finished":
                     done += 1
+                    _tell_of_code(comparison, arm, seed, tell)
                 else:
                     todo.append((arm, seed))
             except FedAtlasError as error:
@@ -127,6 +128,15 @@ def run_comparison(
             rest = f"; {more} left, about {_clock(left)}" if more else ""
             tell(f"{run}: {minutes:.1f} minutes, {value}{rest}")
     return failed
+
+
+def _tell_of_code(comparison: Comparison, arm: str, seed: int, tell: Tell) -> None:
+    """Says of a finished run if a method or a loss of one's own was written otherwise when it was trained."""
+    path = comparison.path(arm, seed)
+    if changed := differing_code(read_run(path), comparison.federations[arm][seed]):
+        tell(
+            f"note: {arm}-s{seed} was trained with other code of {' and '.join(changed)} than there is now; remove {path} to train it again"
+        )
 
 
 def _some_data(federations: Sequence[Federation]) -> None:

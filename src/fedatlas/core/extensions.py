@@ -4,9 +4,12 @@ A class that a notebook registers is known in its process alone. One of an entry
 installed: in worker processes, at hospitals and at the server.
 """
 
+import hashlib
+import inspect
 from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fedatlas.core.errors import FederationError
@@ -59,6 +62,18 @@ class Extensions:
                 f"the {self.what} {name!r}, {entry.value}, does not load ({type(error).__name__}: {error}); mend or remove "
                 "the package that brings it"
             ) from None
+
+    def code_of(self, name: str) -> str | None:
+        """The SHA-256, in hex, of the file in which the class of a name is written; None for one of FedAtlas itself, and where there is
+        no such file, as in a notebook. Raises as `find`."""
+        found = self.find(name)
+        if found is None:
+            return None
+        try:
+            file = inspect.getsourcefile(found)
+            return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+        except (TypeError, OSError):
+            return None
 
     def require_elsewhere(self, name: str, where: str) -> None:
         """Raises FederationError for what is registered in this process alone and is asked for in another."""

@@ -901,7 +901,7 @@ class Trial:
             raise
 
     def _start(self, kit: Path, more: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "fedatlas.cli", "deploy", "start", str(kit), *more]
+        command = [sys.executable, "-m", "fedatlas", "deploy", "start", str(kit), *more]
         command += ["--parent", str(os.getpid())]
         (kit / "logs").mkdir(exist_ok=True)
         with (kit / "logs" / "party.log").open("ab") as log:

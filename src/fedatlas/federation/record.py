@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 from torch import nn
 
+import fedatlas
+from fedatlas import losses, methods
 from fedatlas.core.errors import RunFolderError
 from fedatlas.core.tensors import n_bytes, tensors_of
 from fedatlas.evaluation.evaluate import AFTER_TRAINING
@@ -22,6 +24,7 @@ from fedatlas.federation.file import (
     flat_difference,
     hash_of,
     load_federation,
+    make_method,
     resolved,
 )
 from fedatlas.federation.yaml import read_yaml
@@ -140,7 +143,44 @@ def describe(folder: RunFolder, design: Design, sites: Mapping[str, Any], net: n
         "labels": space.to_plain(),
         "sites": dict(sites),
     }
+    if code := code_of_others(federation):
+        info[CODE] = code
     write_atomic(path, to_json(sealed(info, SEALED)))
+
+
+CODE = "code"
+"""The key of run.json with `code_of_others`, and then, with "_changed", of what `note_code` saw."""
+
+
+def code_of_others(federation: Federation) -> dict[str, str]:
+    """What of a federation other packages bring, as "method mine" -> the SHA-256 of the file in which it is written."""
+    loss = getattr(make_method(federation), "loss", None)
+    asked = {"method": (methods.OTHERS, str(federation.method["name"]))}
+    if isinstance(loss, losses.LossChoice):
+        asked["loss"] = (losses.OTHERS, loss.name)
+    found = {f"{what} {name}": others.code_of(name) for what, (others, name) in asked.items()}
+    return {what: code for what, code in found.items() if code}
+
+
+def differing_code(info: Mapping[str, Any], federation: Federation) -> list[str]:
+    """What of `code_of_others` is written otherwise now than when the run with this record began, or went on last."""
+    then, now = info.get(CODE) or {}, code_of_others(federation)
+    return [what for what in then if what in now and then[what] != now[what]]
+
+
+def note_code(folder: RunFolder, federation: Federation, tell: Tell) -> None:
+    """Writes into run.json, and tells, where training goes on with other code of a method or a loss of one's own."""
+    info = read_run(folder.path)
+    changed = differing_code(info, federation)
+    if not changed:
+        return
+    seen = {"after_round": folder.complete()[-1], "of": changed}
+    info |= {CODE: code_of_others(federation), f"{CODE}_changed": [*info.get(f"{CODE}_changed", []), seen]}
+    write_atomic(folder.path / "run.json", to_json(info))
+    tell(
+        f"note: goes on with other code of {' and '.join(changed)} than the rounds before were trained with; for a run of one kind begin "
+        "anew, with --id"
+    )
 
 
 THEN = " and then "
@@ -169,9 +209,8 @@ def note_change(folder: RunFolder, sites: Sequence[str]) -> None:
     write_atomic(path, to_json({**info, "data_changed": [*info.get("data_changed", []), change]}))
 
 
-def git_revision() -> str | None:
-    """The revision of the source tree this package runs from, "+" if changed; None if it is not one."""
-    where = Path(__file__).parent
+def git_revision(where: Path = Path(fedatlas.__file__).parent) -> str | None:
+    """The revision of the source tree this package runs from, "+" if a file of the package was changed or is new; None if it is not one."""
     try:
         ask = ["git", "-C", str(where), "rev-parse", "HEAD"]
         revision = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip()

@@ -31,7 +31,15 @@ from fedatlas.federation.file import (
 )
 from fedatlas.federation.initial import sentence
 from fedatlas.federation.log import writers
-from fedatlas.federation.record import claim, describe, is_finished, note_change, note_processor, now
+from fedatlas.federation.record import (
+    claim,
+    describe,
+    is_finished,
+    note_change,
+    note_code,
+    note_processor,
+    now,
+)
 from fedatlas.federation.usable import differing_versions
 from fedatlas.learning.loop import make_optimizer
 from fedatlas.transport import wire
@@ -523,6 +531,8 @@ def _rounds(
         net = design.make_net(initial=begins)
         if begins and federation.init_from:
             tell(sentence(federation.init_from, design.space))
+        for note in design.examine(net) if begins else ():
+            tell(f"note: {note}")
         describe(folder, design, parties.summaries, net)
         if parties.changed:
             note_change(folder, parties.changed)
@@ -543,6 +553,7 @@ def _rounds(
             tell(f"goes on after round {state.round} of {federation.rounds}")
             if state.round < federation.rounds:
                 note_processor(folder, federation.engine.device, tell)
+                note_code(folder, federation, tell)
 
         def validate(state: State) -> list[dict[str, Any]]:
             if state.round % evaluation.every and state.round != federation.rounds:

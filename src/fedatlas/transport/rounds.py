@@ -10,7 +10,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, replace
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
@@ -83,7 +83,8 @@ def run(
         clients.begin(number)
         reset_peak()
         began = time.perf_counter()
-        state = method.round(state, clients)
+        with _explained(method, number):
+            state = method.round(state, clients)
         trained = time.perf_counter()
         peak = peak_mb()
         if state.round != number:
@@ -98,6 +99,23 @@ def run(
                 Round(number, state, _log(number, clients.calls, phases, peak, clients.remembered), rows)
             )
     return state
+
+
+@contextlib.contextmanager
+def _explained(method: Method, number: int) -> Iterator[None]:
+    """Says of an error of a method's server which round it broke in. Raises FedAtlasError where a method keeps something on itself."""
+    where = f"{type(method).__name__}.round, round {number}"
+    try:
+        yield
+    except FrozenInstanceError as error:
+        raise FedAtlasError(
+            f"{where}: {error}. A method keeps nothing on itself; what it must know in the next round is a field of its State"
+        ) from error
+    except FedAtlasError:
+        raise
+    except Exception as error:
+        error.add_note(f"in {where}")
+        raise
 
 
 def _log(

@@ -1,4 +1,4 @@
-"""`python -m fedatlas.cli`."""
+"""`python -m fedatlas`."""
 
 import sys
 
