@@ -56,6 +56,21 @@ def test_sites_with_unknown_classes_are_told_together(small, tmp_path) -> None:
     assert [line[:8] for line in str(told.value).splitlines()] == ["site s0:", "site s1:", "site s2:"]
 
 
+def test_a_split_does_not_hide_the_files_that_are_wrong(small, tmp_path) -> None:
+    """Images without a channel number leave no case to divide, and the next site is told of, too."""
+    small = copied(small, tmp_path)
+    for image in (Path(small["sites"][0]["path"]) / "imagesTr").iterdir():
+        image.rename(image.with_name(image.name.replace("_0000", "")))
+    small["sites"][0] |= {"split": {"validation": 1}, "reference": None}
+    small["sites"][1]["path"] = str(tmp_path / "nowhere")
+    with pytest.raises(DataError) as told:
+        checked(small, tmp_path)
+    first, *_, split, other = str(told.value).splitlines()
+    assert first.startswith("site s0: imagesTr/") and "an image without a channel number; rename it" in first
+    assert "split: 1 for validation and 0 for the test leave nothing to train on" in split
+    assert other.startswith("site s1: ") and "no such folder" in other
+
+
 def test_two_spellings_of_a_class_are_told(small, tmp_path) -> None:
     """Unless the file says what the classes are, or a site has both and so tells them apart."""
     small = copied(small, tmp_path)

@@ -228,6 +228,56 @@ def test_scores_of_the_runs_own_data_are_called_so(trained: Path, phantom: Path,
     assert "error: --data nope: no such folder" in capsys.readouterr().err
 
 
+@pytest.fixture
+def renamed(trained: Path, phantom: Path, tmp_path) -> tuple[Path, Path]:
+    """The run, as if its first site had other names for its label table and one of its labels; and that site's folder."""
+    folder = shutil.copytree(phantom / "site-0", tmp_path / "site")
+    table = (folder / "dataset.json").read_text().replace('"spleen"', '"Milz"')
+    (folder / "dataset.json").rename(folder / "tables.json").write_text(table)
+    (folder / "labelsTr").rename(folder / "drawn")
+    run = shutil.copytree(trained, tmp_path / "run")
+    values = yaml.safe_load((run / "federation.yaml").read_text())
+    # the second alias is of its reference
+    aliases = {"Milz": "spleen", "Niere": "kidney"}
+    values["sites"][0] |= {"path": str(folder), "aliases": aliases, "table": "tables.json", "labels": "drawn"}
+    (run / "federation.yaml").write_text(yaml.safe_dump(values))
+    record = json.loads((run / "run.json").read_text())
+    del record["seal"], record["federation"]  # which would tell that the file was changed
+    (run / "run.json").write_text(json.dumps(record))
+    return run, folder
+
+
+def test_a_site_of_the_run_is_read_as_its_federation_file_says(trained, phantom, renamed, capsys) -> None:
+    run, folder = renamed
+
+    def scored(run: Path, folder: Path, *more: str) -> dict[str, Any]:
+        return json.loads(output(capsys, "evaluate", run, "--data", folder, "--json", *more))
+
+    found, plain = scored(run, folder), scored(trained, phantom / "site-0")
+    assert found["ignored"] == [] and {row["class"] for row in found["rows"]} == {"liver", "spleen"}
+    assert [row["value"] for row in found["rows"]] == [row["value"] for row in plain["rows"]]
+    # what is given wins, and the rest stays
+    other = scored(run, folder, "--alias", "Milz=kidney")
+    assert {row["class"] for row in other["rows"]} == {"liver", "kidney"}
+    (folder / "drawn").rename(folder / "again")
+    assert len(scored(run, folder, "--labels", "again")["rows"]) == len(plain["rows"])
+    # another folder has no site that speaks for it
+    apart = shutil.copytree(folder, folder.parent / "apart")
+    assert scored(run, apart, "--table", "tables.json", "--labels", "again")["ignored"] == ["Milz"]
+
+
+def test_sites_that_read_one_folder_in_two_ways_do_not_speak_for_it(renamed, capsys) -> None:
+    run, folder = renamed
+    values = yaml.safe_load((run / "federation.yaml").read_text())
+    values["sites"][1] |= {"path": str(folder), "table": "tables.json", "labels": "drawn"}
+    (run / "federation.yaml").write_text(yaml.safe_dump(values))
+    arguments = ["evaluate", str(run), "--data", str(folder), "--table", "tables.json", "--labels", "drawn"]
+    found = json.loads(output(capsys, *arguments, "--json"))
+    assert found["ignored"] == ["Milz"]
+    (note,) = [note for note in found["notes"] if "differ" in note]
+    assert "the run's sites s0, s1 differ in its aliases;" in note and "give options" in note
+
+
 def test_who_needs_the_authority_is_said(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("fedatlas.federation.deploy.init", lambda *args, **more: [tmp_path / "server"])
     file = Path(__file__).parents[1] / "experiments" / "quickstart.yaml"
@@ -449,7 +499,7 @@ def test_ctrl_c_is_safe(workers, small, tmp_path) -> None:
     command = [
         sys.executable,
         "-m",
-        "fedatlas.cli",
+        "fedatlas",
         "run",
         str(file),
         "--runs",

@@ -92,6 +92,7 @@ def test_predict_and_evaluate(ran, tmp_path) -> None:
     assert not ignored and {row["class"] for row in rows} == set(CLASSES)
     counts = [row["value"] for row in rows if row["metric"] in ("n_positive", "n_negative")]
     assert sum(counts) == 3 * 16  # every image of the folder, whatever its split
+    assert evaluate_folder(path, folder / "site-1") == (rows, []), "as the federation file says of the site"
     with pytest.raises(FederationError, match="none of its classes"):
         evaluate_folder(
             path, folder / "site-1", format="csv", reading=reading | {"classes": ["split"], "split": None}

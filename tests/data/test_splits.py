@@ -174,6 +174,24 @@ def test_folds_that_cannot_be_are_told(tmp_path: Path) -> None:
             Portions(**portions)
 
 
+def test_files_that_are_wrong_are_told_before_a_split_that_they_leave_too_few_for(tmp_path: Path) -> None:
+    root, split = nnunet(tmp_path / "s", NAMES[:3]), {"validation": 1, "test": 1}
+    (root / "labelsTr" / "p01.nii.gz").unlink()
+    first, last = told(root, split=split).splitlines()
+    assert first.startswith(
+        "site x: labelsTr/p01.nii.gz: missing: training case 'p01' has no label file; add it"
+    )
+    assert last.startswith("site x: split: 1 for validation and 1 for the test leave nothing to train on")
+    assert "labelsTr/p01.nii.gz" in told(root, split={"folds": 3, "fold": 1})
+    many = nnunet(tmp_path / "many", [f"c{n:02d}" for n in range(15)])
+    for image in (many / "imagesTr").iterdir():
+        image.rename(image.with_name(image.name.replace("_0000", "")))
+    lines = told(many, split=split).splitlines()
+    assert "imagesTr/c00.nii.gz: an image without a channel number; rename it to <case>_0000" in lines[0]
+    assert len(lines) == 22 and lines[20] == "site x: and 10 more errors in its files"
+    assert "leave nothing to train on: the site has 0 labelled cases" in lines[21]
+
+
 def test_shares_are_of_all_patients_however_many_findings_there_are() -> None:
     """Groups of one patient or two do not melt away; choices stay nested, and counts go beside shares."""
 

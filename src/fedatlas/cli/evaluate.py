@@ -16,7 +16,11 @@ EXAMPLE = "fedatlas evaluate runs/demo-1a2b3c4d --data site-x/"
 def options(made: argparse.ArgumentParser) -> None:
     made.add_argument("run", type=Path, help="the run folder")
     made.add_argument(
-        "--data", type=Path, required=True, help="a folder as a site has it; its layout: --format"
+        "--data",
+        type=Path,
+        required=True,
+        help="a folder as a site has it; its layout: --format. One of the run's own sites is read as the federation file "
+        "says of it, where the options here say nothing else",
     )
     made.add_argument(
         "--table", help="of scans: file in that folder with the label table (default: dataset.json)"

@@ -20,6 +20,7 @@ from fedatlas.data import datasets
 from fedatlas.data.datasets.shared.auto import detect
 from fedatlas.data.datasets.shared.findings import balanced
 from fedatlas.data.datasets.shared.listing import (
+    LISTED,
     Case,
     Layout,
     Problem,
@@ -294,7 +295,10 @@ def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
     if config.reference:
         index = _with_reference(config.reference, index)
     if config.split is not None:
-        index = replace(index, cases=_divided(index.cases, config.split, config.name, seed))
+        try:
+            index = replace(index, cases=_divided(index.cases, config.split, config.name, seed))
+        except DataError as error:
+            raise _after_problems(index, error) from None
     if config.role == "test":
         tests = (replace(c, split="test") for c in index.cases if c.labelled or c.fuller)
         index = replace(index, cases=tuple(tests))
@@ -337,9 +341,18 @@ def read_image_site(config: SiteConfig, base: Path, *, channels: int, splitting:
         try:
             chosen = balanced(tests, index.used, positives=n, negatives=n, seed=splitting.seed)
         except DataError as error:
-            raise DataError(f"site {config.name}: {error}") from None
+            raise _after_problems(index, DataError(f"site {config.name}: {error}")) from None
         cases = tuple(case for case in cases if case.split != "test") + chosen
     return replace(index, cases=cases, channels=channels, divided=True, most=None)
+
+
+def _after_problems(index: SiteIndex, error: DataError) -> DataError:
+    """An error about how many cases there are, below what is wrong with the files, which may be why: a line each."""
+    fatal = [problem for problem in index.problems if problem.fatal]
+    lines = [str(problem) for problem in fatal[:LISTED]]
+    if len(fatal) > LISTED:
+        lines.append(f"site {index.name}: and {len(fatal) - LISTED} more errors in its files")
+    return DataError("\n".join([*lines, str(error)]))
 
 
 def _folder(config: SiteConfig, base: Path) -> Path:

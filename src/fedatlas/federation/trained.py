@@ -223,11 +223,12 @@ def evaluate_folder(
     images at the thresholds of the run.
 
     format, reading, tables: the layout of the folder, its options, and `table`, `labels`, `test_labels`, as a site of a
-    federation has them; None: auto, or csv of whole images. post: score once more after post-processing also where the
-    run's `evaluation` names none, see `Trained.postprocess`. anyway: as of `predict.predict_scans`. warn: is told what is
-    odd about the folder and its images, and in the end what was assumed or changed when the scored cases were read, as
-    `check` says it. seen: is told of every case before it is predicted. Returns the rows, and the labels of the folder that
-    the model does not know: they are not scored.
+    federation has them; None: auto, or csv of whole images. aliases: its label names -> ours. Where these are not
+    given, key by key, the folder of one of the run's sites is read as the federation file says of that site. post: score
+    once more after post-processing also where the run's `evaluation` names none, see `Trained.postprocess`. anyway: as of
+    `predict.predict_scans`. warn: is told what is odd about the folder and its images, and in the end what was assumed or
+    changed when the scored cases were read, as `check` says it. seen: is told of every case before it is predicted. Returns
+    the rows, and the labels of the folder that the model does not know: they are not scored.
     """
     trained = Trained(path, model, device, warn)
     federation, space, whole = trained.federation, trained.space, trained.space.level == "image"
@@ -237,7 +238,8 @@ def evaluate_folder(
                 f"{data}: is the data of the run's own site {site.name}; all of its labelled cases are scored, and "
                 "cases of its training are among them"
             )
-    index, unknown = _read_folder(trained, data, format, reading or {}, aliases or {}, tables)
+    own = _own_site(federation.sites, data, warn)
+    index, unknown = _read_folder(trained, data, format, reading or {}, aliases or {}, tables, own)
     for problem in index.problems:
         if not problem.fatal:
             warn(_told(problem))
@@ -271,6 +273,26 @@ def evaluate_folder(
     return rows, unknown
 
 
+TABLES = ("table", "labels", "test_labels")
+"""Keys of a site that name what lies in a folder of scans."""
+
+
+def _own_site(sites: Sequence[SiteConfig], data: Path, warn: Warn) -> SiteConfig | None:
+    """The site of the run whose folder this is; None where there is none, or where several read it in different ways."""
+    keys = ("format", "reading", "aliases", *TABLES)
+    own = [site for site in sites if site.path and Path(site.path).resolve() == data.resolve()]
+    if not own:
+        return None
+    differing = [key for key in keys if any(getattr(site, key) != getattr(own[0], key) for site in own)]
+    if differing:
+        warn(
+            f"{data}: the run's sites {', '.join(site.name for site in own)} differ in its {', '.join(differing)}; what the "
+            "federation file says of them is not used, give options"
+        )
+        return None
+    return own[0]
+
+
 def _read_folder(
     trained: Trained,
     data: Path,
@@ -278,11 +300,17 @@ def _read_folder(
     reading: Mapping[str, Any],
     aliases: Mapping[str, str],
     tables: Mapping[str, str],
+    own: SiteConfig | None,
 ) -> tuple[SiteIndex, list[str]]:
-    """The index of a folder outside the federation, and its labels that the model does not know. format, reading, tables: as of
-    `evaluate_folder`. Raises FederationError for a layout that is none, an alias of no class, and labels none of which is known."""
+    """The index of a folder, and its labels that the model does not know. format, reading, aliases, tables: as of
+    `evaluate_folder`; own: the run's site that it is of. Raises FederationError for a layout that is none, an alias of no
+    class, and labels none of which is known."""
     space, whole = trained.space, trained.space.level == "image"
     ours = [*space.names, *space.findings]
+    if own is not None:
+        if format in (None, own.format):  # another layout has other options
+            format, reading = own.format, {**own.reading, **reading}
+        tables = {key: getattr(own, key) for key in TABLES} | dict(tables)
     format = format or ("csv" if whole else AUTO)
     kinds: tuple[datasets.Kind, ...] = ("findings",) if whole else datasets.VOXELS
     datasets.require(format, "--format: the layout", *kinds, also=() if whole else (AUTO,))
@@ -299,21 +327,25 @@ def _read_folder(
         channels = trained.federation.images.channels
         return read_image_site(config, data, channels=channels, splitting=nothing)
 
-    form |= {"role": "test", "aliases": dict(aliases)} if whole else tables
+    form |= {"role": "test"} if whole else tables
     index = index_of()
     labels = [name for name in dict.fromkeys((*index.names, *index.findings)) if name != BACKGROUND]
     if not labels:
         what = "".join(f"; {_told(problem)}" for problem in index.problems[:1])
         raise FederationError(f"{data}: holds no labels, and scores need them{what}")
+    if own is not None:  # its aliases may be of a reference, too, which is not read here
+        aliases = {name: own.aliases[name] for name in own.aliases if name in labels} | dict(aliases)
     known = [name for name in labels if aliases.get(name, name) in ours]
     if not known:
         raise FederationError(
             f"{data}: none of its {'classes' if whole else 'labels'} ({', '.join(labels)}) is known to the model "
             f"({', '.join(ours)}); give aliases, as --alias theirs=ours"
         )
-    if not whole:  # again, without what the model does not know
+    if whole:
+        index = replace(index, aliases=dict(aliases))
+    else:  # again, without what the model does not know
         index = index_of(annotated=tuple(known), aliases=dict(aliases))
-    return index, [name for name in labels if name not in known]
+    return index, [name for name in labels if name not in known and aliases.get(name) != BACKGROUND]
 
 
 UNLABELLED = ", or set `reading.unlabelled: true`"
