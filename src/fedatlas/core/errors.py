@@ -47,7 +47,11 @@ class NameMismatch(FedAtlasError):
 
 
 class WireError(FedAtlasError):
-    """A message is truncated, damaged or of another format."""
+    """A message is truncated, damaged or of another format. damaged: its bytes are not those that were sent."""
+
+    def __init__(self, text: str, *, damaged: bool = False) -> None:
+        super().__init__(text)
+        self.damaged = damaged
 
 
 class SiteLost(FedAtlasError):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.pipeline import ServerPipeline
-from fedatlas.transport.reply import Passing, Refused, Spool, arrived_whole
+from fedatlas.transport.reply import Passing, Refused, Spool
 from fedatlas.transport.stages import KEPT_REPLIES, LIFTS_MASKS, SERIES, NotHeld, Payload
 from fedatlas.transport.store import lacked_room, make_room
 
@@ -61,16 +61,25 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
+class Count(NamedTuple):
+    """How many noised models a site has sent. before: until it last began to count anew; last: what it has said since; series: the
+    number that its folder drew when this count began, None where an older version kept none."""
+
+    before: int = 0
+    last: int = 0
+    series: int | None = None
+
+
 @dataclass(frozen=True)
 class Released:
     """What ε of a run rests on, over all its calls so far. most: noised models that one site has sent; fewest: sites
-    that answered such a call with one. In a sum under masks that was never opened they count for `most` alone. sites: site -> what it had
-    sent before it last began to count anew, what it says since, and the series of that count. heard: call -> what sites said with their
+    that answered such a call with one. In a sum under masks that was never opened they count for `most` alone. sites: site -> its
+    `Count`. heard: call -> what sites said with their
     answers to it, of the last calls. epsilon: ε of all that, None without noise or where nobody says it."""
 
     most: int = 0
     fewest: int = NEVER
-    sites: Mapping[str, Sequence[int | None]] = field(default_factory=dict, compare=False)
+    sites: Mapping[str, Sequence[Any]] = field(default_factory=dict, compare=False)
     heard: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False)
     epsilon: float | None = field(default=None, compare=False)
 
@@ -88,13 +97,15 @@ class Released:
         opened: what they answered could be seen, alone or in a sum."""
         sites, then = dict(self.sites), self.heard.get(call, {})
         for site, told in releases.items():
-            before, last, known = (*self.sites.get(site, (0, 0)), None)[:3]
-            assert before is not None and last is not None
-            same = known is None or series.get(site) == known
+            count = Count(*sites.get(site, ()))
+            same = count.series in (None, series.get(site))
             if same and told == then.get(site):
                 continue
-            sites[site] = (before if same and told > last else before + last, told, series.get(site))
-        most = max(self.most, *(sum(n or 0 for n in sites[site][:2]) for site in releases))
+            goes_on = same and told > count.last
+            sites[site] = Count(
+                count.before if goes_on else count.before + count.last, told, series.get(site)
+            )
+        most = max(self.most, *(sites[site][0] + sites[site][1] for site in releases))
         others = [(name, of) for name, of in self.heard.items() if name != call]
         heard = dict([*others, (call, dict(releases))][-KEPT_REPLIES:])
         return Released(most, min(self.fewest, len(releases)) if opened else self.fewest, sites, heard)
@@ -373,7 +384,7 @@ class SiteClients:
         try:
             tree, size = self.pipeline.read(question, arguments, self.instances.get(site))
         except Exception as error:  # what a site sends ends no run, whatever it is
-            refusal = _refusal(error, question.reply)
+            refusal = _refusal(error)
             with contextlib.suppress(OSError):
                 question.reply.unlink()
             raise refusal from None
@@ -421,14 +432,13 @@ class SiteClients:
         return self.scratch / f"{self._round:06d}-{call:03d}"
 
 
-def _refusal(error: Exception, file: Path) -> Refused:
-    """Why an answer in a file cannot be used, of what was raised when it was read: Passing where it did not arrive as it
-    was sent."""
+def _refusal(error: Exception) -> Refused:
+    """Why an answer cannot be used, of what was raised when it was read: Passing where it did not arrive as it was sent."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, OSError):
         return Passing(f"its answer cannot be read ({error.strerror or error})")
-    if isinstance(error, WireError) and not arrived_whole(file):
+    if isinstance(error, WireError) and error.damaged:
         return Passing(str(error))
     told = isinstance(error, WireError | NameMismatch | FloatingPointError)
     return Refused(str(error) if told else f"its answer cannot be used ({type(error).__name__}: {error})")

@@ -4,7 +4,6 @@
 {"to": question, "from": installation, "error": {"code": class of the exception, "text": its text, if it may leave}}
 """
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -134,16 +133,6 @@ def explained(code: str) -> str:
     """What the code of an error reply means; the text of the error stays at the site."""
     meaning = _CODES.get(code, "an error")
     return f"{code}: {meaning}; the text is in errors.log at the site"
-
-
-def arrived_whole(path: Path) -> bool:
-    """Does a file hold the very bytes that a site sent? Nothing in them is parsed."""
-    try:
-        data, begin = memoryview(read_whole(path)), len(wire.MAGIC)
-    except OSError:
-        return False
-    end = begin + hashlib.sha256().digest_size
-    return data[:begin] == wire.MAGIC and data[begin:end] == hashlib.sha256(data[end:]).digest()
 
 
 def check_numbers(value: Mapping[str, Any], model: Any) -> None:

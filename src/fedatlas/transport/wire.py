@@ -105,10 +105,13 @@ class Message:
         view = memoryview(data)
         if len(view) < _HEAD + 8 or bytes(view[: len(MAGIC)]) != MAGIC:
             raise WireError(
-                f"message: {len(view)} bytes that do not begin as one of ours; it is truncated or of another format"
+                f"message: {len(view)} bytes that do not begin as one of ours; it is truncated or of another format",
+                damaged=True,
             )
         if digest and hashlib.sha256(view[_HEAD:]).digest() != bytes(view[len(MAGIC) : _HEAD]):
-            raise WireError(f"message: {len(view)} bytes whose digest differs; it is truncated or damaged")
+            raise WireError(
+                f"message: {len(view)} bytes whose digest differs; it is truncated or damaged", damaged=True
+            )
         length = int.from_bytes(view[_HEAD : _HEAD + 8], "little")
         start = _HEAD + 8 + length
         if start > len(view):
