@@ -441,7 +441,9 @@ def slice_gone(root: Path) -> Said:
 
 def seg_gone(root: Path) -> Said:
     (root / "scan 0/seg.dcm").unlink()
-    return Said("1 series have no segmentation and were left out")
+    return Said(
+        "1 series have no segmentation and were left out; export their SEG or RTSTRUCT, too, or set `reading.unlabelled: true`"
+    )
 
 
 def segment_renamed(root: Path) -> Rule:

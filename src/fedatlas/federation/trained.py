@@ -22,7 +22,7 @@ from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
 from fedatlas.data import datasets
-from fedatlas.data.datasets.shared.listing import Problem, Split, Splitting
+from fedatlas.data.datasets.shared.listing import Split, Splitting
 from fedatlas.data.formats.flat import Note
 from fedatlas.data.images import ImageData
 from fedatlas.data.index import AUTO, SiteConfig, SiteIndex, read_image_site, read_site
@@ -242,7 +242,7 @@ def evaluate_folder(
     index, unknown = _read_folder(trained, data, format, reading or {}, aliases or {}, tables, own)
     for problem in index.problems:
         if not problem.fatal:
-            warn(_told(problem))
+            warn(str(replace(problem, offer="")))
     cache = cache_folder(federation, path.parent)
     evaluation, extra = federation.evaluation, dict[str, Any]()
     splits: tuple[Split, ...] = ("test",) if whole else ("train", "test")
@@ -331,7 +331,7 @@ def _read_folder(
     index = index_of()
     labels = [name for name in dict.fromkeys((*index.names, *index.findings)) if name != BACKGROUND]
     if not labels:
-        what = "".join(f"; {_told(problem)}" for problem in index.problems[:1])
+        what = "".join(f"; {replace(problem, offer='')}" for problem in index.problems[:1])
         raise FederationError(f"{data}: holds no labels, and scores need them{what}")
     if own is not None:  # its aliases may be of a reference, too, which is not read here
         aliases = {name: own.aliases[name] for name in own.aliases if name in labels} | dict(aliases)
@@ -346,15 +346,6 @@ def _read_folder(
     else:  # again, without what the model does not know
         index = index_of(annotated=tuple(known), aliases=dict(aliases))
     return index, [name for name in labels if name not in known and aliases.get(name) != BACKGROUND]
-
-
-UNLABELLED = ", or set `reading.unlabelled: true`"
-"""How the data set `dicom` offers to take cases without labels."""
-
-
-def _told(problem: Problem) -> str:
-    """A problem as an evaluation says it: cases without labels, which it may offer to take, have no scores."""
-    return str(problem).replace(UNLABELLED, "")
 
 
 def notes_on_images(source: SiteData) -> list[Note]:

@@ -102,9 +102,9 @@ def read(layout: Layout) -> Listing:
             )
         )
 
-    def note(count: int, what: str, remedy: str) -> None:
+    def note(count: int, what: str, remedy: str, offer: str = "") -> None:
         if count:
-            problems.append(Problem(layout.site, "", f"{count} {what}", remedy, False))
+            problems.append(Problem(layout.site, "", f"{count} {what}", remedy, False, offer))
 
     for number, (file, reason) in enumerate(found.damaged, start=1):
         title = shown(file, layout.root) if form.paths else f"damaged file {number} of {len(found.damaged)}"
@@ -114,7 +114,8 @@ def read(layout: Layout) -> Listing:
     note(
         missing,
         "series have no segmentation and were left out",
-        "export their SEG or RTSTRUCT, too, or set `reading.unlabelled: true`",
+        "export their SEG or RTSTRUCT, too",
+        "`reading.unlabelled: true`",
     )
     note(len(found.stray), "segmentations are of no series that is here", "export their series, too")
     unsaid = "they count as not annotated"

@@ -17,17 +17,23 @@ Split = Literal["train", "validation", "test"]
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong with a site's data. `fatal`: training refuses to begin."""
+    """Something that is wrong with a site's data.
+
+    `remedy`: what mends it. `fatal`: training refuses to begin. `offer`: a setting with which training takes the
+    data as they are, empty for none; an evaluation does not name it, since nothing can be scored by it.
+    """
 
     site: str
     file: str
     what: str
     remedy: str
     fatal: bool = True
+    offer: str = ""
 
     def __str__(self) -> str:
         where = f"site {self.site}: {self.file}" if self.file else f"site {self.site}"
-        return f"{where}: {self.what}; {self.remedy}"
+        offer = f", or set {self.offer}" if self.offer else ""
+        return f"{where}: {self.what}; {self.remedy}{offer}"
 
 
 @options
