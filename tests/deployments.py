@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedatlas.federation.deploy import Deployed, _with_pool, accept, free_ports, init, join, write_shared
+from fedatlas.federation.across import Deployed, _with_pool, free_ports, join
+from fedatlas.federation.deploy import accept, init, write_shared
 from fedatlas.federation.file import Federation, make_method, parse_federation
 from fedatlas.federation.session import Parties, run_federation
 from fedatlas.transport.frames import Question

@@ -30,7 +30,8 @@ from fedatlas.data.datasets.csv import CsvForm
 from fedatlas.data.datasets.shared.listing import Layout, Splitting
 from fedatlas.data.inputs import FAT, look_of, other_kind, ranges_of, trained_on
 from fedatlas.evaluation.statistics import COLUMNS, read_rows, rows_text
-from fedatlas.federation.deploy import join, write_shared
+from fedatlas.federation.across import join
+from fedatlas.federation.deploy import write_shared
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import load_federation, parse_federation
 from fedatlas.federation.known import KNOWN

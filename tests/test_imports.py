@@ -217,7 +217,7 @@ def test_an_engines_own_process_needs_no_torch(module: str) -> None:
 
 def test_the_core_needs_no_engine_and_no_monai() -> None:
     code = (
-        "import sys, fedatlas.cli, fedatlas.federation.session, fedatlas.federation.deploy, fedatlas.federation.site\n"
+        "import sys, fedatlas.cli, fedatlas.federation.session, fedatlas.federation.across, fedatlas.federation.site\n"
         "assert not {'monai', 'nvflare', 'flwr', 'opacus', 'cryptography', 'Crypto'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

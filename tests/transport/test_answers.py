@@ -23,7 +23,7 @@ from fedatlas.evaluation.classification import Histogram, score_edges
 from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.images import ImageEvaluator
 from fedatlas.evaluation.voxels import VoxelEvaluator
-from fedatlas.federation.deploy import _compare
+from fedatlas.federation.across import _compare
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.facts import problem_of_hello, problem_of_join
 from fedatlas.federation.file import parse_federation

@@ -20,18 +20,9 @@ from deployments import until
 
 from fedatlas.cli import main, parser
 from fedatlas.core.errors import FedAtlasError, FederationError
-from fedatlas.federation import deploy
-from fedatlas.federation.deploy import (
-    Deployed,
-    Keeper,
-    News,
-    adapter,
-    free_ports,
-    gather,
-    gather_trial,
-    join,
-    start,
-)
+from fedatlas.federation import across, deploy
+from fedatlas.federation.across import Deployed, free_ports, gather, gather_trial, join
+from fedatlas.federation.deploy import Keeper, News, adapter, start
 from fedatlas.federation.design import versions
 from fedatlas.federation.facts import problem_of_hello
 from fedatlas.federation.file import hash_of, load_federation, parse_federation
@@ -104,7 +95,7 @@ def way(tmp_path, monkeypatch) -> Iterator[Callable[[Engine], Deployed]]:
     (tmp_path / "server").mkdir()
 
     def open_(engine: Engine) -> Deployed:
-        monkeypatch.setattr(deploy, "adapter", lambda name: engine)
+        monkeypatch.setattr(across, "adapter", lambda name: engine)
         opened.append(Deployed("stub", tmp_path, ["a"], told.append))
         return opened[-1]
 

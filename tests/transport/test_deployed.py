@@ -30,8 +30,9 @@ from test_local import Tampered
 from fedatlas.cli import main
 from fedatlas.core.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.evaluation.statistics import read_rows
+from fedatlas.federation.across import ahead_of, gather_trial
 from fedatlas.federation.audit import logs_of
-from fedatlas.federation.deploy import News, ahead_of, gather_trial, init, start
+from fedatlas.federation.deploy import News, init, start
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import Parties, gather_local, run_federation
 from fedatlas.transport import wire

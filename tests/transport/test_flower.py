@@ -30,7 +30,7 @@ from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
 from fedatlas.core.errors import FederationError
-from fedatlas.federation.deploy import free_ports
+from fedatlas.federation.across import free_ports
 from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY, Launch, Plan
 from fedatlas.transport.flower import app as flower_app

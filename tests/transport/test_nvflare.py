@@ -17,7 +17,7 @@ import pytest
 from deployments import until
 
 from fedatlas.core.errors import FederationError
-from fedatlas.federation.deploy import free_ports
+from fedatlas.federation.across import free_ports
 from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY, Job, Launch, Plan
 from fedatlas.transport.frames import Question

@@ -79,7 +79,7 @@ def call(arguments: argparse.Namespace) -> int:
 
 def _gather(engine: str, deploy: Path | None, data_changed: bool) -> Any:
     """How the sites of a run are found."""
-    from fedatlas.federation import deploy as across
+    from fedatlas.federation import across
     from fedatlas.federation.session import gather_local
 
     name, _, local = engine.partition("-")
