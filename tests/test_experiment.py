@@ -36,12 +36,19 @@ def parse(small: dict[str, Any], **changes: Any):
         ("name", "a/b", "name: got 'a/b'"),
         ("sites", [], "sites: has 0 entries"),
         ("evaluation", {"metrics": ["dise"]}, r"metrics: for segmentation the metric 'dise' does not exist; did you mean 'dice'\? known: [^;]*hd_rows$"),
+        ("evaluation", {"metrics": ["dice", "nsd", "dice"]}, r"^f\.yaml: evaluation: metrics: are \['dice', 'nsd', 'dice'\], dice more than once, .*; each name is allowed once$"),
+        ("evaluation", {"round_metrics": ["dice", "dice"]}, r"evaluation: round_metrics: are \['dice', 'dice'\], dice more than once"),
         ("preprocessing", {"orientation": "RAX"}, "orientation is 'RAX'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(small, key: str, value: Any, text: str) -> None:
     with pytest.raises(FederationError, match=text):
         parse(small, **{key: value})
+
+
+def test_a_run_folder_of_before_may_name_a_metric_twice(small) -> None:
+    twice = small | {"evaluation": {"metrics": ["dice", "dice"]}}
+    assert parse_federation(twice, base=Path(), kept=True).evaluation.metrics == ("dice", "dice")
 
 
 def test_two_sites_of_one_name(small) -> None:

@@ -8,14 +8,18 @@ from torch import nn
 
 from fedatlas import losses, nets
 from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Member
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.outputs import Mixed, voxel_logits
+from fedatlas.evaluation.statistics import rows_text
 from fedatlas.evaluation.voxels import Findings
+from fedatlas.federation.session import summary
 from fedatlas.learning import inference
 from fedatlas.learning.inference import Inference, Prediction
 from fedatlas.losses.masked import masked_bce
 
+ALL = Member({})
 SPACE = LabelSpace(("lung", "air"), (), False, "voxel", ("has air", "tuberculosis"), (1, None))
 
 
@@ -100,25 +104,37 @@ def test_a_finding_of_a_volume_is_that_of_the_slice_that_says_most() -> None:
 def test_a_class_is_emptied_where_its_finding_is_improbable() -> None:
     image = torch.zeros(1, 8, 8, 1)
     no, yes = predict([-1.0, -1.0], image), predict([1.0, -1.0], image)
-    empty = inference.together([(no, None)], SPACE, Inference()).voxels
+    empty = inference.together([(no, ALL)], SPACE, Inference()).voxels
     assert (empty[1] == 0).all() and (empty[0] > 0.9).all()
-    assert (inference.together([(yes, None)], SPACE, Inference()).voxels[1] > 0.9).all()
-    assert (inference.together([(no, None)], SPACE, Inference(gate=None)).voxels[1] > 0.9).all()
+    assert (inference.together([(yes, ALL)], SPACE, Inference()).voxels[1] > 0.9).all()
+    assert (inference.together([(no, ALL)], SPACE, Inference(gate=None)).voxels[1] > 0.9).all()
     exclusive = LabelSpace(("background", "air"), (), True, "voxel", ("has air",), (1,))
     found = Prediction(torch.tensor([[0.2], [0.8]]), torch.tensor([0.1]))
-    emptied = inference.together([(found, None)], exclusive, Inference()).voxels
+    emptied = inference.together([(found, ALL)], exclusive, Inference()).voxels
     torch.testing.assert_close(emptied, torch.tensor([[1.0], [0.0]]))
 
 
 def test_a_finding_is_told_by_the_models_that_may_speak_for_its_class() -> None:
     image = torch.zeros(1, 8, 8, 1)
     a, b = predict([-3.0, 0.0], image), predict([3.0, 2.0], image)
-    merged = inference.together([(a, (0,)), (b, (0, 1))], SPACE, Inference())
+    merged = inference.together([(a, Member({}, (0,))), (b, Member({}, (0, 1)))], SPACE, Inference())
     assert merged.findings is not None
     mean = (torch.tensor(0.0).sigmoid() + torch.tensor(2.0).sigmoid()) / 2
     torch.testing.assert_close(merged.findings, torch.stack([torch.tensor(3.0).sigmoid(), mean]))
-    nobody = inference.together([(a, (0,)), (b, (0,))], SPACE, Inference())
+    nobody = inference.together([(a, Member({}, (0,))), (b, Member({}, (0,)))], SPACE, Inference())
     assert nobody.findings is not None and nobody.findings[0].isnan()
+
+
+def test_a_finding_is_told_by_the_models_that_met_it() -> None:
+    """Whatever classes they speak for: no other head was ever trained for it."""
+    image = torch.zeros(1, 8, 8, 1)
+    a, b = predict([-3.0, 0.0], image), predict([3.0, 2.0], image)
+    trained, untrained = Member({}, (), findings=(1,)), Member({}, (0, 1), findings=())
+    merged = inference.together([(a, trained), (b, untrained)], SPACE, Inference())
+    assert merged.findings is not None and merged.findings[1] == torch.tensor(0.0).sigmoid()
+    assert merged.findings[0].isnan()  # as of a class that nobody speaks for
+    assert torch.equal(merged.voxels, b.voxels)
+    assert Member.from_payload(trained.to_payload()) == trained and "findings" not in ALL.to_payload()
 
 
 def test_findings_are_scored_over_the_cases_that_have_a_truth() -> None:
@@ -145,3 +161,25 @@ def test_the_logits_of_any_output() -> None:
     z = torch.zeros(1, 2, 4, 4)
     for outputs in (z, [z, z[..., ::2]], Mixed(z, torch.zeros(1, 1)), Mixed([z], torch.zeros(1, 1))):
         assert voxel_logits(outputs) is z
+
+
+def test_a_run_with_outlines_and_findings_is_summed_up_by_both(tmp_path) -> None:
+    place = {"split": "test", "grid": "original", "model": "best", "round": 3, "site": "a"}
+    place |= {"known": True, "reason": ""}
+    dice = [
+        {**place, "case": case, "class": "lung", "metric": "dice", "value": value}
+        for case, value in (("c1", 0.5), ("c2", 1.0), ("c3", None))
+    ]
+    auroc = {**place, "case": "", "class": "has air", "metric": "auroc", "value": 0.7}
+    expected = {
+        "dice": {"test": {"best": {"a": {"lung": 0.75}}}},
+        "auroc": {"test": {"best": {"a": {"has air": 0.7}}}},
+    }
+    for rows, metrics in (([*dice, auroc], ["dice", "auroc"]), (dice, ["dice"]), ([auroc], ["auroc"])):
+        (tmp_path / "rows.csv").write_text(rows_text(rows))
+        said = summary(tmp_path)
+        assert list(said) == ["run", "best", *metrics]
+        assert all(said[metric] == expected[metric] for metric in metrics)
+    for rows, empty in (([], "dice"), ([{**auroc, "value": None}], "auroc")):
+        (tmp_path / "rows.csv").write_text(rows_text(rows))
+        assert summary(tmp_path) == {"run": str(tmp_path), "best": None, empty: {}}

@@ -12,11 +12,14 @@ from findings import CLASSES, findings_federation, write_findings
 from PIL import Image
 
 from fedatlas.core.errors import FedAtlasError, FederationError
+from fedatlas.core.labels import LabelSpace
+from fedatlas.evaluation.images import SILENT
 from fedatlas.evaluation.statistics import read_rows, select
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.predict import predict_images
 from fedatlas.federation.session import run_federation
+from fedatlas.federation.tasks import TASKS
 from fedatlas.federation.trained import evaluate_folder
 
 
@@ -59,6 +62,22 @@ def test_thresholds_are_fitted_on_all_sites_together(ran) -> None:
     assert counts == dict.fromkeys(CLASSES, 12)  # score_all: every site's four images count for every class
     for name, entry in kept["models"]["best"].items():
         assert (entry["value"] is None) == bool(entry["reason"]), name
+
+
+def test_why_a_local_model_has_no_threshold(small_images, tmp_path) -> None:
+    """It may not speak for the class, though validation images of other sites, or its own, are annotated for it."""
+    small_images |= {"method": {"name": "standalone"}, "rounds": 1}
+    small_images["evaluation"] |= {"models": ["local"], "draws": 0}
+    path = run(small_images, tmp_path / "run")
+    fitted = json.loads((path / "thresholds.json").read_text())["models"]["local/s2"]
+    assert {name for name, entry in fitted.items() if entry["reason"] == SILENT} == {"bar", "blob"}
+    assert "no validation image" not in str(fitted)
+    space = LabelSpace(CLASSES, exclusive=False, level="image")
+    fitted = TASKS["classification"].fit(
+        [], [{"class": "bar", "reason": SILENT}], parse_federation(small_images, base=Path()), space
+    )
+    assert list(fitted) == list(CLASSES) and fitted["bar"]["reason"] == SILENT
+    assert fitted["ring"]["reason"] == "no validation image of any site is annotated for it"
 
 
 def test_no_score_of_an_image_leaves(ran) -> None:

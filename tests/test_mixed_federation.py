@@ -7,20 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nibabel as nib
 import numpy as np
 import pytest
 from fake_sets import anatomy, picture
+from PIL import Image
 from runs import last_state
 
+import fedatlas
 from fedatlas.cli import main
 from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import read_rows
-from fedatlas.federation.check import check_federation_file
+from fedatlas.federation.check import check_federation_file, text_of
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.file import Federation, parse_federation
 from fedatlas.federation.predict import predict_scans
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.trained import Trained
+from fedatlas.report.conclusion import lines
+from fedatlas.report.read import read
 
 
 def write_site(root: Path, first: int, masks: tuple[str, ...], *, table: bool, cases: int = 6) -> Path:
@@ -153,6 +158,25 @@ def test_a_picture_is_predicted_with_its_findings(folder: Path, run: Path, tmp_p
         assert "air" not in entry["pixels"]
 
 
+def test_a_picture_from_python_is_as_the_command_writes_it(folder: Path, run: Path, tmp_path: Path) -> None:
+    file = folder / "test" / "images" / "p061.png"
+    predict_scans(run, [[file]], tmp_path)
+    masks = fedatlas.Model(run).predict(file)
+    assert masks.shape == (3, *np.asarray(Image.open(file)).shape)
+    for name, mask in zip(("left lung", "right lung", "air"), masks, strict=True):
+        assert np.array_equal(np.asarray(Image.open(tmp_path / "masks" / name / "p061.png")) > 0, mask > 0), (
+            name
+        )
+
+
+def test_a_model_of_pictures_says_so_of_a_scan(run: Path, tmp_path: Path, capsys) -> None:
+    scan = tmp_path / "scan.nii.gz"
+    nib.save(nib.Nifti1Image(np.zeros((8, 8, 8), np.float32), np.eye(4)), scan)  # type: ignore[attr-defined]
+    assert main(["predict", str(run), str(scan), "-o", str(tmp_path / "out")]) == 1
+    assert "the model was trained on pictures: give it one" in capsys.readouterr().err
+    assert "IMAGE.png" in lines(read(run), Path("report.html"))[-1]
+
+
 def test_a_finding_that_no_model_speaks_for_is_left_empty(
     folder: Path,
     run: Path,
@@ -185,6 +209,8 @@ def test_check_shows_findings(folder: Path, tmp_path: Path) -> None:
     found = check_federation_file(file, [], tmp_path)
     assert not [p for p in found["problems"] if p["fatal"]]
     assert found["sites"]["told"]["findings"]["has air"]["labelled"] > 0
+    text = text_of(found)
+    assert "site air: 4 train, 2 validation, 0 test pictures\n" in text and "1×1×1" not in text
 
 
 def test_the_report_tells_findings_apart_from_classes(run: Path) -> None:

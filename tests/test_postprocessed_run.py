@@ -16,6 +16,14 @@ from fedatlas.federation.session import run_federation
 from fedatlas.federation.trained import evaluation_table
 
 
+def test_a_single_case_has_no_spread() -> None:
+    of = {"split": "test", "model": "best", "site": "a", "class": "liver", "metric": "dice"}
+    values = [{**of, "case": case, "value": value} for case, value in (("c1", 0.9), ("c2", 0.7))]
+    one, two = (evaluation_table(some).splitlines() for some in (values[:1], values))
+    assert one[1] == "liver     0.900 (    –)    1" and two[1] == "liver     0.800 (0.141)    2"
+    assert len(one[1]) == len(one[0]) == len(two[1])
+
+
 def test_a_run_and_a_prediction(small, phantom, tmp_path) -> None:
     small |= {"rounds": 1, "local": {"optimizer": "adamw", "lr": 0.01, "batch": 8, "steps": 6}}
     small["sites"] = small["sites"][:1]

@@ -1,6 +1,7 @@
 """The membership attack: who is dealt what, what it sees, and that it finds a model that memorised, and no other."""
 
 import csv
+import json
 import math
 import shutil
 from pathlib import Path
@@ -11,12 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from fedatlas.analysis.membership import deal, evidence, train_attack, uncertainty, verdict
+from fedatlas.analysis.membership import AttackNet, deal, evidence, train_attack, uncertainty, verdict
 from fedatlas.analysis.runs import analyse
 from fedatlas.core.errors import FederationError
 from fedatlas.core.seeds import generator
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
+from fedatlas.report.analysis import together
+from fedatlas.report.page import section
+from fedatlas.report.read import read
 
 CLASSES = ("a", "b", "c", "d")
 STILL = ("rotation", "scaling", "translation", "mirror", "noise", "blur", "brightness", "contrast", "gamma")
@@ -91,6 +95,22 @@ def test_the_attack_learns_what_differs_in_cases_of_any_size() -> None:
     assert found["accuracy"] == 1
 
 
+@pytest.mark.parametrize("size", [(12, 12, 1), (1, 9, 12), (12, 1, 1), (12, 1), (1, 8)], ids=str)
+def test_the_attack_sees_pictures_of_one_slice(size: tuple[int, ...]) -> None:
+    maps = [torch.rand(2, *size, generator=generator(n)) for n in range(6)]
+    attack = train_attack(maps[:3], maps[3:], ("seed",), steps=1)
+    assert len(attack.scores(maps)) == 6
+
+
+@pytest.mark.parametrize("size", [(12, 12, 12), (9, 2, 3), (8, 2), (11, 12)], ids=str)
+def test_along_longer_axes_it_takes_means_of_two(size: tuple[int, ...]) -> None:
+    net, x = AttackNet(2, len(size)), torch.rand(3, 2, *size, generator=generator("x"))
+    pool: Any = torch.nn.functional.avg_pool2d if len(size) == 2 else torch.nn.functional.avg_pool3d
+    relu = torch.nn.functional.leaky_relu
+    hidden = relu(net.second(pool(relu(net.first(x), 0.1), 2, ceil_mode=True)), 0.1)
+    assert torch.equal(net(x), net.head(hidden.flatten(2).mean(2))[:, 0])
+
+
 @pytest.fixture(scope="module")
 def memorised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run whose two sites hold noise with drawn labels: what their local models tell, they know by heart."""
@@ -150,6 +170,41 @@ def test_a_model_that_memorised_is_found_out_and_one_that_never_saw_is_not(memor
         shutil.move(memorised / "s0.fa", local / "s0.fa")
     assert silent["target_scores"]["members"] < 0.65
     assert 0.2 < silent["test"]["auroc"] < 0.75 and silent["test"]["accuracy"] < 0.7
+
+
+@pytest.mark.parametrize(
+    ("sites", "pool", "others"),
+    [(None, "own", 32), (("s0", "s1"), "own", 32), (("s1",), "own", 32), (None, "all", 88)],
+)
+def test_the_others_of_a_sites_own_pool_are_its_own_cases(
+    memorised: Path, sites: tuple[str, ...] | None, pool: str, others: int
+) -> None:
+    how = {"pool": pool, "sites": sites, "steps": 1, "attack": 1}
+    told: list[str] = []
+    attacks = analyse("membership", memorised, how, tell=told.append)["attacks"]
+    assert [attack["target"] for attack in attacks] == [f"local/{site}" for site in sites or ("s0", "s1")]
+    assert {len(attack["uncertainty"]["others"]) for attack in attacks} == {others}
+    assert f"{2 * len(attacks) * (24 + others)} predictions of cases at most" in told[0]
+
+
+def test_that_an_attack_can_tell_sites_is_said_of_one_run_and_of_several(
+    memorised: Path, tmp_path: Path
+) -> None:
+    analyse("membership", memorised, {"steps": 1, "attack": 1}, tell=lambda text: None)
+    note = "The others come from other sites, too"
+    assert note in section(read(memorised), "analyses")
+    found = json.loads((memorised / "analysis" / "membership.json").read_text())
+    for arm, changes in (
+        ("own", {"settings": found["settings"] | {"pool": "own"}}),
+        ("global", {"attacks": [found["attacks"][0] | {"target": "best"}]}),
+    ):
+        (tmp_path / arm / "analysis").mkdir(parents=True)
+        (tmp_path / arm / "analysis" / "membership.json").write_text(json.dumps(found | changes))
+    folders = {arm: tmp_path / arm for arm in ("own", "global")}
+    page, missing = together("membership", folders)
+    assert note not in page and not missing and "own, " in page and "global, " in page
+    page, _ = together("membership", folders | {"all": memorised})
+    assert page.count(note) == 1
 
 
 def test_whole_images_have_every_analysis(memorised: Path) -> None:

@@ -12,6 +12,8 @@ from fedatlas.evaluation.statistics import (
     holm,
     interval_levels,
     macro_over_classes,
+    mean_of_defined,
+    mean_ranks,
     paired,
     read_rows,
     rows_text,
@@ -133,3 +135,16 @@ def test_rows_survive_on_disk(tmp_path) -> None:
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
     with pytest.raises(RunFolderError, match="no whole table of results"):
         read_rows(tmp_path / "rows.csv")
+
+
+def test_means_of_the_same_values_in_another_order_are_a_tie() -> None:
+    one, other = (mean_of_defined(values) for values in ((0.1, 0.2, 0.3), (0.3, 0.2, 0.1)))
+    assert one is not None and one != other, "by rounding alone"
+    values = {"one": dict.fromkeys(range(8), one), "other": dict.fromkeys(range(8), other)}
+    found = mean_ranks(values)
+    assert found.mean == {"one": 1.5, "other": 1.5} and found.groups == (("one", "other"),)
+    found = mean_ranks({**values, "third": dict.fromkeys(range(8), 0.1)})
+    assert found.mean == {"one": 1.5, "other": 1.5, "third": 3.0}
+    assert found.friedman == pytest.approx(stats.friedmanchisquare([2] * 8, [2] * 8, [1] * 8).pvalue)
+    apart = mean_ranks({"one": values["one"], "more": dict.fromkeys(range(8), one + 2e-9)})
+    assert apart.mean == {"more": 1.0, "one": 2.0}

@@ -206,7 +206,7 @@ def test_exclusion_equals_the_literal_loop(seed: int) -> None:
     ce, dice = [], []
     for c in range(4):
         log = overlap = squares = n = 0.0
-        samples = [s for s in range(3) if c == 0 or not known[s, c]]
+        samples = [s for s in range(3) if known[s, 1:].any() and (c == 0 or not known[s, c])]
         for s in samples:
             for v in np.ndindex(2, 3):
                 label = int(target[s][v])
@@ -214,7 +214,7 @@ def test_exclusion_equals_the_literal_loop(seed: int) -> None:
                 p = float(q[s, c][v])
                 log, n = log + e * math.log(p + 1), n + e
                 overlap, squares = overlap + p * e, squares + p * p
-        if samples:
+        if samples or c == 0:
             ce.append(log / n if n else 0.0)
             dice.append((2 * overlap + 1) / (squares + n + 1))
     got_ce, got_dice = exclusion(z, target, known)
@@ -237,6 +237,46 @@ def test_exclusion_limits() -> None:
 
     certain = torch.full_like(z, -1e4).scatter(1, target.long().unsqueeze(1), 1e4)
     assert float(exclusion(certain, target, everything)[0]) == 0
+
+
+def exclusion_as_published(z: Tensor, target: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """In which a sample that annotates nothing has every class in U."""
+    keep = known.clone()
+    keep[:, 0] = False
+    classes = [c for c in range(z.shape[1]) if c == 0 or not keep[:, c].all()]
+    outside, q = ~keep[:, classes], z.softmax(1)[:, classes]
+    e = keep.gather(1, target.flatten(1).long()).reshape(target.shape).unsqueeze(1)
+    space = tuple(range(2, z.dim()))
+    n, log = (e.sum(space) * outside).sum(0), ((q.log1p() * e).sum(space) * outside).sum(0)
+    overlap = ((q * e).sum(space) * outside).sum(0)
+    size = ((q * q).sum(space) * outside).sum(0) + n
+    return (log / n.clamp(min=1)).mean(), ((2 * overlap + 1) / (size + 1)).mean()
+
+
+@pytest.mark.parametrize(
+    "rows", [([1], [1]), ([1], [2, 3]), ([1, 2, 3], [1, 2]), ([1, 2, 3], [1, 2, 3])], ids=str
+)
+def test_exclusion_keeps_every_bit_where_all_samples_annotate_something(
+    rows: tuple[list[int], list[int]],
+) -> None:
+    z, target, _ = random_case(3, 2, 4, (5, 6))
+    z, known = z.float().requires_grad_(), known_of(2, 4, *rows)
+    found = []
+    for parts in (exclusion(z, target, known), exclusion_as_published(z, target, known)):
+        found.append([*parts, *torch.autograd.grad(parts[0] + parts[1], z)])
+    assert all(torch.equal(now, before) for now, before in zip(*found, strict=True))
+
+
+def test_a_sample_without_any_annotation_has_no_part_in_the_exclusion() -> None:
+    z, target, _ = random_case(4, 3, 4, (5, 6))
+    z, known = z.requires_grad_(), known_of(3, 4, [1], [], [])
+    parts = exclusion(z, target, known)
+    torch.testing.assert_close(parts, exclusion(z[:1], target[:1], known[:1]))
+    (gradient,) = torch.autograd.grad(parts[0] + parts[1], z)
+    assert gradient[0].any() and not gradient[1:].any()
+    parts = exclusion(z, target, known_of(3, 4, []))
+    (gradient,) = torch.autograd.grad(parts[0] + parts[1], z)
+    assert [part.item() for part in parts] == [0, 1] and torch.equal(gradient, torch.zeros_like(z))
 
 
 def test_exclusion_is_added_with_its_weights() -> None:

@@ -57,6 +57,27 @@ def test_reading_gives_the_heads_back_and_the_gradient_of_the_identity() -> None
     torch.testing.assert_close(gradient, upstream)
 
 
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_heads_in_half_precision_are_merged_in_full(precision: torch.dtype) -> None:
+    """A lesion's logit of 0.05 beside its organ's of 20 would be lost in the steps of that."""
+    h = (random_heads(2, 6, 30, 30) + 10 * torch.tensor([1.0, 0, 0, 0, 1, 0]).reshape(1, 6, 1, 1)).to(
+        precision
+    )
+    z = merge_heads(h, GROUPS)
+    assert z.dtype == torch.float32 and torch.equal(z, merge_heads(h.float(), GROUPS))
+    torch.testing.assert_close(read_heads(z, GROUPS), h.float(), atol=1e-5, rtol=0)
+    assert merge_heads(h.float(), GROUPS).dtype == torch.float32
+    assert merge_heads(h.double(), GROUPS).dtype == torch.float64
+
+
+def test_the_net_gives_full_precision_under_autocast() -> None:
+    net, x = make().eval(), torch.randn(1, 1, 16, 16, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        h, z = net.backbone(x), net(x)
+    assert h.dtype == torch.bfloat16
+    torch.testing.assert_close(read_heads(z, net.groups), h.float(), atol=1e-5, rtol=0)
+
+
 def test_reading_ignores_a_constant_on_all_logits() -> None:
     z = random_heads(1, 7, 3, 3)
     torch.testing.assert_close(read_heads(z + 5, GROUPS), read_heads(z, GROUPS))

@@ -20,7 +20,7 @@ from fedatlas.cli import main
 from fedatlas.core.errors import RunFolderError
 from fedatlas.evaluation.statistics import read_rows, rows_text
 from fedatlas.report import figures, page, read, tables
-from fedatlas.report.conclusion import conclude, sentences
+from fedatlas.report.conclusion import conclude, lines, sentences
 from fedatlas.report.figures import analyses, chart, slices
 from fedatlas.report.figures import theme as palette
 from fedatlas.transport.rounds import sealed, to_json
@@ -759,6 +759,38 @@ def test_an_overlay_of_an_earlier_version_is_shown(tmp_path: Path, finished: Pat
     )
 
 
+def test_pictures_are_not_reported_as_scans(tmp_path: Path, finished: Path) -> None:
+    """No plane of a body, no orientation; millimetres where somebody says how wide a pixel is."""
+
+    def reported(spacing: list[float]) -> tuple[str, str]:
+        run = shutil.copytree(finished, tmp_path / f"{spacing[0]}")
+        info = json.loads((run / "run.json").read_text())
+        for site in info["sites"].values():
+            site["inputs"], site["spacing"] = {"kinds": ["picture"]}, [spacing]
+        (run / "run.json").write_text(json.dumps(info))
+        text = page.write(run).read_text(encoding="utf-8")
+        return text, sections(text)["overlays"]
+
+    text, overlays = reported([0.5, 0.5, 1.0])
+    assert " mm</text>" in text and "HD95, mm" in text and "0.5 × 0.5 × 1" in text
+    for words in (overlays, reported([1.0, 1.0, 1.0])[1]):
+        assert "Whole pictures" in words and "three planes" not in words and "axial" not in words
+    text, _ = reported([1, 1, 1])
+    assert " mm</text>" not in text and "HD95, mm" not in text and "HD95, px" in text
+    assert "1 × 1 × 1" not in text and "RAS" not in sections(text)["labels"]
+
+
+def test_a_verdict_in_a_metric_that_was_not_measured_is_none(tmp_path: Path, finished: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "a run")
+    every = read_rows(run / "rows.csv")
+    (run / "rows.csv").write_text(rows_text(row for row in every if row["metric"] != "dice"))
+    said = "There is no verdict, which is in Dice: `evaluation.metrics` has HD95, ASD, NSD alone."
+    found = read.read(run)
+    assert sentences(found)[0].endswith(said)
+    told = lines(found, Path("report.html"))
+    assert told[0].endswith(said) and "'" + str(run) + "'" in told[-1]
+
+
 def test_worst_median_and_best_are_taken_over_sites() -> None:
     def stored(site: str, rank: str, dice: float) -> read.Overlay:
         return read.Overlay(Path(), site, f"{site}-{rank}", dice, rank, "", {})
@@ -890,6 +922,19 @@ def test_a_case_without_the_class_is_in_no_box(tmp_path: Path) -> None:
     for draw in (figures.site_boxes, figures.box_plots):
         assert draw(run, [*there, *absent], "test") == draw(run, there, "test")
     assert "never scored" in figures.box_plots(run, absent, "test")
+    assert figures.site_boxes(run, absent, "test") == ""
+
+
+def test_a_split_whose_cases_have_no_class_still_gives_a_page(tmp_path: Path, undrawn: None) -> None:
+    """By a rule that scores cases without the class (evaluation.empty: siim, zero)."""
+    folder = write_run(tmp_path / "run", **SMALL)
+    rows = read_rows(folder / "rows.csv")
+    for row in rows:
+        if row["split"] == "test":
+            row |= {"value": 1.0 if row["metric"] == "dice" else None, "reason": "truth empty"}
+    (folder / "rows.csv").write_text(rows_text(rows))
+    boxes = sections(page.render(read.read(folder)))["boxes"]
+    assert "Every class at every site" not in boxes and "Dice on test cases" in boxes
 
 
 def test_several_arms_are_drawn_beside_each_other() -> None:

@@ -69,6 +69,39 @@ def test_a_run_that_goes_on(unfinished: Path) -> None:
     assert f"{sites[0]} answered; waiting for {', '.join(now.call.waits)}" in words(page)
 
 
+def test_a_call_that_ends_while_it_is_looked_for(unfinished: Path, monkeypatch) -> None:
+    """Its folder is gone between being listed and being read; the newest of the others counts."""
+    ask(unfinished, "local_update", [], age=3)
+    for gone in ("train/000009-000", "over/000001-000/local_update"):
+        (unfinished / "scratch" / gone).mkdir(parents=True)
+
+    def vanishing(listed: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def of(path: Any) -> Any:
+            if Path(path).name in ("over", "000009-000"):
+                raise FileNotFoundError(2, "No such file or directory", str(path))
+            return listed(path)
+
+        return of
+
+    monkeypatch.setattr(os, "listdir", vanishing(os.listdir))
+    monkeypatch.setattr(os, "scandir", vanishing(os.scandir))
+    now, page = Watched(unfinished).look()
+    assert now.call and now.call.function == "local_update" and "waiting for" in words(page)
+
+
+def test_a_run_folder_that_goes_away_is_told_and_looked_for_again(unfinished: Path, monkeypatch) -> None:
+    def gone(*_: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "scratch")
+
+    with server(Watched(unfinished), 0) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        monkeypatch.setattr("fedatlas.report.watch.stand", gone)
+        with pytest.raises(urllib.error.HTTPError, match="503") as error:
+            urllib.request.urlopen(f"http://127.0.0.1:{serving.server_address[1]}/")
+        assert "No such file or directory" in error.value.read().decode()
+        serving.shutdown()
+
+
 def test_who_takes_longer_than_usual_is_late(unfinished: Path) -> None:
     ask(unfinished, "local_update", [], age=1e5)
     now, page = Watched(unfinished).look()

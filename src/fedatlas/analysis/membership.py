@@ -99,7 +99,8 @@ class AttackNet(nn.Module):
         hidden = F.leaky_relu(self.first(x), 0.1)
         if max(hidden.shape[2:]) >= 8:
             pool = F.avg_pool2d if hidden.dim() == 4 else F.avg_pool3d
-            hidden = pool(hidden, 2, ceil_mode=True)
+            kernel = [min(2, length) for length in hidden.shape[2:]]
+            hidden = pool(hidden, kernel, ceil_mode=True)
         hidden = F.leaky_relu(self.second(hidden), 0.1)
         return self.head(hidden.flatten(2).mean(2))[:, 0]
 

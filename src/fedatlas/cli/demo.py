@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from shlex import quote
 
 from fedatlas.cli import shared
 from fedatlas.core.errors import FedAtlasError
@@ -65,7 +66,7 @@ def call(arguments: argparse.Namespace) -> int:
     if not status:
         image = min(p for p in (folder / SCAN[which]).rglob("*") if p.name.endswith((".nii.gz", ".png")))
         print(
-            f"try:      fedatlas predict {run} {image} -o out/{where}\n"
+            f"try:      fedatlas predict {quote(run)} {quote(str(image))} -o out/{where}\n"
             "your own: copy the file, and give your folders in the place of its sites"
         )
     return status

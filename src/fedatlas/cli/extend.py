@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from shlex import quote
 
 NAME = "extend"
 SENTENCE = "Write a federation file that goes on from a run, with sites that join and new classes."
@@ -28,5 +29,6 @@ def call(arguments: argparse.Namespace) -> int:
     told = extend(
         arguments.run, arguments.file, arguments.out, model=arguments.model, without=arguments.without
     )
-    print("\n".join([*told, f"next: fedatlas check {arguments.out}, then fedatlas run {arguments.out}"]))
+    out = quote(str(arguments.out))
+    print("\n".join([*told, f"next: fedatlas check {out}, then fedatlas run {out}"]))
     return 0

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from fedatlas.cli import shared
@@ -85,12 +86,12 @@ def call(arguments: argparse.Namespace) -> int:
         f"{out}: {_counted(len(sites), 'site')}, {_counted(len(draft.labels.names), 'class', 'classes')} ({classes}). Read it, then:"
     )
     if len(paths) == len(sites):
-        verbs = [f"{verb} {out}" for verb in ("plan", "check", "run")]
+        verbs = [f"{verb} {quote(str(out))}" for verb in ("plan", "check", "run")]
     else:
-        described = " ".join(str(path) for path in arguments.sites if path.is_file())
+        described = " ".join(quote(str(path)) for path in arguments.sites if path.is_file())
         verbs = [
-            f"plan {out} --sites {described}",
-            f"deploy init {out} -o deploy/ --host NAME, where NAME is this machine's",
+            f"plan {quote(str(out))} --sites {described}",
+            f"deploy init {quote(str(out))} -o deploy/ --host NAME, where NAME is this machine's",
         ]
     for verb in verbs:
         print(f"  fedatlas {verb}")

@@ -19,8 +19,11 @@ def merge_heads(h: Tensor, groups: Groups) -> Tensor:
 
     The largest z is the merge of the heads: background where no organ's logit is above 0 (probability 0.5), else the
     organ with the largest; within it the lesion with the largest logit if that is above 0. `read_heads` gives h
-    back, and its gradient through both is that of the identity.
+    back, and its gradient through both is that of the identity. Of heads in half precision z is float32, as a lesion's logit
+    would be rounded to the steps of its organ's.
     """
+    if h.dtype in (torch.float16, torch.bfloat16):
+        h = h.float()
     z: list[Tensor] = [torch.zeros_like(h[:, 0])] * (h.shape[1] + 1)
     for organ, *lesions in groups:
         z[organ] = h[:, organ - 1]

@@ -304,12 +304,17 @@ class Geometry:
         return orientations.apply_orientation(voxels, orientations.ornt_transform(canonical, own))
 
 
-def require_picture(path: Path, preprocessing: Preprocessing, where: str = "") -> None:
+def require_picture(
+    path: Path,
+    preprocessing: Preprocessing,
+    where: str = "",
+    remedy: str = "set `preprocessing.spacing` in its place",
+) -> None:
     """Raises DataError, beginning with `where`, for a NIfTI file where `size` is given: it is of pictures."""
     if preprocessing.size is not None and path.name.lower().endswith((".nii", ".nii.gz")):
         raise DataError(
             f"{where}{path}: a scan, and `preprocessing.size` is for pictures, {list(preprocessing.size)} rows and "
-            "columns; set `preprocessing.spacing` in its place"
+            f"columns; {remedy}"
         )
 
 
@@ -788,7 +793,7 @@ def load_scan(
 ) -> Scan:
     """A lone scan, one file per channel, ready for prediction. Its image is the one that evaluation reads from the disk,
     bit for bit. read: as `read_channels`, for other files than NIfTI; require: is shown the image's look before anything is computed, and may raise. Raises DataError naming the file."""
-    require_picture(paths[0], preprocessing)
+    require_picture(paths[0], preprocessing, remedy="the model was trained on pictures: give it one")
     image, affine = read(paths)
     geometry = geometry_of(image.shape[1:], affine, preprocessing)
     look = look_of(image, spacing=geometry.turned_spacing)

@@ -282,7 +282,8 @@ class Ranks:
 
 
 def mean_ranks(values: Mapping[str, Mapping[Any, float | None]], *, higher: bool = True) -> Ranks:
-    """Ranks over the keys for which all have a value (Demšar, JMLR 7, 2006). higher: are higher values better?"""
+    """Ranks over the keys for which all have a value (Demšar, JMLR 7, 2006). higher: are higher values better? Values count to
+    nine decimals, as differences do in `paired`, so that means of the same values in another order are a tie."""
     names = list(values)
     keys = [
         k
@@ -291,7 +292,7 @@ def mean_ranks(values: Mapping[str, Mapping[Any, float | None]], *, higher: bool
     ]
     if not keys:
         return Ranks(0, {}, None, None, ())
-    table = np.array([[float(values[name][key]) for name in names] for key in keys])  # type: ignore[arg-type]
+    table = np.round([[float(values[name][key]) for name in names] for key in keys], 9)  # type: ignore[arg-type]
     from scipy import stats  # takes half a second to import
 
     ranks = stats.rankdata(-table if higher else table, axis=1)

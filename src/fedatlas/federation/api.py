@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fedatlas.core.errors import DataError, FederationError
+from fedatlas.data.formats import flat
 from fedatlas.data.formats.picture import PictureError
 from fedatlas.data.images import on_grid, prepared
 from fedatlas.data.inputs import Look, judge
@@ -22,6 +23,7 @@ from fedatlas.data.transforms import Scan, load_scan, read_channels
 from fedatlas.evaluation.statistics import read_rows
 from fedatlas.federation.best import Best
 from fedatlas.federation.file import Federation, load_federation, parse_federation, resolved
+from fedatlas.federation.predict import load_picture
 from fedatlas.federation.session import run_federation, run_path, summary
 from fedatlas.federation.trained import Trained
 from fedatlas.federation.yaml import merged
@@ -123,7 +125,7 @@ class Run:
         return _pandas().DataFrame([dict(row) for _, rows in RunFolder(self.path).records() for row in rows])
 
     def summary(self) -> dict[str, Any]:
-        """Best round, and the mean Dice, for whole images AUROC, of each split, model, site and class."""
+        """Best round, and the mean Dice of outlines and AUROC of findings of each split, model, site and class."""
         return summary(self.path)
 
     def model(self, model: str = "best", device: str | None = None) -> "Model":
@@ -196,7 +198,8 @@ class Model:
 
     def predict(self, file: str | Path | Sequence[str | Path], *, anyway: bool = False) -> Any:
         """What the model says of a file, as of an array: a scan in NIfTI, or one for each channel; of whole images a PNG, JPEG
-        or DICOM. `fedatlas predict` writes files. Raises DataError."""
+        or DICOM. Of a picture and a model of pixels: labels [H, W], or masks [C, H, W] where classes overlap.
+        `fedatlas predict` writes files. Raises DataError."""
         files = [Path(one) for one in ([file] if isinstance(file, str | Path) else file)]
         if self.trained.space.level == "image":
             try:
@@ -205,6 +208,9 @@ class Model:
                 raise DataError(f"{files[0]}: {error.what}; {error.remedy}") from None
             self._judge(about["look"], str(files[0]), anyway)
             return self._findings(arrays["image"])
+        if flat.is_picture(files[0]):
+            scan = load_picture(self.trained, files, lambda look: self._judge(look, str(files[0]), anyway))
+            return flat.lying(scan.restore(self.trained.predict(scan.image).voxels))
         return self._labels(files, str(files[0]), anyway, read_channels)
 
     def _labels(

@@ -8,6 +8,7 @@ import torch
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.memory import device_memory, gibibytes
+from fedatlas.core.pictures import in_pixels, of_pictures
 from fedatlas.federation.design import Experiment, cache_folder
 from fedatlas.federation.file import load_federation
 from fedatlas.federation.forecast import bytes_per_round
@@ -157,7 +158,9 @@ def text_of(result: dict[str, Any]) -> str:
                 ]
                 lines.append(f"{name:{wide}}" + "".join(f"{text:>{column}}" for text in texts))
         lines.append("")
-        lines += [f"site {site}: {_of_site(info)}" for site, info in sites.items()]
+        lines += [
+            f"site {site}: {_of_site(info, pictures=of_pictures(sites))}" for site, info in sites.items()
+        ]
     if result["cost"]:
         spent = result["cost"]
         down, up = ("" if spent[way] == "none" else f" ({spent[way]})" for way in ("down", "up"))
@@ -189,7 +192,7 @@ def text_of(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _of_site(info: Mapping[str, Any]) -> str:
+def _of_site(info: Mapping[str, Any], *, pictures: bool) -> str:
     cases = ", ".join(f"{n} {split}" for split, n in info["cases"].items())
     if "patients" in info:
         patients = sum(info["patients"].values())
@@ -199,6 +202,9 @@ def _of_site(info: Mapping[str, Any]) -> str:
     spacings = "; ".join("×".join(f"{mm:g}" for mm in spacing) for spacing in info["spacing"][:3])
     more = f" and {len(info['spacing']) - 3} more" if len(info["spacing"]) > 3 else ""
     role = "; tested on only" if info.get("role") == "test" else ""
+    if pictures:
+        pixels = "" if in_pixels(info["spacing"]) else f"; pixels of {spacings}{more} mm"
+        return f"{cases} pictures{pixels}{role}"
     return f"{cases} cases; {', '.join(info['orientation'])}; {spacings}{more} mm{role}"
 
 

@@ -315,7 +315,14 @@ def _check_names(federation: Federation, source: str, given: Mapping[str, str]) 
 
 
 def _all_used(federation: Federation) -> None:
-    """Raises FederationError for values that the federation's task does not use."""
+    """Raises FederationError for values that the federation's task does not use, or uses twice."""
+    for key in ("metrics", "round_metrics"):
+        asked = getattr(federation.evaluation, key)
+        if twice := [name for name in dict.fromkeys(asked) if asked.count(name) > 1]:
+            raise FederationError(
+                f"evaluation: {key}: are {list(asked)}, {', '.join(twice)} more than once, and each case would count as often; each "
+                "name is allowed once"
+            )
     task, default = federation.task, Evaluation()  # type: ignore[call-arg]
     for key in FOREIGN_EVALUATION[task]:
         if getattr(federation.evaluation, key) != getattr(default, key):

@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from fedatlas.data.inputs import Look, judge
 from fedatlas.data.transforms import (
     SKEW,
     FileError,
+    Scan,
     doubts_about,
     load_scan,
     read_channels,
@@ -289,22 +290,7 @@ def _predict_picture(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Writes the labels of a picture. What is told of it, and its rows of predictions.csv."""
     space, case = trained.space, files[0].stem
-    _refuse_scale(trained, files[0])
-
-    about: dict[str, Any] = {"kind": "picture", "spacing": None}
-
-    def read(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
-        picture = flat.read_flat(paths, channels=trained.channels)
-        about.update(modality=picture.modality, colour=picture.colour)
-        return picture.image, picture.affine
-
-    def require(look: Look) -> None:
-        _judge(trained, str(files[0]), anyway, warn, look | about)
-
-    try:
-        scan = load_scan(files, trained.preprocessing, space, read=read, require=require)
-    except FileError as error:
-        raise DataError(f"{error.file}: {error.what}; {error.remedy}") from None
+    scan = load_picture(trained, files, lambda look: _judge(trained, str(files[0]), anyway, warn, look))
     told = trained.predict(scan.image)
     labels = scan.restore(told.voxels)
     labels = trained.clean(labels) if post else labels
@@ -337,6 +323,26 @@ def _predict_picture(
         "millilitres": {},
     }
     return entry | trained.choice(told), rows
+
+
+def load_picture(trained: Trained, files: Sequence[Path], require: Callable[[Look], None]) -> Scan:
+    """A picture for a model of pixels, as `data.transforms.load_scan` reads a scan. require: is shown its look, and may raise.
+    Raises DataError."""
+    _refuse_scale(trained, files[0])
+    about: dict[str, Any] = {"kind": "picture", "spacing": None}
+
+    def read(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
+        picture = flat.read_flat(paths, channels=trained.channels)
+        about.update(modality=picture.modality, colour=picture.colour)
+        return picture.image, picture.affine
+
+    def judged(look: Look) -> None:
+        require(look | about)
+
+    try:
+        return load_scan(files, trained.preprocessing, trained.space, read=read, require=judged)
+    except FileError as error:
+        raise DataError(f"{error.file}: {error.what}; {error.remedy}") from None
 
 
 def _refuse_scale(trained: Trained, file: Path) -> None:

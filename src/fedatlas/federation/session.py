@@ -635,7 +635,9 @@ def _finish(running: Running, federation: Federation, tell: Tell) -> None:
             got = running.evaluate(model, **what, **more)
             evaluated.add(got)
             if split == "validation":
-                fitted[model.name] = running.design.task.fit(got.histograms, federation, running.design.space)
+                fitted[model.name] = running.design.task.fit(
+                    got.histograms, got.rows, federation, running.design.space
+                )
     write_atomic(folder.path / "rows.csv", rows_text(evaluated.rows).encode())
     if evaluated.histograms:
         write_atomic(folder.path / "histograms.json", to_json(evaluated.histograms))
@@ -701,17 +703,17 @@ def _memories(folder: RunFolder, parties: Parties, round: int) -> dict[str, str]
 
 
 def summary(path: Path) -> dict[str, Any]:
-    """What a run came to, as plain values: best round, and mean Dice (for whole images AUROC) per model, site and
-    class."""
+    """What a run came to, as plain values: best round, and per model, site and class the mean Dice of outlines, the AUROC of
+    findings; of a run that has both, both."""
     rows = read_rows(path / "rows.csv")
     best = read_json(path / "best.json") if (path / "best.json").exists() else None
-    metric = "auroc" if any(row["metric"] == "auroc" for row in rows) else "dice"
-    means: dict[str, Any] = {}
+    there = {row["metric"] for row in rows}
+    means: dict[str, Any] = {metric: {} for metric in ("dice", "auroc") if metric in there} or {"dice": {}}
     for row in rows:
-        if row["metric"] == metric and row["value"] is not None:
-            place = (
-                means.setdefault(row["split"], {}).setdefault(row["model"], {}).setdefault(row["site"], {})
-            )
+        if row["metric"] in means and row["value"] is not None:
+            place = means[row["metric"]]
+            for column in ("split", "model", "site"):
+                place = place.setdefault(row[column], {})
             place.setdefault(row["class"], []).append(row["value"])
     mean = lambda v: float(np.mean(v)) if isinstance(v, list) else {k: mean(item) for k, item in v.items()}  # noqa: E731
-    return {"run": str(path), "best": best, metric: mean(means)}
+    return {"run": str(path), "best": best, **{metric: mean(found) for metric, found in means.items()}}

@@ -16,9 +16,11 @@ from fedatlas.data.site_data import SiteData
 from fedatlas.data.voxels import VoxelData
 from fedatlas.evaluation.classification import Histogram, Threshold, fit_thresholds
 from fedatlas.evaluation.evaluate import Evaluator
-from fedatlas.evaluation.images import ImageEvaluator
+from fedatlas.evaluation.images import SILENT, ImageEvaluator
 from fedatlas.evaluation.voxels import VoxelEvaluator
 from fedatlas.federation.file import Federation, inference_of
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 class Task(Protocol):
@@ -43,8 +45,9 @@ class Task(Protocol):
         """What scores a model at a site."""
         ...
 
-    def fit(self, histograms: Sequence[Mapping[str, Any]], federation: Federation, space: LabelSpace) -> Any:
-        """What is decided for a model on the validation cases of all sites, as plain values; None: nothing."""
+    def fit(self, histograms: Rows, rows: Rows, federation: Federation, space: LabelSpace) -> Any:
+        """What is decided for a model on the validation cases of all sites, as plain values; None: nothing. histograms, rows: what
+        the sites answered about it."""
         ...
 
     def extra(self, fitted: Any) -> dict[str, Any]:
@@ -98,7 +101,7 @@ class Segmentation:
         patch, context = tuple(preprocessing.patch), preprocessing.context
         return VoxelEvaluator(evaluation, space, patch, context, preprocessing.orientation)
 
-    def fit(self, histograms: Sequence[Mapping[str, Any]], federation: Federation, space: LabelSpace) -> None:
+    def fit(self, histograms: Rows, rows: Rows, federation: Federation, space: LabelSpace) -> None:
         return None
 
     def extra(self, fitted: None) -> dict[str, Any]:
@@ -144,9 +147,7 @@ class Classification:
     def evaluator(self, federation: Federation, space: LabelSpace) -> ImageEvaluator:
         return ImageEvaluator(federation.evaluation, space)
 
-    def fit(
-        self, histograms: Sequence[Mapping[str, Any]], federation: Federation, space: LabelSpace
-    ) -> dict[str, Any]:
+    def fit(self, histograms: Rows, rows: Rows, federation: Federation, space: LabelSpace) -> dict[str, Any]:
         """class -> its threshold, fitted on the sum of the sites' histograms: no site needs all labels for it."""
         sums: dict[str, Histogram] = {}
         for entry in histograms:
@@ -155,8 +156,11 @@ class Classification:
         names = [name for name in space.names if name in sums]
         fitted = fit_thresholds([sums[name] for name in names], federation.evaluation.threshold)
         thresholds = {name: asdict(threshold) for name, threshold in zip(names, fitted, strict=True)}
-        none = asdict(Threshold(None, None, "no validation image of any site is annotated for it"))
-        return {name: thresholds.get(name, none) for name in space.names}
+        silent = {row["class"] for row in rows if row["reason"] == SILENT}
+        for name in space.names:
+            why = SILENT if name in silent else "no validation image of any site is annotated for it"
+            thresholds.setdefault(name, asdict(Threshold(None, None, why)))
+        return {name: thresholds[name] for name in space.names}
 
     def extra(self, fitted: Mapping[str, Any] | None) -> dict[str, Any]:
         return {"thresholds": [entry["value"] for entry in fitted.values()]} if fitted else {}

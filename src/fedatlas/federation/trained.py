@@ -401,8 +401,8 @@ class Visitor:
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Mean (SD) per class and metric as text, over the cases where it is defined, and of several classes the mean of
-    their means; below, the same after post-processing, and findings of the whole image."""
+    """Mean (SD, of a single case a dash) per class and metric as text, over the cases where it is defined, and of several classes
+    the mean of their means; below, the same after post-processing, and findings of the whole image."""
     processed = [row for row in rows if row["model"].startswith(POST)]
     if processed:
         kept = [row for row in rows if not row["model"].startswith(POST)]
@@ -428,11 +428,8 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
             ]
             n = max(n, len(values))
             means[metric] += [float(np.mean(values))] if values else []
-            cells.append(
-                f"{np.mean(values):8.3f} ({np.std(values, ddof=1) if len(values) > 1 else 0:5.3f})"
-                if values
-                else f"{'not defined':>16}"
-            )
+            spread = f"{np.std(values, ddof=1):5.3f}" if len(values) > 1 else f"{'–':>5}"
+            cells.append(f"{np.mean(values):8.3f} ({spread})" if values else f"{'not defined':>16}")
         lines.append(f"{name:{width}}  " + "  ".join(cells) + f"  {n:3d}")
     if len(classes) > 1:
         cells = [f"{macro(means[metric]):16}" for metric in metrics]

@@ -132,9 +132,13 @@ def exclusion(z: Tensor, target: Tensor, known: Tensor) -> tuple[Tensor, Tensor]
     does not know, for every class c and the samples in which c is in U, pooled:
     sum e log(q_c + 1) / sum e, which is 0 where no voxel has a known class, and
     (2 sum q_c e + 1) / (sum q_c^2 + sum e + 1); then the mean over all c that are in some U.
+
+    A sample that knows no class at all, of which the paper has none, has no part in it: its U would hold every class, and the
+    second term would have all of them fill its image. Where no sample knows one, the parts are 0 and 1, without a gradient.
     """
     space = tuple(range(2, z.dim()))
-    outside = ~_foreground(known)  # [B, C]
+    inside = _foreground(known)
+    outside = ~inside & inside.any(1, keepdim=True)  # [B, C]
     classes = [c for c in range(z.shape[1]) if c == 0 or bool(outside[:, c].any())]
     outside = outside[:, classes]
     q = channels(z.softmax(1), classes)

@@ -228,8 +228,13 @@ def _method(draft: Draft) -> Iterator[str]:
         yield "method: {name: fedavg}"
     else:
         yield from _comment(
-            "The mean of local models, with momentum; a voxel that a site labels as one organ is none of those that the site does "
-            "not annotate. Then compare: fedavg, condistfl, standalone (`fedatlas list methods`)."
+            "The mean of local models, with momentum; "
+            + (
+                "a voxel that a site labels as one organ is none of those that the site does not annotate"
+                if draft.exclusive
+                else "what a site does not annotate is left out of its loss"
+            )
+            + ". Then compare: fedavg, condistfl, standalone (`fedatlas list methods`)."
         )
         yield "method: {name: fedatlas}"
 

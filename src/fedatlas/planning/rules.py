@@ -330,7 +330,7 @@ def _net_and_batch(
             "local.batch",
             batch,
             "2 at least, more while memory lasts",
-            f"a step takes about {gibibytes(need)} {room}; a batch holds {MOST_OF_A_SITE:.0%} of the smallest site's voxels at most",
+            f"a step takes about {gibibytes(need)} {room}; more than 2 only while a batch holds {MOST_OF_A_SITE:.0%} of the smallest site's voxels at most",
         ),
     ]
 

@@ -65,7 +65,8 @@ def together(kind: str, folders: Mapping[str, Path]) -> tuple[Markup, list[str]]
             entries += [{**one, name: f"{arm}, {model_title(str(one[name]))}"} for one in found[key]]
     if not entries:
         return Markup(""), missing
-    return _drawn(kind, list(files.values()), {**next(iter(of_arms.values())), key: entries}), missing
+    shown = {**next(iter(of_arms.values())), key: entries}
+    return _drawn(kind, list(files.values()), shown, runs=list(of_arms.values())), missing
 
 
 def settings(found: Found) -> dict[str, str]:
@@ -76,10 +77,14 @@ def settings(found: Found) -> dict[str, str]:
     return {key: json.dumps(value) for key, value in told.items()}
 
 
-def _drawn(kind: str, files: Sequence[Path], found: Found, name: str = "") -> Markup:
-    """name: for the identifiers of its charts, where an analysis stands on a page several times."""
+def _drawn(
+    kind: str, files: Sequence[Path], found: Found, name: str = "", runs: Sequence[Found] | None = None
+) -> Markup:
+    """name: for the identifiers of its charts, where an analysis stands on a page several times. runs: what each run found, where
+    `found` is of several, in which a model's name begins with that of its arm."""
     with _whole(kind, files):
-        return markup.render(f"analysis/{kind}.html", found=found, draw=analyses, name=name or kind)
+        told = {"found": found, "runs": runs or [found], "draw": analyses, "name": name or kind}
+        return markup.render(f"analysis/{kind}.html", **told)
 
 
 @contextmanager

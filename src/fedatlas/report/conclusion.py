@@ -1,5 +1,6 @@
 """What a run came to, in sentences: for the end of `fedatlas run` and the beginning of the report."""
 
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +61,8 @@ def sentences(run: Run) -> list[str]:
     cases = len({(row["site"], row["case"]) for row in found.rows})
     which = f"{_cases(run, found)} of {sites} site{'' if sites == 1 else 's'}"
     which = which if run.images else f"{cases} {which}"
+    if absent := _absent(run, found):
+        return [f"{_model(run, found)[0].upper()}{_model(run, found)[1:]} was scored on {which}. {absent}"]
     scores = (
         (found.verdict.known, "on classes that the site annotated"),
         (found.verdict.unknown, "on classes that it never annotated"),
@@ -91,7 +94,7 @@ def sentences(run: Run) -> list[str]:
 def lines(run: Run, report: Path) -> list[str]:
     """The verdict for a terminal, a line each: the model, the baseline where there is one, the next command."""
     found, folder = conclude(run), run.folder
-    after = f"next:     fedatlas predict {folder} {'IMAGE.png' if run.images else 'SCAN.nii.gz'} -o out/   (report: {report})"
+    after = f"next:     fedatlas predict {shlex.quote(str(folder))} {'IMAGE.png' if run.images or run.pictures else 'SCAN.nii.gz'} -o out/   (report: {report})"
     if found is None:
         why = "no global model is scored" if tables.scored(run)[0] else "nothing is scored"
         return [f"model:    {folder / 'models'}; {why}", after]
@@ -101,6 +104,8 @@ def lines(run: Run, report: Path) -> list[str]:
         return f"{_number(verdict.known)} on annotated classes, {_number(verdict.unknown)} on never annotated ones"
 
     file = folder / "models" / f"{found.model}.fa"
+    if absent := _absent(run, found):
+        return [f"model:    {file}, {_round(run, found)}. {absent}", after]
     told = [
         f"model:    {file}, {_round(run, found)}: macro {title}, {_cases(run, found)}: {both(found.verdict)}"
     ]
@@ -109,6 +114,15 @@ def lines(run: Run, report: Path) -> list[str]:
         if found.beside:
             told.append(f"          the global model at these {found.sites} sites: {both(found.beside)}")
     return [*told, after]
+
+
+def _absent(run: Run, found: Conclusion) -> str:
+    """Why there is no verdict, where the metric that it is given in was not measured; "" where it was."""
+    metrics = tables.metrics(found.rows)
+    if run.measure in metrics:
+        return ""
+    titles, verdict = ", ".join(tables.described(name).title for name in metrics), METRICS[run.measure].title
+    return f"There is no verdict, which is in {verdict}: `evaluation.metrics` has {titles} alone."
 
 
 def _cases(run: Run, found: Conclusion) -> str:

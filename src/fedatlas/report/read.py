@@ -14,6 +14,7 @@ import yaml
 
 from fedatlas.core.errors import RunFolderError, WireError, parse_json, require_object, require_run
 from fedatlas.core.labels import BACKGROUND
+from fedatlas.core.pictures import in_pixels, of_pictures
 from fedatlas.evaluation.classification import Histogram, Threshold
 from fedatlas.evaluation.statistics import (
     COLUMNS,
@@ -253,6 +254,20 @@ class Run:
     def measure(self) -> str:
         """The metric of the large numbers, the curves and the matrices."""
         return "auroc" if self.images else "dice"
+
+    @property
+    def pictures(self) -> bool:
+        """Are all training images pictures?"""
+        return of_pictures(self.info["sites"])
+
+    @property
+    def in_pixels(self) -> bool:
+        """Are lengths those of pixels, at any site?"""
+        return any(self.lengthless(name) for name in self.info["sites"])
+
+    def lengthless(self, site: str) -> bool:
+        """Are a site's images pictures of which nobody says how wide a pixel is?"""
+        return self.pictures and in_pixels(self.sites[site].spacing)
 
     @property
     def unit(self) -> str:

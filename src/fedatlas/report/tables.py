@@ -85,9 +85,11 @@ METRICS = {
 }
 
 
-def described(metric: str) -> Metric:
-    """How to print a metric; one that is not in METRICS has its own name."""
-    return METRICS.get(metric, Metric(metric, "", 3, True))
+def described(metric: str, run: Run | None = None) -> Metric:
+    """How to print a metric; one that is not in METRICS has its own name. run: where its lengths are those of pixels, so are
+    those of the metric."""
+    found = METRICS.get(metric, Metric(metric, "", 3, True))
+    return found._replace(unit="px") if run and run.in_pixels and found.unit == "mm" else found
 
 
 # ---------------------------------------------------------------------------------------------- numbers

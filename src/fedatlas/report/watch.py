@@ -145,7 +145,10 @@ def _alive(process: int) -> bool:
 
 def _call(folder: Path, run: Run) -> Call | None:
     """The newest question in the folder whose answers are not all there."""
-    asked = sorted((folder / "scratch").glob("*/*/*/to-all.fa"), key=_written)
+    calls = [folder / "scratch"]
+    for _ in range(3):
+        calls = [inner for outer in calls for inner in _listed(outer)]
+    asked = sorted((file for call in calls if (file := call / "to-all.fa").exists()), key=_written)
     if not asked:
         return None
     function = asked[-1].parent
@@ -159,6 +162,14 @@ def _call(folder: Path, run: Run) -> Call | None:
     if len(run.rounds) == run.info.get("rounds"):  # the final evaluation: no call before it was like it
         usual = []
     return Call(function.name, seconds, answered, waits, bool(usual) and seconds > LATE * mean(usual))
+
+
+def _listed(folder: Path) -> list[Path]:
+    """What is in a folder; of one that is not there, or has gone since, nothing."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _written(path: Path) -> float:
@@ -226,7 +237,10 @@ def server(watched: Watched, port: int) -> ThreadingHTTPServer:
                 return
             try:
                 status, text = HTTPStatus.OK, watched.look()[1]
-            except FedAtlasError as error:  # a file that is being written; the next look will tell
+            except (
+                FedAtlasError,
+                OSError,
+            ) as error:  # a file that is being written, or gone; the next look will tell
                 status, text = (
                     HTTPStatus.SERVICE_UNAVAILABLE,
                     markup.render("plain.html", said=str(error), every=watched.every),

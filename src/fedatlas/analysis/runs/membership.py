@@ -221,13 +221,14 @@ def _targets(subject: Subject, chosen: Membership, name: str) -> list[Target]:
         inside = of(apart.sites, "train")
         rest = of(apart.sites, "validation", "test")
         return [Target(name, subject.speaking(name), inside, rest)]
+    foreign = apart.sites if chosen.pool == "all" else []
     return [
         Target(
             f"local/{site}",
             subject.speaking("local", site),
             of([site], "train"),
             of([site], "validation", "test")
-            + of([other for other in apart.sites if other != site], "train", "validation", "test"),
+            + of([other for other in foreign if other != site], "train", "validation", "test"),
         )
         for site in _attackable(subject, chosen)
     ]

@@ -476,7 +476,7 @@ class Panel(NamedTuple):
 
 
 def site_boxes(run: Run, rows: Sequence[RowDict], split: str) -> Markup:
-    """As `box_plots`, apart by site; a star where the site does not annotate the class."""
+    """As `box_plots`, apart by site; a star where the site does not annotate the class. "" where no scored case has a class."""
     found = grouped(_with_class(rows), "class", "site", "model")
     panels = []
     for class_ in run.classes:
@@ -493,7 +493,7 @@ def site_boxes(run: Run, rows: Sequence[RowDict], split: str) -> Markup:
         ]
         if boxes:
             panels.append(Panel(run.title(class_), boxes))
-    return distributions(panels, list(run.sites), "dice", f"site-boxes-{split}")
+    return distributions(panels, list(run.sites), "dice", f"site-boxes-{split}") if panels else Markup("")
 
 
 def distributions(panels: Sequence[Panel], sites: Sequence[str], metric: str, name: str) -> Markup:

@@ -19,9 +19,17 @@ TRUTH = "#ffe14a"
 """The colour of the truth's contour."""
 
 
-def plane(shown: Plane, colours: Mapping[str, str], titles: Mapping[str, str], description: str) -> Markup:
-    """A whole slice: the image in gray, every class's prediction filled in its colour, its truth as a dashed white line, and
-    a bar for the scale. colours: class -> CSS colour; titles: class -> what a reader calls it, plain text."""
+def plane(
+    shown: Plane,
+    colours: Mapping[str, str],
+    titles: Mapping[str, str],
+    description: str,
+    *,
+    measured: bool = True,
+) -> Markup:
+    """A whole slice: the image in gray, every class's prediction filled in its colour, its truth as a dashed white line, and,
+    where its lengths were measured, a bar for the scale. colours: class -> CSS colour; titles: class -> what a reader calls
+    it, plain text."""
     height, width = (size * step for size, step in zip(shown.image.shape, shown.spacing, strict=True))
     filled = "".join(
         _area(mask, shown.spacing, colours[name], 0.42, 1, f' data-tip="{escape(titles[name])}"')
@@ -31,9 +39,13 @@ def plane(shown: Plane, colours: Mapping[str, str], titles: Mapping[str, str], d
     bar = max((b for b in (1, 2, 5, 10, 20, 50, 100, 200) if b <= width / 3), default=width / 3)
     left, base = 0.04 * width, height - 0.04 * width
     scale = (
-        f'<path d="M{left:.2f} {base:.2f}h{bar:.2f}" fill="none" vector-effect="non-scaling-stroke" stroke="#fff" '
-        f'stroke-width="3"/><text x="{left:.2f}" y="{base - 0.02 * width:.2f}" font-size="{0.05 * width:.2f}" '
-        f'fill="#fff">{bar:g} mm</text>'
+        ""
+        if not measured
+        else (
+            f'<path d="M{left:.2f} {base:.2f}h{bar:.2f}" fill="none" vector-effect="non-scaling-stroke" stroke="#fff" '
+            f'stroke-width="3"/><text x="{left:.2f}" y="{base - 0.02 * width:.2f}" font-size="{0.05 * width:.2f}" '
+            f'fill="#fff">{bar:g} mm</text>'
+        )
     )
     by, small = smaller(shown.image, MOST)
     spacing = (shown.spacing[0] * by, shown.spacing[1] * by)
