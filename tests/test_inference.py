@@ -241,7 +241,7 @@ def test_overlapping_classes_have_the_mean_of_their_owners() -> None:
 def test_who_decides_is_an_option(merge, label) -> None:
     space = LabelSpace(("background", "a"))
     sure, unsure = torch.tensor([[0.4], [0.6]]), torch.tensor([[0.9], [0.1]])
-    told = [(Prediction(sure), (1,)), (Prediction(unsure), None)]
+    told = [(Prediction(sure), Member({}, (1,))), (Prediction(unsure), Member({}))]
     found = together(iter(told), space, Inference(merge=merge))
     assert found.voxels.argmax(0).tolist() == [label]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from unet_sites import LOCAL, UNetSite, play, resumed, unet
 
-from fedatlas import losses
+from fedatlas import losses, nets
 from fedatlas.core.errors import FederationError
 from fedatlas.core.seeds import generator
 from fedatlas.losses import LossChoice
@@ -124,3 +124,15 @@ def test_a_block_without_convolutions_is_refused() -> None:
     call = Call(nn.ReLU(), torch.zeros(1, 2, 4, 4), [torch.zeros(1, 2, 4, 4)])
     with pytest.raises(FederationError, match="ends with a ReLU"):
         L_lip(call, 0.25, 10)
+
+
+def test_a_block_that_is_the_whole_encoder_is_refused() -> None:
+    """Its input would be the image, and no bottleneck would be slimmed."""
+    small: dict[str, dict[str, Any]] = {"menunet": {"width": 2, "levels": 2}, "deeplabv3plus": {}}
+    for name, options in small.items():
+        with nets.without_values():
+            net = nets.build(name, options, in_channels=3, classes=3, spatial_dims=2, seed=1)
+        with pytest.raises(FederationError, match="is one module.*allowed: a net whose encoder is a list"):
+            FedAlign().examine(net, [])
+        assert FedAlign(mu=0.0).examine(net, []) == []
+    assert FedAlign().examine(unet(), []) == []

@@ -113,3 +113,11 @@ def test_resumed_before_and_after_each_start() -> None:
     method = FedASAM(asam_start=1, swa=SWA(start=0.5, cycle=1), local=LOCAL)
     whole, kept = play(method, rounds=4), resumed(method, rounds=4)
     assert same(whole.model, kept.model) and same(whole.swa, kept.swa) and whole.swa
+
+
+def test_a_half_that_has_no_round_is_told() -> None:
+    assert FedASAM().plan(4) == []
+    (told,) = FedASAM().plan(3)
+    assert told.startswith("fedasam: swa.start is 0.75, with which the mean begins in none of 3 rounds")
+    (told,) = FedASAM(asam_start=4).plan(4)
+    assert told.startswith("fedasam: asam_start is 4, counted from 0, and the federation has 4 rounds")

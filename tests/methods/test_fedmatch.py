@@ -362,6 +362,18 @@ def test_helpers_come_and_are_used(tmp_path: Path) -> None:
     assert encoded(never.play(never.start(4), 4)) == encoded(without)
 
 
+def test_a_round_asks_for_no_net_with_its_first_values(monkeypatch, tmp_path: Path) -> None:
+    """Those may be a file of first weights, which a run needs once."""
+    federation = Federation(METHOD, tmp_path)
+    state, make = federation.start(4), federation.clients.make_net
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        federation.clients, "make_net", lambda name, initial: asked.append(initial) or make(name)
+    )
+    federation.play(state, 1)
+    assert asked == [False]
+
+
 def test_moments_of_psi_stay_at_the_site(tmp_path: Path) -> None:
     """Without a supervised loss they are the only ones that differ from zero."""
     ends = []

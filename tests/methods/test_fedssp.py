@@ -19,6 +19,7 @@ from fedatlas.learning.augment import OFF
 from fedatlas.learning.loop import Local
 from fedatlas.losses.similarity import negative_cosine
 from fedatlas.methods.fedavg import FedAvg
+from fedatlas.methods.fedmatch import FedMatchPlus
 from fedatlas.methods.fedssp import FedSSP
 from fedatlas.methods.shared import simsiam
 from fedatlas.methods.shared.simsiam import HEADS, PreTraining, Siamese
@@ -147,6 +148,12 @@ def test_resumed(stop: int, tmp_path: Path) -> None:
 def test_wrong_numbers_of_rounds_and_of_images(tmp_path: Path) -> None:
     with pytest.raises(FederationError, match="pretrain_rounds is 2, the federation has rounds: 2"):
         run(dataclasses.replace(SSP, pretrain_rounds=2), tmp_path, 2)
+    for method in (dataclasses.replace(SSP, pretrain_rounds=None), FedMatchPlus()):
+        assert method.plan(2) == []
+        with pytest.raises(FederationError, match="the federation has rounds: 1; it needs 2 or more"):
+            method.plan(1)
+        with pytest.raises(FederationError, match="pretrain_rounds is 10, the federation has rounds: 4"):
+            dataclasses.replace(method, pretrain_rounds=10).plan(4)
     for name in ("fedssp", "fedmatch_plus"):
         with pytest.raises(FederationError, match="pretrain.batch: got 1; .*greater than or equal to 2"):
             from_dict(methods.get(name), {"pretrain": {"batch": 1}}, what="file")

@@ -24,7 +24,7 @@ from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.kim import L_KD, TEACHERS, Kim, KimState, Teacher
-from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads
+from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads, space_of
 from fedatlas.transport import egress, wire
 
 OVERLAP = LabelSpace(("lung", "heart", "pleura"), exclusive=False)
@@ -315,7 +315,7 @@ def test_e23_one_site_with_all_labels_is_ordinary_training_of_the_heads() -> Non
 
 
 class HeadedSite(VoxelSite):
-    """As a `VoxelSite`, with Kim's own U-Net, in 2D and tiny, and a head per organ."""
+    """As a `VoxelSite`, with Kim's own U-Net, in 2D and tiny, and a head per organ of `SPACE`."""
 
     def network(self, model: Tensors | None = None, name: str = "main") -> nn.Module:
         backbone = {"name": "kim_unet", "filters": [8, 8]}
@@ -435,3 +435,17 @@ def test_a_loss_that_does_not_fit_the_heads_is_refused(name) -> None:
         dataclasses.replace(KIM, loss=LossChoice(name=name)).check(SPACE)
     KIM.check(SPACE)
     KIM.check(OVERLAP)
+
+
+def test_heads_are_those_of_the_net_where_it_names_other_organs_than_the_federation() -> None:
+    """`labels.groups` may be left empty, and `net.groups` name the organs: what is trained is the same."""
+    method = dataclasses.replace(KIM, local_teachers=None)
+    plain = dataclasses.replace(SPACE, groups=())
+    found = []
+    for space in (SPACE, plain):
+        server = Listener(*(HeadedSite(name, own, space) for name, own in ANNOTATED.items()))
+        state: Any = method.start(server.network(), cast(Any, server))
+        found.append(method.round(dataclasses.replace(state, rounds=1), cast(Any, server)).model)
+    assert same(*found)
+    net = server.network()
+    assert space_of(net, plain).groups == cast(Any, net).groups and space_of(Pointwise(6), plain) is plain

@@ -19,8 +19,10 @@ from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.ms_kd import MSKD, L_features, L_logits, region
 from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
 from fedatlas.methods.shared.features import watched
-from fedatlas.methods.shared.teachers import Maker, Teaching
+from fedatlas.methods.shared.teachers import MEMORY, Maker, Teaching
+from fedatlas.methods.ufps import UFPS
 
+DICE_BCE = LossChoice(name="dice_bce")
 SHORT = Teaching(rounds=1)
 METHOD = MSKD(teachers=SHORT, local=LOCAL)
 
@@ -133,6 +135,25 @@ def test_one_resident_teacher_is_all_of_them() -> None:
 
 def test_resumed() -> None:
     assert same(play(METHOD).model, resumed(METHOD, rounds=2).model)
+
+
+@pytest.mark.parametrize("method", [MSKD, PseudoLabels, lambda **how: UFPS(loss=DICE_BCE, **how)])
+def test_what_is_other_for_teachers_is_checked_against_the_rounds(method: Any) -> None:
+    """And not against the default, which has no restarts and a lower learning rate."""
+    local = dataclasses.replace(LOCAL, schedule="restarts", restart=3)
+    method(local=local, teachers=Teaching(local={"restart": 5, "lr_min": 0.005})).check(SPACE)
+    with pytest.raises(FederationError, match="lr_min is 0.02 and lr is 0.01"):
+        method(local=local, teachers=Teaching(local={"lr_min": 0.02})).check(SPACE)
+
+
+def test_a_site_without_classes_teaches_nobody() -> None:
+    """Its net was trained for findings of the whole image at most, and its head for voxels never."""
+    at = server({"a": {1}, "b": {2}, "c": set()})
+    state = METHOD.round(begin(METHOD, at, 2), at)
+    assert state.teachers == {}
+    for name, site in at.members.items():
+        assert list(site.memory[MEMORY]) == ["a", "b"], name
+        assert list(Maker(site, SHORT, LOCAL, METHOD.loss).models) == ["a", "b"]  # type: ignore[arg-type]
 
 
 def test_labels_that_do_not_fit_are_refused() -> None:

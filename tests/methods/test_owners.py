@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import Server, same
+from fakes import FakeSite, Server, same
 from test_fed_dodnet import ANNOTATED, LOCAL, SPACE, Site, dodnet
 from torch import nn
 
 from fedatlas import nets
+from fedatlas.core.batch import Batch
 from fedatlas.core.contract import Member
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import from_tree, load, to_tree
@@ -18,7 +19,9 @@ from fedatlas.learning.inference import Inference, Nets, predict_each, predict_t
 from fedatlas.methods.fed_dodnet import FedDoDNet
 from fedatlas.methods.fedbn import FedBN
 from fedatlas.methods.fedcrld import FedCRLD
+from fedatlas.methods.local_parts import LocalParts
 from fedatlas.methods.shared.owners import by_owner, speakers
+from fedatlas.methods.standalone import Standalone
 
 
 def net(name: str, **options: Any) -> Callable[[], nn.Module]:
@@ -127,6 +130,45 @@ def test_a_class_that_a_net_was_trained_for_stays_in_its_softmax() -> None:
     for found in (together, each):
         assert set(found.voxels.argmax(0).unique().tolist()) == {1}
         assert torch.allclose(found.voxels[1], torch.tensor([-1.0, 0.5]).softmax(0)[1])
+
+
+FINDING = LabelSpace(("background", "liver", "spleen"), findings=("ill", "worse"), finding_of=(None, None))
+
+
+class FindingSite(FakeSite):
+    """Sites b and c annotate the finding 1; c nothing else. Nobody annotates the finding 0."""
+
+    def drawn(self, rng: torch.Generator, batch: int) -> Batch:
+        drawn = super().drawn(rng, batch)
+        told = torch.randint(0, 2, (batch, 2), generator=rng).float()
+        known = torch.zeros(batch, 2, dtype=torch.bool)
+        known[0, 1] = self.name in "bc"  # of one case
+        return dataclasses.replace(drawn, finding=told, finding_known=known)
+
+
+@pytest.mark.parametrize("method", [Standalone(local=LOCAL), FedBN(local=LOCAL), LocalParts(local=LOCAL)])
+def test_a_finding_is_asked_of_the_sites_whose_training_met_it(method: Any) -> None:
+    def make() -> nn.Module:
+        chosen = {"filters": [4, 8, 8]}
+        return nets.build("unet", chosen, in_channels=1, classes=3, spatial_dims=2, seed=3, findings=2)
+
+    annotated: dict[str, set[int]] = {"a": {1}, "b": {2}, "c": set()}
+    server = Server(*(FindingSite(name, own, 3, make, space=FINDING) for name, own in annotated.items()))
+    state = dataclasses.replace(method.start(make(), server), rounds=2)
+    state = method.round(state, server)
+    for name in "bc":  # a round that meets no annotated case forgets nothing
+        server.members[name].name = "x"
+    state = from_tree(method.state, to_tree(method.round(state, server)))
+    assert state.findings == {"a": [], "b": [1], "c": [1]}
+
+    def told(site: str) -> list[Any]:
+        return [(member.classes, member.findings) for member in method.eval_members(state, site)]
+
+    assert told("") == [((1,), ()), ((2,), (1,)), ((), (1,))]
+    at_c = [((1,), ()), ((2,), ()), ((), (1,))] if isinstance(method, FedBN) else told("")
+    assert told("c") == at_c  # its own model, which says no class
+    nothing = dataclasses.replace(state, findings={"a": [], "b": [], "c": []})
+    assert {member.findings for member in method.eval_members(nothing, "")} == {None}
 
 
 class Same(nn.Module):

@@ -19,6 +19,7 @@ from fedatlas.core.tensors import Tensors, average, forms_of, from_tree, head_of
 from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
+from fedatlas.methods.fedopt import FedOpt
 from fedatlas.methods.fedprox import FedProx
 from fedatlas.methods.fedpsl import FedPSL
 from fedatlas.methods.shared.averaging import RowState, average_rows, mean
@@ -231,6 +232,11 @@ def test_a_net_without_rows_is_refused() -> None:
     ):
         FedAvg(aggregate_unlabelled_rows=False).start(TwoLayers(), Server())
     FedAvg().start(Headless(), Server())
+    per_row = {"aggregate_unlabelled_rows": False}
+    for method in (FedPSL(tdma=False), FedPSL(tadl=False), FedAvg(**per_row), FedOpt(**per_row)):  # type: ignore[arg-type]
+        with pytest.raises(FederationError, match='Headless: names no part "head"'):
+            method.examine(Headless(), [])
+    assert FedAvg().examine(Headless(), []) == FedPSL(tdma=False, tadl=False).examine(Headless(), []) == []
     with pytest.raises(FederationError, match=r"annotated cases for \[5\] classes; head.weight has 6"):
         average_rows(random_models(1), [1], [[1] * 5], head=head_of(cnn()), old=tensors_of(cnn()))
 

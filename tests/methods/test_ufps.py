@@ -578,6 +578,16 @@ def test_published_switches_run() -> None:
     assert not same(state.model, federation(FULL, rounds=5)[0].model)
 
 
+def test_a_round_asks_for_no_net_with_its_first_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those may be a file of first weights, which a run needs once."""
+    method = dataclasses.replace(FULL, ua=UncertaintyAggregation(start=1))
+    state, clients = begin(method)
+    made, given = clients.network, list[Any]()
+    monkeypatch.setattr(clients, "network", lambda model=None: given.append(model) or made(model))
+    method.round(method.round(state, clients), clients)
+    assert len(given) == 3 and all(model is not None for model in given)  # for UA twice, for the masks once
+
+
 # ------------------------------------------------------------------------------------------------------------- refused
 
 
@@ -630,6 +640,24 @@ def test_a_net_without_the_part_and_too_few_sites() -> None:
     with pytest.raises(FederationError, match="does nothing"):
         UnifiedSharpness(ascent="none")
     assert "teacher" in UFPS().examine(Net(5), ["a", "b"])[0]
+
+
+@pytest.mark.parametrize("name", ["fedmenu", "condistfl", "fedatlas", "mib"])
+def test_labels_that_overlap_are_refused_where_the_method_within_reads_them(name: str) -> None:
+    def within(**options: Any) -> PseudoLabels:
+        chosen = {"loss": {"name": "dice_bce"}, **options}
+        return PseudoLabels(inner=MethodChoice(name, chosen), teachers=Teaching(exclusive=False))
+
+    with pytest.raises(FederationError, match=f"{name} reads one class per voxel"):
+        within().check(SPACE)
+    within(
+        **{
+            "fedmenu": {"agd": "none"},
+            "condistfl": {"filter": False},
+            "fedatlas": {"teach": 0.0},
+            "mib": {"lambda_kd": 0.0},
+        }[name]
+    ).check(SPACE)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from fedatlas import nets
 from fedatlas.core.errors import FederationError
 from fedatlas.core.tensors import load, parts, tensors_of
+from fedatlas.federation.design import Design, space_of
+from fedatlas.federation.file import parse_federation
 from fedatlas.losses.heads import head_weights
 from fedatlas.nets.convnext import GRN
 from fedatlas.nets.kim_unet import KimUNet
@@ -281,6 +283,34 @@ def test_a_net_that_does_not_fit_the_label_space() -> None:
     assert net.training
     with pytest.raises(FederationError, match=r"fails|does not fit"):
         nets.check_output(nn.Conv2d(3, 4, 3), 4, in_channels=2, patch=(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "size"),
+    [("cnn", {"norm": "batch", "filters": [8, 8, 8, 8]}, 8), ("densenet121", {}, 32)],
+)
+def test_one_sample_that_cannot_be_normalised_is_told(name: str, options: dict[str, Any], size: int) -> None:
+    net = build(name, options, 2)
+    nets.check_output(net, 4, in_channels=2, patch=(size, size))
+    for batch, by in ((2, 1), (1, 2)):
+        nets.check_batch(net, batch, (2, by * size, by * size))
+    with pytest.raises(FederationError, match="local.batch is 1: .*set local.batch to 2 or more"):
+        nets.check_batch(net.eval(), 1, (2, size, size))
+    assert not net.training
+
+
+def test_a_federation_with_batches_of_one_is_checked_with_one(small_images: dict[str, Any]) -> None:
+    changes: dict[str, Any] = {"net": {"name": "densenet121"}, "images": {"size": [32, 32]}}
+    changes["local"] = small_images["local"] | {"batch": 1}
+    federation = parse_federation(small_images | changes, base=Path())
+    with pytest.raises(FederationError, match="local.batch is 1: the net Classifier"):
+        Design(federation, space_of(federation, {}), 1).check_net()
+
+
+def test_counting_tells_what_a_net_cannot_take() -> None:
+    net = build("cnn", {"norm": "instance", "filters": [8, 8, 8, 8]}, 2)
+    with pytest.raises(FederationError, match="fails for an input of shape"):
+        nets.count_outputs(net, (2, 8, 8))
 
 
 @pytest.mark.parametrize(

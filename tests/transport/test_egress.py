@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedatlas import nets
 from fedatlas.cli import main
 from fedatlas.core.contract import at_site
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.tensors import forms_of, tensors_of
 from fedatlas.federation.audit import logs_of, text_of
 from fedatlas.transport import wire
-from fedatlas.transport.egress import EgressError, EgressLog, check, check_log, contents, read_log
+from fedatlas.transport.egress import EgressError, EgressLog, NetForms, check, check_log, contents, read_log
 from fedatlas.transport.host import Host
 from fedatlas.transport.pipeline import Policy
 
@@ -75,6 +76,8 @@ def test_smuggled_things_are_refused(value, text: str) -> None:
     [
         ("classes", [0, 7], "not class indices"),
         ("classes", [1, 1], "names a class twice"),
+        ("findings", [0, True], "not indices of findings"),
+        ("findings", [1, 1], "names a finding twice"),
         ("per class", [0.1] * 4, "holds 4 numbers for 3 classes"),
         ("per class", torch.zeros(3), "is a tensor float32[3]"),
         ("bits", {"conv.bias": torch.zeros(4)}, "the bits of 'conv.bias' are a tensor float32[4]"),
@@ -84,6 +87,16 @@ def test_smuggled_things_are_refused(value, text: str) -> None:
 )
 def test_every_kind_has_its_limits(kind: str, value, text: str) -> None:
     assert text in refused({"x": value}, {"x": kind})
+
+
+def test_findings_are_those_of_the_net() -> None:
+    net = nets.build(
+        "unet", {"filters": [4, 4, 8]}, in_channels=1, classes=2, spatial_dims=2, seed=0, findings=2
+    )
+    forms = NetForms(lambda _: net)
+    check({"f": [1, 0]}, {"f": "findings"}, what="", classes=2, forms=forms)
+    with pytest.raises(EgressError, match="not indices of findings"):
+        check({"f": [2]}, {"f": "findings"}, what="", classes=2, forms=forms)
 
 
 def test_a_kind_that_does_not_exist_is_told() -> None:

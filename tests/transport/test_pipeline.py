@@ -18,6 +18,7 @@ from fedatlas.core.contract import Method, State, at_site, sends_of
 from fedatlas.core.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.core.tensors import average, tensors_of
 from fedatlas.federation.session import _keep_released, _released
+from fedatlas.methods.fednorm import FedNorm
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Call, Faults, Released, SiteClients
 from fedatlas.transport.egress import Declaration, EgressLog, NetForms, read_log
@@ -587,6 +588,16 @@ class Twice(Drift):
             Own(),
             {"comm": Comm(up="topk")},
             "tensors that are a site's own.*counted twice; use int8, bf16 or none",
+        ),
+        (
+            Own(),
+            {"private": Privacy(clip=1, noise=0)},
+            "privacy: method drift trains from tensors that are a site's own.*choose a method that averages models",
+        ),
+        (
+            FedNorm(),
+            {"private": Privacy(clip=1, noise=1)},
+            "privacy: method drift trains from tensors that are a site's own",
         ),
         (Twice(), {"comm": Comm(up="topk")}, "answers models by step, teach, one of which is not asked"),
     ],

@@ -56,7 +56,8 @@ class Member:
     the probability of any other is given to the background. Several members are merged (A8): per voxel the
     foreground class of highest probability among the members that predict foreground there, or of every class the mean
     over the members that speak for it (`Inference.merge`). `trained`: the foreground classes that its loss taught it, where
-    these are more than it is asked for (None: `classes`).
+    these are more than it is asked for (None: `classes`). `findings`: the findings of the whole image, beside segmentation, that it
+    may speak for (None: those about a class that it may speak for, and those about none).
 
     net: the one whose values `model` holds, "main" or one that the method declares. chooses: makes the member a
     selector, which says nothing itself: its outputs stand for the members after it, one for each. In a case (where
@@ -68,6 +69,7 @@ class Member:
     net: str = "main"
     chooses: float | None = None
     trained: tuple[int, ...] | None = None
+    findings: tuple[int, ...] | None = None
 
     @property
     def taught(self) -> tuple[int, ...] | None:
@@ -83,16 +85,17 @@ class Member:
             "net": self.net,
             "chooses": self.chooses,
             "trained": trained,
-        }
+        } | ({} if self.findings is None else {"findings": list(self.findings)})
 
     @classmethod
     def from_payload(cls, payload: Mapping[str, Any]) -> "Member":
         """What `to_payload` gave; all but "model" and "classes" may be left out."""
         given = dict(payload)
-        classes, trained = (
-            None if of is None else tuple(of) for of in (given.pop("classes"), given.pop("trained", None))
+        classes, trained, findings = (
+            None if of is None else tuple(of)
+            for of in (given.pop("classes"), given.pop("trained", None), given.pop("findings", None))
         )
-        return cls(classes=classes, trained=trained, **given)
+        return cls(classes=classes, trained=trained, findings=findings, **given)
 
 
 class Site(Protocol):
@@ -242,6 +245,8 @@ class Method(ABC):
     """True: the federation's sites are merged into one that holds the union of their cases."""
     own_tensors: ClassVar[bool] = False
     """True: beside the model that it is sent, a site trains from tensors of its own, or of its group, which its answer holds, too."""
+    reads_target: ClassVar[bool] = False
+    """True: beside its loss it reads the target of exclusive classes, one class per voxel."""
     loss: ClassVar[Any] = None
     """The choice of its supervised loss, commonly an option; None: it has none."""
 

@@ -209,13 +209,13 @@ class Design:
         nets.check_classes(self.federation.net["name"], net, self.space.exclusive)
         nets.check_patch(net, size)
         nets.check_output(net, len(self.space), in_channels=inputs, patch=size)
+        nets.check_batch(net, self.federation.local.batch, (inputs, *size))
         self.require_memory()
         terms = make_terms(self.federation)
         if terms.secure is not None:
             secure.require_libraries()
         if terms.privacy is not None:
             privacy.require_libraries()
-        if terms.privacy is not None and not self.method.own_tensors:
             noisy = {name: shape for name, shape in shapes_of(net).items() if shape.is_floating_point()}
             privacy.require_noisy(terms.privacy, noisy)  # a site would refuse it after its first round
         net = self.make_net(initial=initial)

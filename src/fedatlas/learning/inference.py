@@ -85,6 +85,8 @@ class Speaker(Protocol):
     @property
     def taught(self) -> Sequence[int] | None: ...
     @property
+    def findings(self) -> Sequence[int] | None: ...
+    @property
     def chooses(self) -> float | None: ...
 
 
@@ -373,7 +375,7 @@ def predict_each(
         return found
 
     for members, choice in zip(speaking, chosen, strict=True):
-        found = together(((say(member), member.classes) for member in members), space, options)
+        found = together(((say(member), member) for member in members), space, options)
         yield replace(found, chosen=choice)
 
 
@@ -393,35 +395,30 @@ def predict_together(
         chosen = chosen_by(selected(net_of(at), image, patch, context, options), members)
     how: dict[str, Any] = {"exclusive": space.exclusive}
     found = (
-        (
-            predict(net_of(i), image, patch, context, options, classes=members[i].taught, **how),
-            members[i].classes,
-        )
+        (predict(net_of(i), image, patch, context, options, classes=members[i].taught, **how), members[i])
         for i in speakers(members, chosen)
     )
     return replace(together(found, space, options), chosen=chosen)
 
 
 def together(
-    members: Iterable[tuple[Prediction, Sequence[int] | None]], space: LabelSpace, options: Inference
+    members: Iterable[tuple[Prediction, Speaker]], space: LabelSpace, options: Inference
 ) -> Prediction:
-    """Several models' predictions, each with the classes that it may speak for (None: all), as one. They are taken one
-    at a time.
+    """The predictions of several members as one, each with the member that made it. They are taken one at a time.
 
-    Voxels: `restrict`, then `surest` or `mean_of_owners`, as `options.merge` says. A finding is the mean over the models that may
-    speak for the class that it is about, or where it is about none, over all. Then the classes whose finding is below
-    `options.gate` are emptied.
+    Voxels: `restrict`, then `surest` or `mean_of_owners`, as `options.merge` says. A finding is the mean over the members that may
+    speak for it (`speaks_for`), NaN where none may. Then the classes whose finding is below `options.gate` are emptied.
     """
-    told: list[tuple[Tensor, Sequence[int] | None]] = []
+    told: list[tuple[Tensor, Speaker]] = []
 
     def voxels() -> Iterator[tuple[Tensor, Sequence[int]]]:
-        for found, classes in members:
+        for found, member in members:
             if found.findings is not None:
-                told.append((found.findings, classes))
-            if classes is None:
+                told.append((found.findings, member))
+            if member.classes is None:
                 yield found.voxels, space.foreground
             else:
-                yield restrict(found.voxels, classes, space.exclusive), classes
+                yield restrict(found.voxels, member.classes, space.exclusive), member.classes
 
     merge = mean_of_owners if options.merge == "mean" else surest
     merged = Prediction(merge(voxels(), space.exclusive))
@@ -429,10 +426,17 @@ def together(
         return merged
     findings = []
     for f, about in enumerate(space.finding_of):
-        speak = [p[f] for p, classes in told if classes is None or about is None or about in classes]
+        speak = [p[f] for p, member in told if speaks_for(member, f, about)]
         findings.append(torch.stack(speak).mean() if speak else torch.tensor(float("nan")))
     merged = replace(merged, findings=torch.stack(findings))
     return merged if options.gate is None else gated(merged, space, options.gate)
+
+
+def speaks_for(member: Speaker, finding: int, about: int | None) -> bool:
+    """Whether a member may speak for a finding, which is about a class of voxels or about none."""
+    if member.findings is not None:
+        return finding in member.findings
+    return member.classes is None or about is None or about in member.classes
 
 
 def gated(found: Prediction, space: LabelSpace, gate: float) -> Prediction:

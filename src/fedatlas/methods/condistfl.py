@@ -99,6 +99,10 @@ class ConDistFL(WithSWA, MeanWithMomentum):
     weights: Weighting = option("equal", "All sites count equally, or by their training cases.")
     loss: LossChoice = option(LossChoice(), "L_sup, the supervised loss.")
 
+    @property
+    def reads_target(self) -> bool:
+        return self.filter is not False
+
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         space = site.labels.space

@@ -43,7 +43,7 @@ from fedatlas.core.tensors import Tensors
 from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
 from fedatlas.methods.shared.averaging import answer
-from fedatlas.methods.shared.features import Call, watched
+from fedatlas.methods.shared.features import Call, is_one_module, watched
 from fedatlas.methods.shared.server_step import MeanWithMomentum
 from fedatlas.methods.shared.swa import WithSWA
 
@@ -85,9 +85,13 @@ class FedAlign(WithSWA, MeanWithMomentum):
         return of
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """Raises FederationError for a net that names no encoder."""
-        with watched(net):
-            return []
+        """Raises FederationError for a net that names no encoder, or whose last block is the whole encoder."""
+        if is_one_module(net) and self.mu:
+            raise FederationError(
+                f"method fedalign: the encoder of the net {type(net).__name__} is one module, so that its last block is the "
+                "whole encoder, from the image on; allowed: a net whose encoder is a list of blocks, as unet"
+            )
+        return []
 
 
 def L_lip(block: Call, width: float, iterations: int) -> Tensor:

@@ -75,6 +75,21 @@ class FedASAM(MeanOfModels):
         """The round, from 0, whose model the mean begins with; `rounds` or more: none."""
         return math.ceil(self.swa.start * rounds)
 
+    def plan(self, rounds: int) -> list[str]:
+        """What `check` should tell: which of its two halves has no round."""
+        told = super().plan(rounds)
+        if self.asam_start >= rounds:
+            told.append(
+                f"fedasam: asam_start is {self.asam_start}, counted from 0, and the federation has {rounds} rounds: no step "
+                "is sharpness-aware"
+            )
+        if self.start_of_mean(rounds) >= rounds:
+            told.append(
+                f"fedasam: swa.start is {self.swa.start:g}, with which the mean begins in none of {rounds} rounds: the model is "
+                "that of the last round"
+            )
+        return told
+
     def lr_factor(self, round: int, rounds: int) -> float:
         """1 - t (1 - low) in the rounds after the mean has begun, else 1."""
         after, c = round - self.start_of_mean(rounds), self.swa.cycle

@@ -98,6 +98,10 @@ class FedAtlas(WithSWA, MeanWithMomentum):
             return dataclasses.replace(self.loss, name="marginal_dice_ce_exclusion", options=own)
         return self.loss
 
+    @property
+    def reads_target(self) -> bool:
+        return self.teach > 0
+
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
         space = site.labels.space

@@ -41,7 +41,15 @@ from fedatlas.methods.shared.kept import (
     norm_layers,
     nothing_kept,
 )
-from fedatlas.methods.shared.owners import SENDS, WHO_SPEAKS, Speaks, speakers
+from fedatlas.methods.shared.owners import (
+    SENDS_FINDINGS,
+    WHO_SPEAKS,
+    Speaks,
+    met_so_far,
+    noting,
+    owned,
+    speakers,
+)
 
 MEMORY = "fedbn.own"
 """The key of a site's memory with the tensors that it keeps."""
@@ -50,11 +58,12 @@ MEMORY = "fedbn.own"
 @dataclass(frozen=True)
 class OwnState(State):
     """model: the mean of everything. kept: the tensors that sites keep, by name. own: site -> its values of them. classes:
-    site -> the classes that it annotates."""
+    site -> the classes that it annotates. findings: site -> the findings of the whole image that its training has met."""
 
     kept: tuple[str, ...] = ()
     own: dict[str, Tensors] = field(default_factory=dict)
     classes: dict[str, list[int]] = field(default_factory=dict)
+    findings: dict[str, list[int]] = field(default_factory=dict)
 
 
 @options
@@ -62,7 +71,7 @@ class FedBN(Weighted):
     """FedAvg in which normalisation stays with the site (Li 2021)."""
 
     state: ClassVar[type[State]] = OwnState
-    sends: ClassVar[dict[str, str]] = SENDS
+    sends: ClassVar[dict[str, str]] = SENDS_FINDINGS
     own_tensors: ClassVar[bool] = True
 
     norms: Literal["all", "batch"] = option(
@@ -96,23 +105,24 @@ class FedBN(Weighted):
             for site, values in zip(replies.sites, replies.each("model"), strict=True):
                 own[site] = chosen(values, state.kept)
         classes = state.classes | dict(zip(replies.sites, replies.plain("classes"), strict=True))
-        return dataclasses.replace(state, model=model, own=own, classes=classes, round=state.round + 1)
+        known = {"classes": classes, "findings": met_so_far(state.findings, replies)}
+        return dataclasses.replace(state, model=model, own=own, **known, round=state.round + 1)
 
     def eval_members(self, state: OwnState, site: str) -> list[Member]:
         """The mean with what sites keep, as `speaks` says."""
-        return speakers(state.model, state.own, state.classes, site, self.speaks)
+        return speakers(state.model, state.own, state.classes, site, self.speaks, state.findings)
 
     @at_site
     def local_update(
         self, site: Site, model: Tensors, kept: list[str], round: int, rounds: int
     ) -> dict[str, Any]:
         own: Any = site.memory.get(MEMORY, {})
-        net = site.network(model | own)
-        loss = losses.supervised(self.loss, site)
+        net, met = site.network(model | own), set[int]()
+        loss = noting(losses.supervised(self.loss, site), met)
         train(site, net, loss, self.local, round=round, rounds=rounds)
         reply = answer(site, net, per_class=False)
         site.memory[MEMORY] = dict(chosen(reply["model"], kept))
-        return reply | {"classes": sorted(site.labels.annotated)}
+        return reply | owned(site, met)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell of a net. Raises as `kept`."""

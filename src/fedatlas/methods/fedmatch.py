@@ -169,7 +169,7 @@ class FedMatch(Match):
     def send_helpers(self, state: MatchState, replies: Replies, clients: Clients) -> None:
         """Sends every site the psi of the H sites nearest to it, as changes of the psi that all of them hold."""
         x = torch.randn(1, *clients.sample_shape, generator=generator("fedmatch", "noise"))
-        net = clients.network()
+        net = clients.network(state.model)
         outputs: dict[str, Tensor] = {}
         psi_of: dict[str, Changes] = {}
         for site, reply in replies:
@@ -366,6 +366,11 @@ class FedMatchPlus(Match):
     def match(self) -> FedMatch:
         """FedMatch with the same hyper-parameters."""
         return FedMatch(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Match)})
+
+    def plan(self, rounds: int) -> list[str]:
+        """Raises FederationError where no round is left after the pre-training."""
+        simsiam.phase_rounds(self.pretrain_rounds, rounds, method="fedmatch_plus")
+        return super().plan(rounds)
 
     def start(self, net: nn.Module, clients: Clients) -> MatchPlusState:
         return MatchPlusState(model=tensors_of(net), heads=tensors_of(clients.network(name=HEADS)))

@@ -116,6 +116,10 @@ class FedMENU(Weighted):
     def own_tensors(self) -> bool:
         return make_strategy(self.strategy).own_tensors
 
+    @property
+    def reads_target(self) -> bool:
+        return self.agd != "none"
+
     def start(self, net: nn.Module, clients: Clients) -> MENUState:
         menu = menu_of(net, agd=self.agd != "none")
         return MENUState(

@@ -30,7 +30,7 @@ Differences from the paper, and what it leaves open
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -165,6 +165,12 @@ class FedPSL(Supervised):
                 "method fedpsl: local.precision is fp16, whose scaled loss would scale the step to theta' too; use "
                 "float32 or bf16, or set tadl to false"
             )
+
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """Raises FederationError for a net whose head has no rows of classes, which TDMA and TADL need."""
+        if self.tdma or self.tadl:
+            head_of(net)
+        return super().examine(net, sites)
 
     @property
     def state(self) -> type[State]:

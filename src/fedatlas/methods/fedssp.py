@@ -60,6 +60,11 @@ class FedSSP(Weighted):
     def nets(self) -> dict[str, NetSpec]:
         return self.pretrain.nets
 
+    def plan(self, rounds: int) -> list[str]:
+        """Raises FederationError where no round is left after the pre-training."""
+        simsiam.phase_rounds(self.pretrain_rounds, rounds, method="fedssp")
+        return super().plan(rounds)
+
     def start(self, net: nn.Module, clients: Clients) -> SSPState:
         return SSPState(model=tensors_of(net), heads=tensors_of(clients.network(name=HEADS)))
 

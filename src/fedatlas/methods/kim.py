@@ -10,8 +10,9 @@ the global model of the round (global distillation) and from local models of oth
 every step (local distillation).
 
 The heads are read from the logits of the federation's net (`core.organs.read_heads`), so that the largest logit
-is the merge of the heads. With the net `organ_heads` they are independent, as the paper has them; with any other
-net for exclusive classes they share the background's channel. Where classes overlap every channel is a head.
+is the merge of the heads. With the net `organ_heads` they are independent, as the paper has them, and of the organs of its
+option `groups`, by default those of `labels.groups`; with any other net for exclusive classes they share the background's
+channel. Where classes overlap every channel is a head.
 
 Differences from the paper
     A site may annotate several organs, a sample any classes: each channel of a head is either learnt from the sample's
@@ -51,7 +52,7 @@ from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.masked import masked_bce
 from fedatlas.methods.shared.averaging import SENDS, Weighted, Weighting, site_weights
-from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads, heads_of
+from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads, heads_of, space_of
 
 TEACHERS = "teachers"
 """The key in a site's memory of the local models of the other sites."""
@@ -143,9 +144,8 @@ class Kim(Weighted):
     @at_site
     def pretrain_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
         """A model of the site alone, from the common start."""
-        space = site.labels.space
         net, memory = site.network(model), "teacher optimizer"
-        loss = self.L(None, [], space, site.rng)
+        loss = self.L(None, [], space_of(net, site.labels.space), site.rng)
         length = self.pretrain_rounds or rounds
         for round in range(length):
             train(site, net, loss, self.local, round=round, rounds=length, memory=memory)
@@ -162,14 +162,14 @@ class Kim(Weighted):
         teachers: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
         """teachers: the other sites' local models, {"model", "classes"} by site; given once, then remembered."""
-        space = site.labels.space
         if teachers is not None:
             site.memory[TEACHERS] = cast(Tree, {name: dict(teachers[name]) for name in sorted(teachers)})
         kept = cast(dict[str, Any], site.memory.get(TEACHERS, {})) if self.lambda_local else {}
         F_local = [teacher(site, kept[name]["model"], kept[name]["classes"]) for name in sorted(kept)]
         F_global = site.network(model).eval().requires_grad_(False) if self.lambda_global else None
         net = site.network(model)
-        train(site, net, self.L(F_global, F_local, space, site.rng), self.local, round=round, rounds=rounds)
+        loss = self.L(F_global, F_local, space_of(net, site.labels.space), site.rng)
+        train(site, net, loss, self.local, round=round, rounds=rounds)
         return {"model": tensors_of(net), "n": site.n_train}
 
     def L(

@@ -30,7 +30,7 @@ from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import train
 from fedatlas.methods.shared.averaging import Weighted, answer, mean
 from fedatlas.methods.shared.kept import chosen, names_of_parts
-from fedatlas.methods.shared.owners import SENDS, by_owner
+from fedatlas.methods.shared.owners import SENDS_FINDINGS, by_owner, met_so_far, noting, owned
 
 MEMORY = "local_parts.own"
 """The key of a site's memory with the tensors that it keeps."""
@@ -39,11 +39,13 @@ MEMORY = "local_parts.own"
 @dataclass(frozen=True)
 class LocalPartsState(State):
     """model: the mean of everything. kept: the tensors that sites keep, by name. models: site -> the tensors that take
-    the place of the mean's when it is evaluated. classes: site -> the classes that it annotates."""
+    the place of the mean's when it is evaluated. classes: site -> the classes that it annotates. findings: site -> the
+    findings of the whole image that its training has met."""
 
     kept: tuple[str, ...] = ()
     models: dict[str, Tensors] = field(default_factory=dict)
     classes: dict[str, list[int]] = field(default_factory=dict)
+    findings: dict[str, list[int]] = field(default_factory=dict)
 
 
 @options
@@ -51,7 +53,7 @@ class LocalParts(Weighted):
     """FedAvg in which named parts of the net stay with the site: multi-head, multi-encoder, multi-decoder (UFPS)."""
 
     state: ClassVar[type[State]] = LocalPartsState
-    sends: ClassVar[dict[str, str]] = SENDS
+    sends: ClassVar[dict[str, str]] = SENDS_FINDINGS
     own_tensors: ClassVar[bool] = True
 
     keep: list[str] = option(
@@ -83,24 +85,25 @@ class LocalParts(Weighted):
             for site, values in zip(replies.sites, replies.each("model"), strict=True):
                 models[site] = values if self.evaluate == "before" else chosen(values, state.kept)
         classes = state.classes | dict(zip(replies.sites, replies.plain("classes"), strict=True))
-        return dataclasses.replace(state, model=model, models=models, classes=classes, round=state.round + 1)
+        known = {"classes": classes, "findings": met_so_far(state.findings, replies)}
+        return dataclasses.replace(state, model=model, models=models, **known, round=state.round + 1)
 
     def eval_members(self, state: LocalPartsState, site: str) -> list[Member]:
-        """All sites' models, each for the classes that its site annotates; the mean where nothing is kept."""
-        return by_owner(state.model, state.models, state.classes)
+        """All sites' models, each for the classes and findings that its site annotates; the mean where nothing is kept."""
+        return by_owner(state.model, state.models, state.classes, findings=state.findings)
 
     @at_site
     def local_update(
         self, site: Site, model: Tensors, kept: list[str], round: int, rounds: int
     ) -> dict[str, Any]:
         own: Any = site.memory.get(MEMORY, {})
-        net = site.network(model | own)
-        loss = losses.supervised(self.loss, site)
+        net, met = site.network(model | own), set[int]()
+        loss = noting(losses.supervised(self.loss, site), met)
         train(site, net, loss, self.local, round=round, rounds=rounds)
         reply = answer(site, net, per_class=False)
         if kept:
             site.memory[MEMORY] = dict(chosen(reply["model"], kept))
-        return reply | {"classes": sorted(site.labels.annotated)}
+        return reply | owned(site, met)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell of a net. Raises FederationError where it lacks a part of `keep`."""

@@ -85,6 +85,10 @@ class MiB(MeanWithMomentum):
             return stepped(state, average, with_momentum(self.server_momentum))
         return dataclasses.replace(state, model=average, round=state.round + 1)
 
+    @property
+    def reads_target(self) -> bool:
+        return self.lambda_kd > 0
+
     @at_site
     def local_update(
         self,

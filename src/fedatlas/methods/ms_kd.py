@@ -157,7 +157,7 @@ class MSKD(Weighted):
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""
         require_exclusive("ms_kd", space)
-        self.teachers.check(space, self.loss)
+        self.teachers.check(space, self.loss, self.local)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises FederationError for a net that names no encoder."""

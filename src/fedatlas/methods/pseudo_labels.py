@@ -210,7 +210,12 @@ class PseudoLabels(Method):
         """Raises FederationError where the method within, or pseudo labels, do not fit the label space."""
         require_exclusive("pseudo_labels", space)
         self.method.check(space)
-        self.teachers.check(space, self.teachers_loss(space))
+        self.teachers.check(space, self.teachers_loss(space), self.local)
+        if not self.teachers.exclusive and self.method.reads_target:
+            raise FederationError(
+                f"method pseudo_labels: {self.inner.name} reads one class per voxel, and teachers.exclusive is false, with "
+                "which pseudo labels may overlap; take another method, or set teachers.exclusive to true"
+            )
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises as the method within does."""

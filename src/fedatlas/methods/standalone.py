@@ -28,16 +28,18 @@ from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import Local
 from fedatlas.methods.shared import dp_sgd
 from fedatlas.methods.shared.dp_sgd import DPSGD
-from fedatlas.methods.shared.owners import by_owner
+from fedatlas.methods.shared.owners import SENDS_FINDINGS, by_owner, met_so_far, noting, owned
 from fedatlas.methods.shared.swa import WithSWA
 
 
 @dataclass(frozen=True)
 class StandaloneState(State):
-    """model: where every site started. models: site -> its model. classes: site -> the classes it annotates."""
+    """model: where every site started. models: site -> its model. classes: site -> the classes it annotates. findings: site ->
+    the findings of the whole image that its training has met."""
 
     models: dict[str, Tensors] = field(default_factory=dict)
     classes: dict[str, list[int]] = field(default_factory=dict)
+    findings: dict[str, list[int]] = field(default_factory=dict)
 
 
 @options
@@ -45,7 +47,7 @@ class Standalone(WithSWA):
     """Each site alone; evaluated alone and as the merged ensemble."""
 
     state: ClassVar[type[State]] = StandaloneState
-    sends: ClassVar[dict[str, str]] = {"model": "model", "n": "cases", "classes": "classes"}
+    sends: ClassVar[dict[str, str]] = SENDS_FINDINGS
     alone: ClassVar[bool] = True
 
     choose: Literal["site", "common"] = option(
@@ -72,8 +74,11 @@ class Standalone(WithSWA):
         models, classes = dict(state.models), dict(state.classes)
         for site, reply in replies:
             models[site], classes[site] = reply["model"], reply["classes"]
+        findings = met_so_far(state.findings, replies)
         return self.with_mean(
-            dataclasses.replace(state, models=models, classes=classes, round=state.round + 1)
+            dataclasses.replace(
+                state, models=models, classes=classes, findings=findings, round=state.round + 1
+            )
         )
 
     def models(self, state: StandaloneState) -> dict[str, Tensors]:
@@ -87,16 +92,16 @@ class Standalone(WithSWA):
         return dataclasses.replace(state, models=state.models | dict(models))
 
     def eval_members(self, state: StandaloneState, site: str) -> list[Member]:
-        """All sites' models, each restricted to the classes that its site annotates."""
-        return by_owner(state.model, state.models, state.classes)
+        """All sites' models, each restricted to the classes and findings that its site annotates."""
+        return by_owner(state.model, state.models, state.classes, findings=state.findings)
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
-        net = site.network(model)
-        loss = losses.supervised(self.loss, site)
+        net, met = site.network(model), set[int]()
+        loss = noting(losses.supervised(self.loss, site), met)
         with dp_sgd.accounted(self.dp_sgd, site, net, self.local) as private:
             dp_sgd.train(private, site, net, loss, self.local, round=round, rounds=rounds)
-        return {"model": tensors_of(net), "n": site.n_train, "classes": sorted(site.labels.annotated)}
+        return {"model": tensors_of(net), "n": site.n_train, **owned(site, met)}
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises FederationError where DP-SGD cannot be: see `dp_sgd.examine`."""

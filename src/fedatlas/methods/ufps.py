@@ -156,10 +156,10 @@ class UFPS(Weighted):
         if self.ua is not None and runs(self.ua, r, state.rounds):  # line 18
             mu, sigma = replies.plain("mean"), replies.plain("variance")
             A_w = A_hat(mu, sigma, A, self.ua)  # line 21, Eq. (7)
-            own_weights = dict.fromkeys(part_names(clients.network(), self.ua.parts), A_w)
+            own_weights = dict.fromkeys(part_names(clients.network(w_0), self.ua.parts), A_w)
         w_0 = average(replies.each("model"), A, each=own_weights)  # lines 19, 22
         if self.exchanged and runs(self.sam, r, state.rounds):  # line 25
-            M_G = global_mask(replies, clients.network()) or M_G  # line 26, Eq. (12)
+            M_G = global_mask(replies, clients.network(w_0)) or M_G  # line 26, Eq. (12)
         return UFPSState(w_0, r, state.rounds, disagree=M_G, **taught.left())
 
     def drawn(self, clients: Clients) -> dict[str, dict[str, Any]] | None:
@@ -326,7 +326,7 @@ class UFPS(Weighted):
     def check(self, space: LabelSpace) -> None:
         """Raises FederationError where the hyper-parameters do not fit the label space."""
         require_exclusive("ufps", space)
-        self.teachers.check(space, self.loss)
+        self.teachers.check(space, self.loss, self.local)
         fits = isinstance(losses.make(self.loss, space), DiceBCE)
         for name, needs in (("ws", self.ws), ("rce", self.rce)):
             if needs is not None and not fits:

@@ -202,19 +202,15 @@ def check_output(
         in_channels, patch = in_channels or net.in_channels, patch or [2 * by for by in net.divisor]
     if in_channels is None or patch is None:
         raise ValueError("check_output: in_channels and patch are needed for a net that is not a nets.Net")
-    image = torch.empty(2, in_channels, *patch, device="meta")
-    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
-    shapes = {key: torch.empty_like(value, device="meta") for key, value in tensors.items()}
     image_level = isinstance(net, Net) and net.level == "image"
     expected = (2, classes) if image_level else (2, classes, *patch)
-    what = f"net {type(net).__name__}: for an input of shape {tuple(image.shape)} it"
+    what = f"net {type(net).__name__}: for an input of shape {(2, in_channels, *patch)} it"
     mode = net.training
     try:
         for training in (False, True):
             net.train(training)
             try:
-                with torch.no_grad():
-                    outputs = functional_call(net, shapes, (image,))
+                outputs = _on_shapes(net, (2, in_channels, *patch))
             except (RuntimeError, ValueError) as error:
                 raise FederationError(f"{what} fails: {error}") from error
             shape = tuple(outputs.findings.shape) if isinstance(outputs, Mixed) else None
@@ -235,6 +231,31 @@ def check_output(
         net.train(mode)
 
 
+def check_batch(net: nn.Module, batch: int, shape: Sequence[int]) -> None:
+    """Raises FederationError for a net that cannot train on batches of so many samples [I, *S], though on two (`check_output`):
+    batch norm cannot with one value per channel. Runs the net on shapes only."""
+    mode = net.training
+    try:
+        if batch == 1:
+            _on_shapes(net.train(), (1, *shape))
+    except (RuntimeError, ValueError):
+        raise FederationError(
+            f"local.batch is 1: the net {type(net).__name__} normalises over a batch, and of one sample of shape {list(shape)} "
+            "it has one value per channel, which cannot be normalised; set local.batch to 2 or more, or take larger samples, "
+            "or a net with group norm"
+        ) from None
+    finally:
+        net.train(mode)
+
+
+def _on_shapes(net: nn.Module, shape: Sequence[int]) -> Any:
+    """What a net gives for an input of a shape, without values: nothing is computed."""
+    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+    shapes = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
+    with torch.no_grad():
+        return functional_call(net, shapes, (torch.empty(*shape, device="meta"),))
+
+
 def count_outputs(net: nn.Module, shape: Sequence[int]) -> tuple[int, int]:
     """The numbers that all modules of a net give for one sample [I, *S] in training, and those of the largest output.
     Runs the net on shapes only: nothing is computed. Raises FederationError for a sample that no memory holds."""
@@ -244,15 +265,11 @@ def count_outputs(net: nn.Module, shape: Sequence[int]) -> tuple[int, int]:
         if isinstance(output, Tensor):
             sizes.append(output.numel())
 
-    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
-    shapes = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
     hooks = [m.register_forward_hook(count) for m in net.modules() if not any(True for _ in m.children())]
     mode = net.training
     try:
-        with torch.no_grad():
-            # two: batch norm may be left with one value each
-            functional_call(net.train(), shapes, (torch.empty(2, *shape, device="meta"),))
-    except RuntimeError as error:
+        _on_shapes(net.train(), (2, *shape))  # two: batch norm may be left with one value each
+    except (RuntimeError, ValueError) as error:
         raise FederationError(
             f"net {type(net).__name__}: fails for an input of shape {list(shape)}: {str(error).splitlines()[0]}"
         ) from None
@@ -269,6 +286,7 @@ __all__ = [
     "Net",
     "NetOptions",
     "build",
+    "check_batch",
     "check_classes",
     "check_level",
     "check_output",

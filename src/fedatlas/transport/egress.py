@@ -85,12 +85,19 @@ class NetForms:
     def __init__(self, make_net: Callable[[str], nn.Module]) -> None:
         self.make_net = make_net
         self._known: dict[str, Forms] = {}
+        self._findings: dict[str, int] = {}
 
     def __call__(self, name: str) -> Forms:
         if name not in self._known:
             net, _, part = name.partition(".")
-            self._known[name] = forms_of(self.make_net(net), part)
+            made = self.make_net(net)
+            self._known[name], self._findings[net] = forms_of(made, part), getattr(made, "findings", 0)
         return self._known[name]
+
+    def findings(self) -> int:
+        """How many findings of the whole image the federation's net tells."""
+        self("main")
+        return self._findings["main"]
 
 
 @dataclass(frozen=True)
@@ -112,16 +119,18 @@ class Declaration:
         base, _, net = kind.partition(":")
         if base not in _KINDS:
             raise EgressError(f"{kind!r}; the kinds are {', '.join(_DECLARED)}")
-        return _About(self.classes, lambda: self.forms(net or "main"), asked)
+        findings = getattr(self.forms, "findings", lambda: _MOST_FINDINGS)
+        return _About(self.classes, lambda: self.forms(net or "main"), asked, findings)
 
 
 @dataclass(frozen=True)
 class _About:
-    """What a value is checked against. forms: of the net that its kind names."""
+    """What a value is checked against. forms: of the net that its kind names; findings: how many the federation's net tells."""
 
     classes: int
     forms: Callable[[], Forms]
     asked: Asked
+    findings: Callable[[], int]
 
     def floats(self) -> int:
         """The entries of all floating tensors."""
@@ -153,6 +162,7 @@ def problem_of(value: Any, declared: Mapping[str, str], declaration: Declaration
     number              one finite number, up to 10^15
     cases               the training cases of the site, a whole number from 1 on
     classes             class indices, none twice
+    findings            indices of findings of the whole image, none twice
     per class           a list of one number from 0 on for each class
     rows                rows of evaluation, see `evaluation.evaluate.Row`
     histograms          at most one per class, see `evaluation.classification.Histogram`; with the
@@ -307,6 +317,17 @@ def _classes(value: Any, about: _About) -> str | None:
     if not isinstance(value, list) or not all(type(c) is int and 0 <= c < about.classes for c in value):
         return f"is {_described(value)}, not class indices"
     return "names a class twice" if len(set(value)) < len(value) else None
+
+
+_MOST_FINDINGS = 1 << 10
+"""Where the federation's net is not known."""
+
+
+def _findings(value: Any, about: _About) -> str | None:
+    count = about.findings()
+    if not isinstance(value, list) or not all(type(f) is int and 0 <= f < count for f in value):
+        return f"is {_described(value)}, not indices of findings"
+    return "names a finding twice" if len(set(value)) < len(value) else None
 
 
 def _per_class(value: Any, about: _About) -> str | None:
@@ -532,6 +553,7 @@ _DECLARED: dict[str, _Kind] = {
     "number": _Kind(_number, lambda about: (64, 0)),
     "cases": _Kind(_cases, lambda about: (64, 0)),
     "classes": _Kind(_classes, lambda about: (32 * about.classes, 0)),
+    "findings": _Kind(_findings, lambda about: (32 * about.findings(), 0)),
     "per class": _Kind(_per_class, lambda about: (32 * about.classes, 0)),
     "rows": _Kind(_rows, _of_rows),
     "histograms": _Kind(

@@ -121,6 +121,11 @@ def terms_of(
                     f"{asked}: method {name} answers {function} with {other or 'several models'} beside one model "
                     "and the number of cases, and that would not be protected; choose a method that averages models"
                 )
+    trains_own = "trains from tensors that are a site's own, or its group's, so that what it answers is no change of the model it is sent"
+    if private and method.own_tensors:
+        raise FederationError(
+            f"privacy: method {name} {trains_own}; clipping would take it back to that model; choose a method that averages models"
+        )
     if comm.up != "none" and not model_functions:
         raise FederationError(
             f"comm.up is {comm.up}: method {name} answers with changes in a form of its own, which is not compressed "
@@ -128,7 +133,7 @@ def terms_of(
         )
     if comm.up == "topk" and (method.own_tensors or len(model_functions) > 1):
         why = (
-            "trains from tensors that are a site's own, or its group's, so that what it answers is no change of the model it is sent"
+            trains_own
             if method.own_tensors
             else f"answers models by {', '.join(sorted(model_functions))}, one of which is not asked in every round"
         )

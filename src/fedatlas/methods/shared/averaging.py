@@ -114,6 +114,12 @@ class Averaging(MeanOfModels):
     def summed(self) -> Weighting | None:
         return None if self.per_class else self.weights
 
+    def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
+        """Raises FederationError for a net whose head has no rows of classes, where these have weights of their own."""
+        if self.per_class:
+            head_of(net)
+        return super().examine(net, sites)
+
     def start(self, net: nn.Module, clients: Clients) -> State:
         return started(net, per_class=self.per_class)
 

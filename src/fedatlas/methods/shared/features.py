@@ -106,6 +106,11 @@ def pooled(maps: Tensor) -> Tensor:
     return maps.to(torch.promote_types(maps.dtype, torch.float32)).flatten(2).mean(2)
 
 
+def is_one_module(net: nn.Module) -> bool:
+    """Whether an encoder of the net is one module, so that the module it ends with is the whole of it. Raises as `watched`."""
+    return any(len(modules) == 1 for modules in _encoders(net))
+
+
 class _Enough(Exception):
     """The encoder is through."""
 

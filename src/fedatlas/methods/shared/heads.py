@@ -6,6 +6,8 @@ the lesion. Where they overlap every class has one.
 Shapes: B batch, C classes, H channels of all heads (C - 1 if exclusive, else C), *S spatial.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,13 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.organs import complete, read_heads
 from fedatlas.core.outputs import voxel_logits
 from fedatlas.losses.heads import full_precision
+
+
+def space_of(net: nn.Module, space: LabelSpace) -> LabelSpace:
+    """The label space with the groups of the net `organ_heads`, where `net` is or wraps one: its heads are of these organs, which
+    its option `groups` may name otherwise than `labels.groups` does."""
+    own = (m.groups for m in net.modules() if getattr(m, "by_organ", False) and hasattr(m, "groups"))
+    return next((dataclasses.replace(space, groups=groups) for groups in own), space)
 
 
 def head_space(space: LabelSpace) -> LabelSpace:

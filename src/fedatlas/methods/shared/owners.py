@@ -10,13 +10,20 @@ model gives to a class that it may not speak for is background, or, where its lo
 (`Inference.others`). Then, at a voxel where some model says a class, the most certain of these models decides; at any other
 the mean of all does, so that it is background. They differ where a model is for a class of its own and others are surer of
 the background. Of a class with several owners the mean can decide in place of the most certain (`Inference.merge`).
+
+A finding of the whole image, beside segmentation, has owners as a class has: the sites whose training has met a sample that
+annotates it (`noting`). No other site's head was ever moved for it. One without an owner among the members is not told.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from fedatlas.core.contract import Member
+from torch import nn
+
+from fedatlas.core.batch import Batch
+from fedatlas.core.contract import Member, Replies, Site
 from fedatlas.core.tensors import Tensors
+from fedatlas.learning.loop import Loss, Value
 from fedatlas.methods.shared import averaging
 
 Speaks = Literal["owners", "site"]
@@ -31,22 +38,56 @@ WHO_SPEAKS = (
 SENDS = averaging.SENDS | {"classes": "classes"}
 """What a site answers that owns classes: its model, its number of training cases, and the classes that it annotates."""
 
+SENDS_FINDINGS = SENDS | {"findings": "findings"}
+"""And where nets may have a head for findings of the whole image: those that its training has met."""
+
+
+def noting(loss: Loss, met: set[int]) -> Loss:
+    """The loss, which adds to `met` the findings that a sample of its batch annotates."""
+
+    def of(net: nn.Module, batch: Batch) -> Value:
+        if batch.finding_known is not None:
+            met.update(batch.finding_known.any(0).nonzero()[:, 0].tolist())
+        return loss(net, batch)
+
+    return of
+
+
+def owned(site: Site, met: set[int]) -> dict[str, list[int]]:
+    """What a site answers of what it owns, as `SENDS_FINDINGS` declares it. met: as `noting` gives it."""
+    return {"classes": sorted(site.labels.annotated), "findings": sorted(met)}
+
+
+def met_so_far(before: dict[str, list[int]], replies: Replies) -> dict[str, list[int]]:
+    """site -> the findings that its training has met, in this round or before."""
+    now = zip(replies.sites, replies.plain("findings"), strict=True)
+    return {**before, **{site: sorted({*before.get(site, ()), *met}) for site, met in now}}
+
 
 def by_owner(
     mean: Tensors,
     models: Mapping[str, Tensors],
     classes: Mapping[str, Sequence[int]],
     site: str | None = None,
+    findings: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Member]:
     """Every site's model for the classes that it annotates. mean: of all sites; models: site -> the tensors that take the
     place of the mean's; classes: site -> what it annotates. site: the one that is evaluated, whose own model is the only
-    one that may speak for the classes that it annotates; None: all are alike. The mean alone where there is no model."""
-    own = set(classes[site]) if site is not None and site in models else set()
+    one that may speak for the classes that it annotates; None: all are alike. findings: site -> those that it owns, of which the same
+    holds; where no site owns any, or nothing is known of a site: as `Member` has it. The mean alone where there is no model."""
+    met = findings if findings and any(findings.values()) else {}
+    own, own_findings = (
+        set(of.get(site, ())) if site is not None and site in models else set() for of in (classes, met)
+    )
     members = []
     for name in sorted(models):
         told = [c for c in classes[name] if name == site or c not in own]
-        if told or site is None:
-            members.append(Member(mean | models[name], tuple(told), trained=tuple(classes[name])))
+        says = [f for f in met.get(name, ()) if name == site or f not in own_findings]
+        if told or says or site is None:
+            of = tuple(says) if name in met else None
+            members.append(
+                Member(mean | models[name], tuple(told), trained=tuple(classes[name]), findings=of)
+            )
     return members or [Member(mean)]
 
 
@@ -56,10 +97,11 @@ def speakers(
     classes: Mapping[str, Sequence[int]],
     site: str,
     speaks: Speaks,
+    findings: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Member]:
     """The models that are evaluated at a site, which may be one that trains nothing. The arguments are those of
     `by_owner`. With `speaks: site`, and where a state of an earlier version tells no classes, it is the site's own model,
     and the mean where it has none."""
     if speaks == "site" or not classes:
         return [Member(mean | models.get(site, {}))]
-    return by_owner(mean, models, classes, site)
+    return by_owner(mean, models, classes, site, findings)

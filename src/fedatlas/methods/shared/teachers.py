@@ -91,9 +91,10 @@ class Teaching:
         given = {field.name: getattr(local, field.name) for field in dataclasses.fields(local)}
         return from_dict(Local, {**given, **length, **self.local}, what="teachers.local")
 
-    def check(self, space: LabelSpace, loss: LossChoice) -> None:
-        """Raises FederationError where teachers, and rounds with this loss, do not fit the label space."""
-        self.training(Local())
+    def check(self, space: LabelSpace, loss: LossChoice, local: Local) -> None:
+        """Raises FederationError where teachers, and rounds with this loss, do not fit the label space, or what is other in
+        their training does not fit `local` of the rounds."""
+        self.training(local)
         for where, chosen in (("loss", loss), ("teachers.loss", self.loss or loss)):
             try:
                 made = losses.make(chosen, space)
@@ -162,7 +163,9 @@ class WithTeachers:
     ) -> None:
         self._clients, self.served = clients, set(served)
         self._told = {
-            name: {"model": teachers[name], "classes": list(classes[name])} for name in sorted(teachers)
+            name: {"model": teachers[name], "classes": list(classes[name])}
+            for name in sorted(teachers)
+            if classes[name]  # nothing trained the others for voxels
         }
 
     def __getattr__(self, name: str) -> Any:
@@ -226,7 +229,10 @@ def train_teacher(
     site: Site, model: Tensors, rounds: int, how: Teaching, *, local: Local, loss: LossChoice
 ) -> dict[str, Any]:
     """Trains a site's teacher from the common start, keeps it, and returns what is sent. rounds: of the federation; local,
-    loss: of its rounds, where `how` names no others."""
+    loss: of its rounds, where `how` names no others. A site that annotates findings of whole images alone has none: it
+    answers the start, of no class, which nobody is taught by."""
+    if not site.labels.annotated:
+        return {"teacher": model, "classes": []}
     net, memory = site.network(model), "teacher optimizer"
     supervised = losses.supervised(how.loss or loss, site)
     length = how.rounds or rounds

@@ -35,8 +35,7 @@ Not covered, and therefore either public or not to be sent:
 * Integer and boolean buffers. A count of batches tells how many steps a site took; `protect` gives the received value.
 
 Statistics of batch normalisation are floating tensors: the clip and the noise would cover them, but noise makes
-variances negative, and the net useless; `privatise` refuses them. Use group or instance normalisation, or keep them
-at home.
+variances negative, and the net useless; `privatise` refuses them. Use group or instance normalisation.
 
 A site that answers one question twice with fresh noise has made two releases: count what was sent, not rounds.
 
@@ -207,7 +206,7 @@ def require_noisy(choice: Privacy, tensors: Mapping[str, Tensor]) -> None:
         if choice.noise > 0 and name.rpartition(".")[2] == "running_var":
             raise FederationError(
                 f"privacy: {name} is a variance of batch normalisation, which noise would make negative; use a"
-                " net with group or instance normalisation, or a method that keeps these tensors at the site"
+                " net with group or instance normalisation"
             )
 
 
