@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fedatlas.federation.deploy import free_ports
+from fedatlas.federation.across import free_ports
 from fedatlas.transport.deployment import Job, Launch
 from fedatlas.transport.flower import engine as flower
 from fedatlas.transport.nvflare import engine as nvflare

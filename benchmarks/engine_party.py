@@ -33,7 +33,8 @@ from fedatlas.core.contract import State, at_site
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, average
-from fedatlas.federation.deploy import Deployed, Keeper, adapter, free_ports
+from fedatlas.federation.across import Deployed, free_ports
+from fedatlas.federation.deploy import Keeper, adapter
 from fedatlas.transport.allocator import return_freed_blocks
 from fedatlas.transport.clients import SiteClients
 from fedatlas.transport.deployment import Job, Launch, Plan

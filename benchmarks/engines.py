@@ -221,7 +221,7 @@ def startup(engine: str, repeats: int = 3) -> None:
 
 def share(engines: Sequence[str]) -> None:
     """ConDistFL on the demo's data, four rounds of real training on every engine, the first of which warms up."""
-    from fedatlas.federation.deploy import gather_trial
+    from fedatlas.federation.across import gather_trial
     from fedatlas.federation.file import load_federation
     from fedatlas.federation.session import gather_local, run_federation
 
