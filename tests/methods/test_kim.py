@@ -24,7 +24,7 @@ from fedatlas.learning.loop import Local, train
 from fedatlas.losses import LossChoice
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.kim import L_KD, TEACHERS, Kim, KimState, Teacher
-from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads, space_of
+from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads, with_groups_of
 from fedatlas.transport import egress, wire
 
 OVERLAP = LabelSpace(("lung", "heart", "pleura"), exclusive=False)
@@ -448,4 +448,7 @@ def test_heads_are_those_of_the_net_where_it_names_other_organs_than_the_federat
         found.append(method.round(dataclasses.replace(state, rounds=1), cast(Any, server)).model)
     assert same(*found)
     net = server.network()
-    assert space_of(net, plain).groups == cast(Any, net).groups and space_of(Pointwise(6), plain) is plain
+    assert (
+        with_groups_of(net, plain).groups == cast(Any, net).groups
+        and with_groups_of(Pointwise(6), plain) is plain
+    )

@@ -52,7 +52,7 @@ from fedatlas.learning.loop import Loss, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.masked import masked_bce
 from fedatlas.methods.shared.averaging import SENDS, Weighted, Weighting, site_weights
-from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads, heads_of, space_of
+from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads, heads_of, with_groups_of
 
 TEACHERS = "teachers"
 """The key in a site's memory of the local models of the other sites."""
@@ -145,7 +145,7 @@ class Kim(Weighted):
     def pretrain_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
         """A model of the site alone, from the common start."""
         net, memory = site.network(model), "teacher optimizer"
-        loss = self.L(None, [], space_of(net, site.labels.space), site.rng)
+        loss = self.L(None, [], with_groups_of(net, site.labels.space), site.rng)
         length = self.pretrain_rounds or rounds
         for round in range(length):
             train(site, net, loss, self.local, round=round, rounds=length, memory=memory)
@@ -168,7 +168,7 @@ class Kim(Weighted):
         F_local = [teacher(site, kept[name]["model"], kept[name]["classes"]) for name in sorted(kept)]
         F_global = site.network(model).eval().requires_grad_(False) if self.lambda_global else None
         net = site.network(model)
-        loss = self.L(F_global, F_local, space_of(net, site.labels.space), site.rng)
+        loss = self.L(F_global, F_local, with_groups_of(net, site.labels.space), site.rng)
         train(site, net, loss, self.local, round=round, rounds=rounds)
         return {"model": tensors_of(net), "n": site.n_train}
 

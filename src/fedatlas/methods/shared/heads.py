@@ -17,7 +17,7 @@ from fedatlas.core.outputs import voxel_logits
 from fedatlas.losses.heads import full_precision
 
 
-def space_of(net: nn.Module, space: LabelSpace) -> LabelSpace:
+def with_groups_of(net: nn.Module, space: LabelSpace) -> LabelSpace:
     """The label space with the groups of the net `organ_heads`, where `net` is or wraps one: its heads are of these organs, which
     its option `groups` may name otherwise than `labels.groups` does."""
     own = (m.groups for m in net.modules() if getattr(m, "by_organ", False) and hasattr(m, "groups"))
