@@ -251,7 +251,14 @@ SETTINGS = (
         "[abdominal MR, three cases at each site](results-others.md#abdominal-mr-four-folds)",
         "abdomen-mr",
         "fedatlas",
-        {"matched": "standalone-matched"},
+        {
+            "matched": "standalone-matched",
+            "alone": "standalone",
+            "fedavg": "fedavg",
+            "condistfl": "condistfl",
+            "condistfl-matched": "condistfl-matched",
+            "centralized": "centralized-matched",
+        },
     ),
     Setting(
         "[radiographs, overlapping classes](results-others.md#chest-radiographs-2d-overlapping-classes)",
