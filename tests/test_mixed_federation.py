@@ -109,6 +109,13 @@ def test_a_site_brings_masks_findings_or_both(folder: Path, tmp_path: Path) -> N
     assert known["lungs"] == {(False, False)}
     assert known["air"] == {(True, False)}
     assert known["told"] <= {(True, True), (True, False)} and (True, True) in known["told"]
+    owned = {name: set(source.labels.findings) for name, source in experiment.sources.items()}
+    assert owned == {
+        "lungs": set(),
+        "air": {0},
+        "told": {0, 1},
+        "test": set(),
+    }  # from the tables, before any batch
     assert experiment.space.finding_of == (2, None)
 
 

@@ -156,13 +156,15 @@ class LabelSpace:
 
 @dataclass(frozen=True)
 class SiteLabels:
-    """What one site annotates: the union over its cases, background not counted.
+    """What one site annotates: the union over its training cases, background not counted. findings: those of the whole image, beside
+    segmentation.
 
     Losses and groups look at `Batch.known`, per sample, and never at this union.
     """
 
     space: LabelSpace
     annotated: frozenset[int]
+    findings: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         unknown = self.annotated - set(self.space.foreground)

@@ -98,7 +98,9 @@ class SiteData(ABC):
         }
         train = self.items["train"]
         # a class that validation cases alone annotate is not taught here: nobody may take this site's word for it
-        self.labels = SiteLabels(self.space, frozenset(c for item in train for c in item.known))
+        annotated = frozenset(c for item in train for c in item.known)
+        findings = frozenset(f for item in train for f, here in enumerate(self._known_findings(item)) if here)
+        self.labels = SiteLabels(self.space, annotated, findings)
         self.n_train = len(train)
         self.n_labelled = self._counts(known_row(self.space, item.known) for item in train)
         self._entries: dict[tuple[str, str], store.Entry] = {}
@@ -131,6 +133,10 @@ class SiteData(ABC):
     @abstractmethod
     def _classes(self, case: Case, naming: tuple[Naming, Naming]) -> tuple[frozenset[int], frozenset[int]]:
         """`Item.known` and `Item.scored` of a case."""
+
+    def _known_findings(self, item: Item) -> list[bool]:
+        """[F] the findings of the whole image, beside segmentation, that training may see in a case."""
+        return []
 
     @abstractmethod
     def _present(self, item: Item) -> frozenset[int]:

@@ -243,6 +243,12 @@ class VoxelData(SiteData):
                 found[self.space.findings.index(ours)] = told[name]
         return found
 
+    def _known_findings(self, item: Item) -> list[bool]:
+        told = self._told(item)
+        return [
+            (f in told and item.index.trains) or c in item.known for f, c in enumerate(self.space.finding_of)
+        ]
+
     def _findings(self, item: Item) -> tuple[list[bool], list[bool]]:
         """[F] the findings of a case, and [F] which of them training may see: those that the data set tells, and those
         about an annotated class, which are present where a voxel of it is. Where the data set tells one that its mask
@@ -250,8 +256,7 @@ class VoxelData(SiteData):
         told, about = self._told(item), self.space.finding_of
         voxels = self._entry(item).meta["voxels"] if about else {}
         present = [told[f] if f in told else voxels.get(str(c), 0) > 0 for f, c in enumerate(about)]
-        known = [(f in told and item.index.trains) or c in item.known for f, c in enumerate(about)]
-        return present, known
+        return present, self._known_findings(item)
 
     def _scored_findings(self, item: Item) -> list[bool]:
         """[F] the findings for which there is a truth."""

@@ -45,8 +45,6 @@ from fedatlas.methods.shared.owners import (
     SENDS_FINDINGS,
     WHO_SPEAKS,
     Speaks,
-    met_so_far,
-    noting,
     owned,
     speakers,
 )
@@ -58,7 +56,7 @@ MEMORY = "fedbn.own"
 @dataclass(frozen=True)
 class OwnState(State):
     """model: the mean of everything. kept: the tensors that sites keep, by name. own: site -> its values of them. classes:
-    site -> the classes that it annotates. findings: site -> the findings of the whole image that its training has met."""
+    site -> the classes that it annotates. findings: site -> the findings of the whole image that it annotates."""
 
     kept: tuple[str, ...] = ()
     own: dict[str, Tensors] = field(default_factory=dict)
@@ -105,7 +103,8 @@ class FedBN(Weighted):
             for site, values in zip(replies.sites, replies.each("model"), strict=True):
                 own[site] = chosen(values, state.kept)
         classes = state.classes | dict(zip(replies.sites, replies.plain("classes"), strict=True))
-        known = {"classes": classes, "findings": met_so_far(state.findings, replies)}
+        findings = state.findings | dict(zip(replies.sites, replies.plain("findings"), strict=True))
+        known = {"classes": classes, "findings": findings}
         return dataclasses.replace(state, model=model, own=own, **known, round=state.round + 1)
 
     def eval_members(self, state: OwnState, site: str) -> list[Member]:
@@ -117,12 +116,11 @@ class FedBN(Weighted):
         self, site: Site, model: Tensors, kept: list[str], round: int, rounds: int
     ) -> dict[str, Any]:
         own: Any = site.memory.get(MEMORY, {})
-        net, met = site.network(model | own), set[int]()
-        loss = noting(losses.supervised(self.loss, site), met)
-        train(site, net, loss, self.local, round=round, rounds=rounds)
+        net = site.network(model | own)
+        train(site, net, losses.supervised(self.loss, site), self.local, round=round, rounds=rounds)
         reply = answer(site, net, per_class=False)
         site.memory[MEMORY] = dict(chosen(reply["model"], kept))
-        return reply | owned(site, met)
+        return reply | owned(site)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell of a net. Raises as `kept`."""

@@ -30,7 +30,7 @@ from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import train
 from fedatlas.methods.shared.averaging import Weighted, answer, mean
 from fedatlas.methods.shared.kept import chosen, names_of_parts
-from fedatlas.methods.shared.owners import SENDS_FINDINGS, by_owner, met_so_far, noting, owned
+from fedatlas.methods.shared.owners import SENDS_FINDINGS, by_owner, owned
 
 MEMORY = "local_parts.own"
 """The key of a site's memory with the tensors that it keeps."""
@@ -40,7 +40,7 @@ MEMORY = "local_parts.own"
 class LocalPartsState(State):
     """model: the mean of everything. kept: the tensors that sites keep, by name. models: site -> the tensors that take
     the place of the mean's when it is evaluated. classes: site -> the classes that it annotates. findings: site -> the
-    findings of the whole image that its training has met."""
+    findings of the whole image that it annotates."""
 
     kept: tuple[str, ...] = ()
     models: dict[str, Tensors] = field(default_factory=dict)
@@ -85,7 +85,8 @@ class LocalParts(Weighted):
             for site, values in zip(replies.sites, replies.each("model"), strict=True):
                 models[site] = values if self.evaluate == "before" else chosen(values, state.kept)
         classes = state.classes | dict(zip(replies.sites, replies.plain("classes"), strict=True))
-        known = {"classes": classes, "findings": met_so_far(state.findings, replies)}
+        findings = state.findings | dict(zip(replies.sites, replies.plain("findings"), strict=True))
+        known = {"classes": classes, "findings": findings}
         return dataclasses.replace(state, model=model, models=models, **known, round=state.round + 1)
 
     def eval_members(self, state: LocalPartsState, site: str) -> list[Member]:
@@ -97,13 +98,12 @@ class LocalParts(Weighted):
         self, site: Site, model: Tensors, kept: list[str], round: int, rounds: int
     ) -> dict[str, Any]:
         own: Any = site.memory.get(MEMORY, {})
-        net, met = site.network(model | own), set[int]()
-        loss = noting(losses.supervised(self.loss, site), met)
-        train(site, net, loss, self.local, round=round, rounds=rounds)
+        net = site.network(model | own)
+        train(site, net, losses.supervised(self.loss, site), self.local, round=round, rounds=rounds)
         reply = answer(site, net, per_class=False)
         if kept:
             site.memory[MEMORY] = dict(chosen(reply["model"], kept))
-        return reply | owned(site, met)
+        return reply | owned(site)
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell of a net. Raises FederationError where it lacks a part of `keep`."""

@@ -28,14 +28,14 @@ from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import Local
 from fedatlas.methods.shared import dp_sgd
 from fedatlas.methods.shared.dp_sgd import DPSGD
-from fedatlas.methods.shared.owners import SENDS_FINDINGS, by_owner, met_so_far, noting, owned
+from fedatlas.methods.shared.owners import SENDS_FINDINGS, by_owner, owned
 from fedatlas.methods.shared.swa import WithSWA
 
 
 @dataclass(frozen=True)
 class StandaloneState(State):
     """model: where every site started. models: site -> its model. classes: site -> the classes it annotates. findings: site ->
-    the findings of the whole image that its training has met."""
+    the findings of the whole image that it annotates."""
 
     models: dict[str, Tensors] = field(default_factory=dict)
     classes: dict[str, list[int]] = field(default_factory=dict)
@@ -71,10 +71,9 @@ class Standalone(WithSWA):
     def round(self, state: StandaloneState, clients: Clients) -> StandaloneState:
         each = {site: {"model": state.models.get(site, state.model)} for site in clients.sites}
         replies = clients.call(self.local_update, each=each, round=state.round, rounds=state.rounds)
-        models, classes = dict(state.models), dict(state.classes)
+        models, classes, findings = dict(state.models), dict(state.classes), dict(state.findings)
         for site, reply in replies:
-            models[site], classes[site] = reply["model"], reply["classes"]
-        findings = met_so_far(state.findings, replies)
+            models[site], classes[site], findings[site] = reply["model"], reply["classes"], reply["findings"]
         return self.with_mean(
             dataclasses.replace(
                 state, models=models, classes=classes, findings=findings, round=state.round + 1
@@ -97,11 +96,10 @@ class Standalone(WithSWA):
 
     @at_site
     def local_update(self, site: Site, model: Tensors, round: int, rounds: int) -> dict[str, Any]:
-        net, met = site.network(model), set[int]()
-        loss = noting(losses.supervised(self.loss, site), met)
+        net, loss = site.network(model), losses.supervised(self.loss, site)
         with dp_sgd.accounted(self.dp_sgd, site, net, self.local) as private:
             dp_sgd.train(private, site, net, loss, self.local, round=round, rounds=rounds)
-        return {"model": tensors_of(net), "n": site.n_train, **owned(site, met)}
+        return {"model": tensors_of(net), "n": site.n_train, **owned(site)}
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """What `check` should tell. Raises FederationError where DP-SGD cannot be: see `dp_sgd.examine`."""

@@ -11,19 +11,15 @@ model gives to a class that it may not speak for is background, or, where its lo
 the mean of all does, so that it is background. They differ where a model is for a class of its own and others are surer of
 the background. Of a class with several owners the mean can decide in place of the most certain (`Inference.merge`).
 
-A finding of the whole image, beside segmentation, has owners as a class has: the sites whose training has met a sample that
-annotates it (`noting`). No other site's head was ever moved for it. One without an owner among the members is not told.
+A finding of the whole image, beside segmentation, has owners as a class has: the sites that annotate it in a training case. No
+other site's head was ever moved for it. One without an owner among the members is not told.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from torch import nn
-
-from fedatlas.core.batch import Batch
-from fedatlas.core.contract import Member, Replies, Site
+from fedatlas.core.contract import Member, Site
 from fedatlas.core.tensors import Tensors
-from fedatlas.learning.loop import Loss, Value
 from fedatlas.methods.shared import averaging
 
 Speaks = Literal["owners", "site"]
@@ -39,29 +35,12 @@ SENDS = averaging.SENDS | {"classes": "classes"}
 """What a site answers that owns classes: its model, its number of training cases, and the classes that it annotates."""
 
 SENDS_FINDINGS = SENDS | {"findings": "findings"}
-"""And where nets may have a head for findings of the whole image: those that its training has met."""
+"""And where nets may have a head for findings of the whole image: those that it annotates."""
 
 
-def noting(loss: Loss, met: set[int]) -> Loss:
-    """The loss, which adds to `met` the findings that a sample of its batch annotates."""
-
-    def of(net: nn.Module, batch: Batch) -> Value:
-        if batch.finding_known is not None:
-            met.update(batch.finding_known.any(0).nonzero()[:, 0].tolist())
-        return loss(net, batch)
-
-    return of
-
-
-def owned(site: Site, met: set[int]) -> dict[str, list[int]]:
-    """What a site answers of what it owns, as `SENDS_FINDINGS` declares it. met: as `noting` gives it."""
-    return {"classes": sorted(site.labels.annotated), "findings": sorted(met)}
-
-
-def met_so_far(before: dict[str, list[int]], replies: Replies) -> dict[str, list[int]]:
-    """site -> the findings that its training has met, in this round or before."""
-    now = zip(replies.sites, replies.plain("findings"), strict=True)
-    return {**before, **{site: sorted({*before.get(site, ()), *met}) for site, met in now}}
+def owned(site: Site) -> dict[str, list[int]]:
+    """What a site answers of what it owns, as `SENDS_FINDINGS` declares it."""
+    return {"classes": sorted(site.labels.annotated), "findings": sorted(site.labels.findings)}
 
 
 def by_owner(

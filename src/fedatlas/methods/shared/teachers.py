@@ -286,7 +286,8 @@ class Maker:
     def labels(self) -> SiteLabels:
         """What is annotated at the site or known to a teacher."""
         own = self.site.labels
-        return SiteLabels(own.space, own.annotated | {c for c in own.space.foreground if self.taught[c]})
+        taught = {c for c in own.space.foreground if self.taught[c]}
+        return dataclasses.replace(own, annotated=own.annotated | taught)
 
     def net(self, name: str) -> nn.Module:
         """A teacher, until the next one is asked for where only one is held."""
