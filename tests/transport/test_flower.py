@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import json
 import os
+import queue
 import shutil
 import socket
 import ssl
@@ -33,8 +34,12 @@ from fedatlas.core.errors import FederationError
 from fedatlas.federation.across import free_ports
 from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY, Launch, Plan
-from fedatlas.transport.flower import app as flower_app
 from fedatlas.transport.flower import engine as flower
+from fedatlas.transport.flower import job
+from fedatlas.transport.flower import node as site_node
+from fedatlas.transport.flower.compat import ObjectPullError, fetched, packed, sent
+from fedatlas.transport.flower.node import FAILED
+from fedatlas.transport.flower.server import Kept
 from fedatlas.transport.frames import Question, TooLarge
 from fedatlas.transport.relay import Ask, ServerRelay, SiteRelay
 
@@ -219,7 +224,7 @@ def test_a_deadline_ends_an_ask_and_the_late_answer_is_dropped(running: Deployme
 
 def test_an_exception_at_a_site_sends_no_text(running: Deployment) -> None:
     found = running.ask(b"x", function="nothing")
-    assert found == dict.fromkeys(SITES, flower_app.FAILED)
+    assert found == dict.fromkeys(SITES, FAILED)
     assert "FileNotFoundError" in running.processes["site-a"].text()
     assert "FileNotFoundError" not in running.processes["server"].text()
 
@@ -229,7 +234,7 @@ def test_a_site_that_cannot_store_a_question_says_so(running: Deployment) -> Non
     shutil.rmtree(folder)
     folder.write_text("in place of a full disk")
     try:
-        assert running.ask(b"x") == {"site-a": flower_app.FAILED, "site-b": b"site-b|x|"}
+        assert running.ask(b"x") == {"site-a": FAILED, "site-b": b"site-b|x|"}
     finally:
         folder.unlink()
         folder.mkdir(mode=0o700)
@@ -628,16 +633,16 @@ def site_key(kits: Path, site: str) -> Any:
 def test_a_node_is_the_site_of_its_key_whatever_it_says(kits: Path) -> None:
     keys = kits / "server" / "engine" / "sites"
     honest, liar = node(site_key(kits, "site-a"), 1), node(pki.ec_key(), 2)
-    found, refused = flower_app.sites_of([honest, liar], keys)
+    found, refused = job.sites_of([honest, liar], keys)
     assert found == {"site-a": honest}
     assert refused == ["node 2 with a key that is no site's: refused"]
-    found, refused = flower_app.sites_of([honest, node(site_key(kits, "site-a"), 3)], keys)
+    found, refused = job.sites_of([honest, node(site_key(kits, "site-a"), 3)], keys)
     assert found == {"site-a": honest} and refused == ["a second node for site site-a: refused"]
     shutil.copy(keys / "site-a.pub", keys / "site-c.pub")
-    found, refused = flower_app.sites_of([honest], keys)
+    found, refused = job.sites_of([honest], keys)
     assert not found and refused == ["one key is registered for ['site-a', 'site-c']: refused"]
     (keys / "site-b.pub").write_text("nonsense")
-    assert any("no public key" in text for text in flower_app.sites_of([honest], keys)[1])
+    assert any("no public key" in text for text in job.sites_of([honest], keys)[1])
 
 
 class FakePost:
@@ -689,7 +694,7 @@ class FakeEnd:
 
 def good(message: Message, place: Path) -> Message:
     place.write_bytes(b"answer")
-    return Message(RecordDict({"reply": flower_app.packed(place, "reply")}), reply_to=message)
+    return Message(RecordDict({"reply": packed(place, "reply")}), reply_to=message)
 
 
 @pytest.fixture
@@ -707,8 +712,8 @@ def desk(kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     ) -> tuple[FakeEnd, FakePost, Path]:
         post = FakePost([node(site_key(kits, "site-a"), 1)] if nodes is None else nodes, reply)
         end = FakeEnd()
-        made = flower_app.Desk(post, kits / "server" / "engine" / "sites", ["site-a"], end)  # type: ignore[arg-type]
-        made._serve(Ask(1, (question,), deadline), flower_app.queue.SimpleQueue())
+        made = job.Desk(post, kits / "server" / "engine" / "sites", ["site-a"], end)  # type: ignore[arg-type]
+        made._serve(Ask(1, (question,), deadline), queue.SimpleQueue())
         return end, post, question.reply
 
     return run
@@ -726,7 +731,7 @@ def test_an_answer_to_another_question_is_refused(desk: Any) -> None:
         return good(message, place)
 
     end, _, reply = desk(other)
-    assert end.told == [("site-a", flower_app.NOT_AN_ANSWER)]
+    assert end.told == [("site-a", job.NOT_AN_ANSWER)]
     assert not reply.exists() and not list(reply.parent.glob(".reply*"))
 
 
@@ -737,7 +742,7 @@ def test_an_answer_without_bytes_is_refused(desk: Any) -> None:
         return made
 
     end, _, reply = desk(bare)
-    assert end.told == [("site-a", flower_app.NOT_AN_ANSWER)] and not reply.exists()
+    assert end.told == [("site-a", job.NOT_AN_ANSWER)] and not reply.exists()
 
 
 def test_an_answer_whose_bytes_are_of_another_kind_is_refused(desk: Any) -> None:
@@ -747,7 +752,7 @@ def test_an_answer_whose_bytes_are_of_another_kind_is_refused(desk: Any) -> None
         return Message(RecordDict({"reply": ConfigRecord({"bytes": "none"})}), reply_to=message)
 
     end, _, reply = desk(words)
-    assert end.told == [("site-a", flower_app.NOT_AN_ANSWER)] and not reply.exists()
+    assert end.told == [("site-a", job.NOT_AN_ANSWER)] and not reply.exists()
 
 
 def test_an_answer_that_cannot_be_laid_is_the_servers_fault(desk: Any) -> None:
@@ -778,7 +783,7 @@ def test_an_error_of_the_engine_is_told_by_its_code(desk: Any) -> None:
 
 
 def test_a_site_that_is_absent_too_long_is_lost(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower_app, "ABSENT", 0.3)
+    monkeypatch.setattr(job, "ABSENT", 0.3)
     end, post, _ = desk(lambda message, number, place: SILENCE, nodes=[])
     assert end.told == [("site-a", "not connected for 0.3 s")] and not post.sent
 
@@ -819,12 +824,12 @@ def message_with(record: ArrayRecord, target: int = 2) -> Message:
 def test_a_file_travels_as_objects_of_flower_and_once(tmp_path: Path, size: int) -> None:
     path, store = tmp_path / "data", Store()
     path.write_bytes(os.urandom(size))
-    record = flower_app.packed(path, "shared")
+    record = packed(path, "shared")
     plain = ArrayRecord({"bytes": Array("uint8", (size,), "fedatlas.shared", path.read_bytes())})
     assert record.object_id == plain.object_id  # as Flower would have made it from memory
-    flower_app.sent([message_with(record, 2), message_with(record, 3)], store.announce, store.push)
+    sent([message_with(record, 2), message_with(record, 3)], store.announce, store.push)
     assert len(store.pushes) == len(set(store.pushes)) == len(store.objects)
-    found = flower_app.fetched(store.trees[1], store.objects.__getitem__, {"shared": tmp_path / "copy"})
+    found = fetched(store.trees[1], store.objects.__getitem__, {"shared": tmp_path / "copy"})
     assert (tmp_path / "copy").read_bytes() == path.read_bytes()
     assert found.metadata.dst_node_id == 3
     inflated = inflate_object_from_contents(store.trees[0].object_id, dict(store.objects))
@@ -837,9 +842,9 @@ def test_an_answer_that_trickles_holds_up_no_other(tmp_path: Path) -> None:
         store, path = Store(), tmp_path / f"of {name}"
         path.write_bytes(name.encode())
         about = Metadata(1, "", 1, 2, "", "", 1000.0, 60.0, "query")
-        records = RecordDict({"reply": flower_app.packed(path, "reply")})
+        records = RecordDict({"reply": packed(path, "reply")})
         message = Message(content=records, metadata=about)  # type: ignore[call-overload]
-        flower_app.sent([message], store.announce, store.push)
+        sent([message], store.announce, store.push)
         trees[name], contents = store.trees[0], contents | store.objects
     (never,) = (name for name, content in contents.items() if content.endswith(b"\0slow"))
     forgotten: list[str] = []
@@ -859,7 +864,7 @@ def test_an_answer_that_trickles_holds_up_no_other(tmp_path: Path) -> None:
         PullObject=an_object,
         ConfirmMessageReceived=lambda request: forgotten.append(request.message_object_id),
     )
-    post = flower_app.Post(SimpleNamespace(_runtime_client=client, run=SimpleNamespace(run_id=1), node=None))
+    post = job.Post(SimpleNamespace(_runtime_client=client, run=SimpleNamespace(run_id=1), node=None))
     end, found = [time.monotonic() + 60], dict[str, Any]()
 
     def some() -> bool:
@@ -884,55 +889,53 @@ def raising(error: Exception) -> Callable[[str], bytes]:
 def test_a_message_that_is_not_of_the_protocol_is_refused(tmp_path: Path) -> None:
     store = Store()
     (tmp_path / "data").write_bytes(b"12345678")
-    flower_app.sent(
-        [message_with(flower_app.packed(tmp_path / "data", "shared"))], store.announce, store.push
-    )
+    sent([message_with(packed(tmp_path / "data", "shared"))], store.announce, store.push)
     tree, places = store.trees[0], {"shared": tmp_path / "copy"}
     with pytest.raises(ValueError, match="not of this protocol"):
-        flower_app.fetched(tree, store.objects.__getitem__, {"reply": tmp_path / "copy"})
+        fetched(tree, store.objects.__getitem__, {"reply": tmp_path / "copy"})
     chunk = next(name for name, content in store.objects.items() if content.startswith(b"ArrayChunk"))
     short = store.objects | {chunk: store.objects[chunk][:-3]}
     with pytest.raises(ValueError, match="5 bytes of 8 have come"):
-        flower_app.fetched(tree, short.__getitem__, places)
+        fetched(tree, short.__getitem__, places)
     with pytest.raises(TooLarge, match="more than the 7 bytes"):
-        flower_app.fetched(tree, store.objects.__getitem__, places, 7)
+        fetched(tree, store.objects.__getitem__, places, 7)
     # more than its head says: no more is written than that, whatever is still to come
     long = store.objects | {chunk: store.objects[chunk] + b"9"}
     with pytest.raises(ValueError, match="9 bytes of 8 have come"):
-        flower_app.fetched(tree, long.__getitem__, places, 8)
+        fetched(tree, long.__getitem__, places, 8)
     assert (tmp_path / "copy").stat().st_size == 0
-    flower_app.fetched(tree, store.objects.__getitem__, places, 8)
+    fetched(tree, store.objects.__getitem__, places, 8)
     (head,) = (name for name, content in store.objects.items() if b'"shape"' in content)
     for length in (b"[NaN]", b"[-8]", b"[true]", b"[8.0]"):
         odd = store.objects | {head: store.objects[head].replace(b"[8]", length)}
         assert odd != store.objects
         with pytest.raises(ValueError, match="an array without a length"):
-            flower_app.fetched(tree, odd.__getitem__, places, 7)
+            fetched(tree, odd.__getitem__, places, 7)
     with pytest.raises(ValueError):
-        flower_app.fetched(tree, dict.fromkeys(store.objects, b"nonsense").__getitem__, places)
+        fetched(tree, dict.fromkeys(store.objects, b"nonsense").__getitem__, places)
     with pytest.raises(ValueError, match="malformed"):
-        flower_app.fetched(tree, {}.__getitem__, places)
+        fetched(tree, {}.__getitem__, places)
     (about,) = (name for name, content in store.objects.items() if content.startswith(b"Message "))
     no_protobuf = store.objects | {about: store.objects[about].partition(b"\0")[0] + b"\0\xff\xff\xff\xff"}
     with pytest.raises(ValueError, match=r"a malformed message \(DecodeError\)"):
-        flower_app.fetched(tree, no_protobuf.__getitem__, places)
-    for error in (flower_app.ObjectPullError("x", "gone"), OSError("full"), httpx.ConnectError("gone")):
+        fetched(tree, no_protobuf.__getitem__, places)
+    for error in (ObjectPullError("x", "gone"), OSError("full"), httpx.ConnectError("gone")):
         with pytest.raises(type(error)):
-            flower_app.fetched(tree, raising(error), places)
+            fetched(tree, raising(error), places)
 
 
 def test_a_site_answers_nonsense_with_a_code(tmp_path: Path) -> None:
     about = Metadata(1, "id", 1, 2, "", "", time.time(), 60.0, "query")
     content = RecordDict({"text": ConfigRecord({"secret": "patient-4711"})})
     nonsense = Message(content=content, metadata=about)  # type: ignore[call-overload]
-    reply = flower_app.answer(nonsense, tmp_path, tmp_path / "nobody")
-    assert reply.content["head"]["lost"] == flower_app.FAILED
+    reply = site_node.answer(nonsense, tmp_path, tmp_path / "nobody")
+    assert reply.content["head"]["lost"] == FAILED
     assert "patient" not in str(reply.content)
 
 
 def test_the_servers_executor_is_started_again() -> None:
     """Without it no job starts any more: the run would wait for ever."""
-    kept = flower_app.Kept(["sleep", "60"])
+    kept = Kept(["sleep", "60"])
     kept.PAUSE = 0.05  # type: ignore[misc]
     try:
         first = kept.process
@@ -953,10 +956,10 @@ def test_a_node_signs_with_the_time_of_its_server(hours: int, monkeypatch: pytes
 
     there = datetime.datetime.now(datetime.UTC) + datetime.timedelta(hours=hours)
     date = there.strftime("%a, %d %b %Y %H:%M:%S GMT")
-    signed = flower_app.Signed(pki.ec_key())
+    signed = site_node.Signed(pki.ec_key())
     context = SimpleNamespace(request=SimpleNamespace(headers={}))
     texts: list[str] = []
-    monkeypatch.setattr(flower_app.log, "warning", lambda form, *given: texts.append(form % given))
+    monkeypatch.setattr(site_node.log, "warning", lambda form, *given: texts.append(form % given))
     for _ in range(2):
         signed.intercept(context, lambda context: SimpleNamespace(headers={"date": date}))
     told = datetime.datetime.fromisoformat(context.request.headers[TIMESTAMP_HEADER])
@@ -971,5 +974,5 @@ def test_a_reply_lives_as_long_as_its_question() -> None:
     """By the server's clock: a site's own, hours ahead, would have its answers refused as expired."""
     about = Metadata(1, "id", 1, 2, "", "", time.time() - 7200, 45.0, "query")
     question = Message(content=RecordDict(), metadata=about)  # type: ignore[call-overload]
-    reply = flower_app.refusal(question, "no")
+    reply = site_node.refusal(question, "no")
     assert reply.metadata.created_at == question.metadata.created_at and reply.metadata.ttl == 45.0

@@ -1,7 +1,7 @@
 """Flower as the engine: keys and certificates, processes to start, and the relay job.
 
 What Flower does here: TLS to the server, every request of a site signed with its key, and messages of opaque
-bytes between the server's job and the sites. `app` holds the processes; this module starts them.
+bytes between the server's job and the sites. This module starts the processes: the `server`, its `job`, and a site's `node`.
 
 Two ports. The sites reach `port`, where nothing but Flower's Fleet API is served. `admin_port` is bound to this
 machine's loopback address alone and serves the rest (jobs, and Flower's own processes), to holders of a secret
@@ -20,6 +20,7 @@ import base64
 import contextlib
 import importlib.util
 import json
+import logging
 import os
 import secrets
 import sys
@@ -47,6 +48,18 @@ def _needs(package: str) -> None:
 
 
 PROXIED = True
+
+KIT = "FEDATLAS_KIT"
+"""The environment variable in which the server's job finds its kit."""
+
+
+def log_to(handler: logging.Handler) -> None:
+    """What a process of Flower says of its own work goes to `handler`, and nowhere else."""
+    log = logging.getLogger("fedatlas")
+    handler.setFormatter(logging.Formatter("%(asctime)s fedatlas: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
 
 
 def require() -> None:
@@ -157,7 +170,7 @@ def _launch(kit: Path, role: str, pause: float) -> Launch:
             "PATH": os.pathsep.join([tools, *filter(None, [os.environ.get("PATH")])]),
         }
     )
-    command = (sys.executable, "-m", "fedatlas.transport.flower.app", role, str(kit.resolve()))
+    command = (sys.executable, "-m", "fedatlas.transport.flower", role, str(kit.resolve()))
     return Launch(command, env, engine, pause)
 
 
@@ -262,7 +275,7 @@ class FlowerJob:
             self.asked = 0.0  # it ends within a second: nobody waits for the next look
 
 
-_APP = b"from fedatlas.transport.flower import app\n\nserver = app.server\nclient = app.client\n"
+_APP = b"from fedatlas.transport.flower import job\n\nserver = job.server\nclient = job.client\n"
 """The app that Flower starts: it holds names alone, and the installed package the code."""
 
 
