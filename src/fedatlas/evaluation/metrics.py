@@ -139,15 +139,7 @@ def score_pair(
 
     Raises ValueError for masks of different shape, a spacing that does not fit them, or an unknown metric.
     """
-    if prediction.shape != truth.shape:
-        raise ValueError(
-            f"prediction has the shape {prediction.shape}, truth {truth.shape}; they must be equal"
-        )
-    if len(spacing) != prediction.ndim or not all(length > 0 for length in spacing):
-        raise ValueError(f"spacing is {tuple(spacing)}; expected {prediction.ndim} positive lengths in mm")
-    for metric in metrics:
-        if metric not in METRICS:
-            raise ValueError(f"metric {metric!r} is not known; known: {', '.join(METRICS)}")
+    _refuse(prediction, truth, spacing, metrics)
     box, shape = joint_box(prediction, truth), prediction.shape if shape is None else tuple(shape)
     p, g = prediction[box], truth[box]
     count = Counts(*(int(np.count_nonzero(mask)) for mask in (p & g, p, g)), all=math.prod(shape))
@@ -165,21 +157,31 @@ def score_pair(
             steps = [mm for axis, mm in enumerate(spacing) if axis not in flat]
             there, back = surface_distances(p.squeeze(tuple(flat)), g.squeeze(tuple(flat)), steps)
             found |= {metric: (_of_distances(metric, there, back, tolerance), "") for metric in surface}
-    elif empty == "zero":
-        both = 0.0 if count.prediction or count.truth else 1.0
+    else:
+        overlap, distance = _of_empty(count, empty)
         reason = "" if count.truth else "truth empty"
-        found |= {metric: (both, reason) for metric in metrics if metric in OVERLAPS}
-        found |= {metric: (0.0, reason) for metric in metrics if metric in DISTANCES}
-    elif count.truth:
-        found |= {metric: (0.0, "") for metric in metrics if metric in OVERLAPS}
-    elif empty == "siim":
-        overlap = 0.0 if count.prediction else 1.0
-        found |= {metric: (overlap, "truth empty") for metric in metrics if metric in OVERLAPS}
+        found |= {metric: (overlap, reason) for metric in metrics if metric in OVERLAPS}
+        found |= {metric: (distance, reason) for metric in metrics if metric in DISTANCES}
     for metric in metrics:
         if found.get(metric, (None, ""))[0] is None:
             of_truth = "prediction empty" if metric in DISTANCES else "truth fills the case"
             found[metric] = (None, of_truth if count.truth else "truth empty")
     return {metric: found[metric] for metric in metrics}
+
+
+def _refuse(
+    prediction: np.ndarray, truth: np.ndarray, spacing: Sequence[float], metrics: Sequence[str]
+) -> None:
+    """Raises ValueError for what `score_pair` cannot score."""
+    if prediction.shape != truth.shape:
+        raise ValueError(
+            f"prediction has the shape {prediction.shape}, truth {truth.shape}; they must be equal"
+        )
+    if len(spacing) != prediction.ndim or not all(length > 0 for length in spacing):
+        raise ValueError(f"spacing is {tuple(spacing)}; expected {prediction.ndim} positive lengths in mm")
+    for metric in metrics:
+        if metric not in METRICS:
+            raise ValueError(f"metric {metric!r} is not known; known: {', '.join(METRICS)}")
 
 
 class Counts(NamedTuple):
@@ -196,6 +198,17 @@ def counts_by_slice(prediction: np.ndarray, truth: np.ndarray) -> Counts:
     p, g = (np.atleast_3d(mask) for mask in (prediction, truth))
     sizes = [np.count_nonzero(mask, axis=(0, 1)) for mask in (p & g, p, g)]
     return Counts(*sizes, all=np.full(p.shape[2], p.shape[0] * p.shape[1]))
+
+
+def _of_empty(count: Counts, empty: EmptyPolicy) -> tuple[float | None, float | None]:
+    """The overlap and the distance where one of the masks is empty, or both are; None: not defined."""
+    if empty == "zero":
+        return (0.0 if count.prediction or count.truth else 1.0), 0.0
+    if count.truth:
+        return 0.0, None
+    if empty == "siim":
+        return (0.0 if count.prediction else 1.0), None
+    return None, None
 
 
 def _specificity(count: Counts) -> float | None:
