@@ -2,12 +2,15 @@
 them together: what to take, which README.md has as well, and what `fedatlas` is worth for segmentation and FedAvg for findings, setting by
 setting.
 
-    .venv/bin/python tools/results_page.py
+    .venv/bin/python tools/results_page.py [NAME ...]
+
+NAME: of a comparison, as its file has it, whose table is made again; without one, all are.
 """
 
+import argparse
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import copysign
 from pathlib import Path
@@ -438,13 +441,26 @@ TO_TAKE = (
 """What to take, by what one has."""
 
 
-def recorded(records: Path, runs: Path) -> Iterator[tuple[Comparison, list[str], Mapping[str, Any]]]:
-    """Of a folder of records the comparisons that have its runs, each with the names of the runs that are there and what they came
-    to, with the command as it is given from the project's root; runs: a folder for them, which is none of a user's."""
-    name, _, profile = records.name.rpartition("-")
+def files_of(records: Path) -> dict[str, Path]:
+    """The comparisons that have the runs of a folder of records: name -> file."""
+    runs, _, profile = records.name.rpartition("-")
+    found = {}
     for file in sorted(records.parents[1].glob("*.yaml")):
         plain = read_yaml(file)
-        if "arms" in plain and name == plain.get("runs", plain["name"]) and profile in plain["profiles"]:
+        if "arms" in plain and runs == plain.get("runs", plain["name"]) and profile in plain["profiles"]:
+            found[plain["name"]] = file
+    return found
+
+
+def recorded(
+    records: Path, runs: Path, only: Collection[str] = ()
+) -> Iterator[tuple[Comparison, list[str], Mapping[str, Any]]]:
+    """Of a folder of records the comparisons that have its runs, each with the names of the runs that are there and what they came
+    to, with the command as it is given from the project's root; runs: a folder for them, which is none of a user's; only: the names of
+    those that are wanted, none for all."""
+    profile = records.name.rpartition("-")[2]
+    for name, file in files_of(records).items():
+        if not only or name in only:
             place = runs / records.parents[1].name / f"{file.stem}-{profile}"
             comparison = load_comparison(
                 [file], profile=profile, data=runs / "no data are needed", runs=place
@@ -458,16 +474,20 @@ def is_table(found: Mapping[str, Any]) -> bool:
     return sum(bool(row["seeds"]) for row in found["arms"].values()) > 1
 
 
-def make_tables(pages: Sequence[Path]) -> None:
-    """Makes every table of the pages again that has records."""
+def make_tables(pages: Sequence[Path], only: Collection[str] = ()) -> None:
+    """Makes every table of the pages again that has records, or those of the comparisons named in `only`."""
+    names = {name for records in RECORDED for name in files_of(records)}
+    if unknown := sorted(set(only) - names):
+        raise SystemExit(
+            f"no records of comparisons named {', '.join(unknown)}; there are: {', '.join(sorted(names))}"
+        )
     with tempfile.TemporaryDirectory() as runs:
         for records in RECORDED:
-            there = list(recorded(records, Path(runs)))
-            if not there:
+            if not files_of(records):
                 raise ValueError(
                     f"{records.relative_to(ROOT)}: no comparison file has these runs and this profile"
                 )
-            for comparison, _, found in there:
+            for comparison, _, found in recorded(records, Path(runs), only):
                 for page in pages:
                     if is_table(found) and table_of(page.read_text(), comparison.name):
                         write_table(comparison, found, page)
@@ -633,6 +653,10 @@ def _with_table(text: str, place: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    make_tables(PAGES)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument(
+        "names", metavar="NAME", nargs="*", help="a comparison, as its file has it; without one, all"
+    )
+    make_tables(PAGES, parser.parse_args().names)
     PAGE.write_text(filled(PAGE.read_text(), everything()))
     README.write_text(filled_readme(README.read_text(), everything()))
