@@ -102,7 +102,19 @@ SETTINGS = (
         {"matched": "standalone-swa", "fedavg": "fedavg-swa", "centralized": "centralized-swa"},
     ),
     Setting(
-        "[the same, all averaged, a net of twice the filters](results-ct.md#a-larger-net)",
+        "[800 local steps, five seeds](results-ct.md#two-more-seeds)",
+        "head-neck-five",
+        "fedatlas",
+        {"matched": "standalone-matched-mean"},
+    ),
+    Setting(
+        "[the same, both averaged over late rounds](results-ct.md#two-more-seeds)",
+        "head-neck-five",
+        "fedatlas-swa",
+        {"matched": "standalone-swa"},
+    ),
+    Setting(
+        "[800 local steps, all averaged, a net of twice the filters](results-ct.md#a-larger-net)",
         "head-neck-wide",
         "fedatlas-swa-wide",
         {"matched": "standalone-swa-wide"},
@@ -366,9 +378,9 @@ TO_TAKE = (
         ONE_MODEL,
     ),
     Advice(
-        "the same, with [18 to 27 cases](results-ct.md#the-mean-of-late-rounds), 800 local steps",
+        "the same, with [18 to 27 cases](results-ct.md#two-more-seeds), 800 local steps, five seeds",
         "merged models, averaged; `fedatlas`, averaged, if there is to be one model",
-        "head-neck-swa",
+        "head-neck-five",
         "standalone-swa",
         "fedatlas-swa",
         "`fedatlas`, averaged",
