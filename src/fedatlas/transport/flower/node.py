@@ -110,13 +110,11 @@ class Signed:
     """Seconds by which clocks may differ without a word."""
 
     def __init__(self, key: Any) -> None:
-
         self.key, self.public = key, compat.public_key_to_bytes(key.public_key())
         self.ahead = 0.0
         """Seconds by which the server's clock is ahead of this machine's."""
 
     def intercept(self, context: Any, call_next: Callable[[Any], Any]) -> Any:
-
         time = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=self.ahead)
         text = time.isoformat()
         signature = compat.sign_message(self.key, text.encode("ascii"))
@@ -142,7 +140,6 @@ class Node:
     """A site's node: one per process. Raises FedAtlasError for a kit that is not usable."""
 
     def __init__(self, kit: Path, relay: Path) -> None:
-
         engine = kit / "engine"
         about, key = read_json(engine / "site.json"), pki.private_openssh_of(engine / "site.key")
         self.site, self.server = about["site"], about["server"]
@@ -227,7 +224,6 @@ class Node:
         self.patient.seconds = _Patient.seconds
 
     def _answer_all(self) -> None:
-
         pause = 0.1
         while True:
             response = self.client.PullMessages(compat.fleet.PullMessagesRequest(node=self.node))
