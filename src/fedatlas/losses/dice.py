@@ -29,7 +29,6 @@ def dice_loss(
     smooth_denominator: float = 1e-5,
     pooled: bool = True,
     log_below: float = 0.0,
-    absent: bool = True,
 ) -> Tensor:
     """The mean over channels of 1 - d, d = (2 sum ab + sn) / (sum a^p + sum b^p + sd).
 
@@ -43,8 +42,6 @@ def dice_loss(
         probabilities, and that of the logarithm does not (Wong et al., 3D segmentation with exponential logarithmic
         loss for highly unbalanced object sizes, MICCAI 2018). sn is above 0 then, as d may be 0 without it. Where b is 0
         throughout, nothing can be found, and the loss stays 1 - d.
-    absent: whether a channel in which b is 0 throughout has a gradient, which then presses a towards 0, the harder the nearer to 0 it is
-        already. False: its loss is 1, as it is for every a with sn = 0.
 
     Returns 0, with a gradient of 0, where no channel counts.
     """
@@ -64,7 +61,5 @@ def dice_loss(
         term = torch.where(
             (d < log_below) & (wanted > 0), 1 - log_below - log_below * (d / log_below).log(), term
         )
-    if not absent:
-        term = torch.where(wanted > 0, term, 1)
     loss = torch.where(counts, term, 0)
     return loss.sum() / counts.sum().clamp(min=1)

@@ -109,10 +109,9 @@ def marginal_dice(
     pooled: bool = True,
     background: bool = True,
     log_below: float = 0.0,
-    absent: bool = True,
 ) -> Tensor:
     """The soft Dice loss of the merged probabilities (P2): the mean over the K channels, channel 0 only if
-    `background`. In a mixed batch a class is pooled over the samples that know it. log_below, absent: see `dice.dice_loss`."""
+    `background`. In a mixed batch a class is pooled over the samples that know it. log_below: see `dice.dice_loss`."""
     first = 0 if background else 1
     return dice_loss(
         batch.log_m[:, first:].exp(),
@@ -123,7 +122,6 @@ def marginal_dice(
         smooth_denominator=smooth_denominator,
         pooled=pooled,
         log_below=log_below,
-        absent=absent,
     )
 
 
@@ -197,11 +195,6 @@ class MarginalDiceCE:
         ge=0,
         le=1,
     )
-    absent: bool = option(
-        True,
-        "Whether the Dice part of a class that no label of the batch holds presses its probabilities to 0, as it does with smooth_numerator "
-        "above 0; false: such a class has no gradient from it.",
-    )
     clamp: float | None = option(
         None, "Smallest probability in the cross-entropy, below which it has no gradient.", gt=0, lt=1
     )
@@ -233,7 +226,6 @@ class MarginalDiceCE:
             pooled=self.pooled,
             background=self.background,
             log_below=self.log_below,
-            absent=self.absent,
         )
         return self.dice * dice + self.ce * ce
 
