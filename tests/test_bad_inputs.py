@@ -785,6 +785,28 @@ def test_who_gave_a_key_is_blamed(verb, given, text, small, tmp_path, capsys) ->
     assert "lr_min'?" not in error
 
 
+@pytest.mark.parametrize(
+    ("change", "written"),
+    [
+        ({"local.steps": 3}, "the key 'local.steps' does not exist; write local: {steps: …}"),
+        (
+            {"evaluation": {"inference.merge": "mean"}},
+            "'evaluation.inference.merge' does not exist; write inference: {merge: …}",
+        ),
+        ({"evaluation.inference.merge": "mean"}, "write evaluation: {inference: {merge: …}}"),
+    ],
+)
+def test_a_key_with_points_is_shown_as_a_file_has_it(change, written, small, tmp_path, capsys) -> None:
+    """Arms of a comparison and -o have such keys; both the first look at a file and the whole reading know them."""
+    file = tmp_path / "federation.yaml"
+    file.write_text(yaml.safe_dump(small | change))
+    status, error = asked(capsys, "check", file)
+    assert status == 1 and written in error
+    with pytest.raises(FederationError) as told:
+        load_federation(file)
+    assert written in str(told.value)
+
+
 @pytest.fixture
 def current() -> None:
     """Code that was not changed since known.json was made of it, which a test of the documentation sees to."""

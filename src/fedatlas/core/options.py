@@ -6,7 +6,7 @@ The YAML schema, the command line's overrides and the reference pages are derive
 import dataclasses
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -92,6 +92,17 @@ def not_known(what: str, name: str, known: Iterable[str], of: str = "") -> Feder
     )
 
 
+def unknown_key(source: str, loc: Sequence[Any], known: Iterable[str], inside: str = "") -> FederationError:
+    """The error for a key of a file that does not exist. loc: the keys above it, and itself. One with points, as `-o` and the arms
+    of a comparison have them, is shown as a file has it."""
+    names, key = list(known), ".".join(map(str, loc))
+    block, *within = str(loc[-1]).split(".")
+    if not within or block not in names:
+        return not_known(f"{source}: the key", key, names, inside)
+    nested = f"{block}: " + "".join(f"{{{part}: " for part in within) + "…" + "}" * len(within)
+    return FederationError(f"{source}: the key {key!r} does not exist; write {nested}")
+
+
 def from_dict(
     cls: type[T],
     values: Mapping[str, Any],
@@ -158,8 +169,7 @@ def explain(
         where = f"{what}: {'.'.join(_told(loc))}"
         kind = item["type"]
         if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-            key = ".".join(map(str, loc))
-            lines.append(str(not_known(f"{what}: the key", key, _keys_at(cls, loc[:-1]), inside)))
+            lines.append(str(unknown_key(what, loc, _keys_at(cls, loc[:-1]), inside)))
         elif kind.startswith("missing"):
             lines.append(f"{where}: missing; it must be given")
         elif kind in _BLOCKS and item["input"] is None:

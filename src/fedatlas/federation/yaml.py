@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from fedatlas.core.errors import FederationError
-from fedatlas.core.options import CHOICES, blamed, not_known
+from fedatlas.core.options import CHOICES, blamed, unknown_key
 from fedatlas.data.samples import path as bundled_path
 from fedatlas.federation.known import known
 
@@ -61,7 +61,7 @@ def require_known(path: Path, overrides: Sequence[str] = ()) -> None:
                     source = blamed((*loc, key), str(path), keys_of(overrides), inside)
                     beside = "name" if inside else "extends"  # what is read before the options are
                     names = [name for name in allowed if loc or name != beside]
-                    raise not_known(f"{source}: the key", ".".join(map(str, (*loc, key))), names, inside)
+                    raise unknown_key(source, (*loc, key), names, inside)
                 walk(inner, allowed[key], (*loc, key), inside)
         elif isinstance(value, list):
             for choice in choices:
