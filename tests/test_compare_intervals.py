@@ -67,3 +67,45 @@ def test_arms_on_other_labels_are_refused(monkeypatch) -> None:
     turned = (1 - np.arange(CASES) % 2)[:, None].astype(float)
     with pytest.raises(DataError, match="other and one have other labels at site a"):
         interval(monkeypatch, Predictions("one", seed_1={"truth": turned}), Predictions("other"))
+
+
+def test_a_class_counts_patients_and_not_images(monkeypatch) -> None:
+    few = {
+        "patients": [f"a/{number // 6}" for number in range(CASES)]
+    }  # 4 patients, with 12 images of either kind
+    one, other = (Predictions(arm, seed_0=few, seed_1=few) for arm in ("one", "other"))
+    found = interval(monkeypatch, one, other)
+    assert found == {"value": None, "reason": "no class has 5 patients with it and 5 without it"}
+
+
+def made(
+    monkeypatch, metric: str, limits: dict[str, float | None], sites: str, **changed: Any
+) -> dict[str, Any]:
+    monkeypatch.setattr(intervals, "_thresholds", lambda _, arm, seed: {"nodule": Threshold(limits[arm])})
+    comparison: Any = SimpleNamespace(
+        metric=metric, name="c", first=SimpleNamespace(evaluation=SimpleNamespace(bins=10, draws=50))
+    )
+    one, other = (Predictions(arm, seed_0=changed) for arm in ("one", "other"))
+    cells = {arm: {0: {(site, "nodule"): 0.5 for site in sites}} for arm in ("one", "other")}
+    return intervals._interval(comparison, one, other, [0], cells)  # type: ignore[arg-type]
+
+
+def test_every_arm_is_cut_at_its_own_threshold(monkeypatch) -> None:
+    limits: dict[str, float | None] = {"one": 0.3, "other": 0.9}
+    found = made(monkeypatch, "sensitivity", limits, "a")
+    share = {}
+    for arm, limit in limits.items():
+        of = Predictions(arm).of(0, "a")
+        share[arm] = float((of.scores[of.truth == 1] >= limit).mean())
+    assert found["value"] == pytest.approx(share["other"] - share["one"]) and share["one"] != share["other"]
+
+
+def test_sites_with_few_patients_each_count_together(monkeypatch) -> None:
+    few = {"known": (np.arange(CASES) < 8)[:, None]}  # 4 patients with it and 4 without it at each site
+    found = made(monkeypatch, "auroc", {"one": None, "other": None}, "ab", **few)
+    assert (
+        found["unit"] == "together"
+        and found["columns"] == 1
+        and found["low"] <= found["value"] <= found["high"]
+    )
+    assert made(monkeypatch, "auroc", {"one": None, "other": None}, "a", **few)["value"] is None

@@ -1,12 +1,15 @@
 """Intervals over resamples of cases, and of patients, against a literal version with loops."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from fedatlas.compare.resampling import Cell, interval_of
+from fedatlas.compare.results import _weighted
 
 COLUMNS = ("liver", "spleen")
 
@@ -93,3 +96,18 @@ def test_of_intervals_of_few_cases_95_of_100_hold_the_true_mean(sizes: tuple[int
         found = interval_of(of, rng, draws=400)
         held.append(found["low"] <= 0 <= found["high"])
     assert 0.925 < np.mean(held) < 0.97
+
+
+@pytest.mark.parametrize(
+    ("average", "columns", "shared"),
+    [("sites", "class", 3), ("columns", "class", 3), ("columns", "site-class", 4)],
+)
+def test_every_seed_counts_alike_in_the_mean_that_is_resampled(
+    average: str, columns: str, shared: int
+) -> None:
+    """Also where a site has no value in one of them. shared: columns, whose cells take each other's weight."""
+    comparison: Any = SimpleNamespace(layout=SimpleNamespace(average=average, columns=columns))
+    apart = {key: {"p": [0.1]} for key in [(0, "a", "x"), (0, "a", "y"), (0, "b", "x"), (1, "a", "x")]}
+    cells = _weighted(comparison, apart)
+    of_seed = [sum(cell.weight for cell in cells if cell.column[0] == seed) for seed in (0, 1)]
+    assert of_seed == [pytest.approx(1), pytest.approx(1)] and len({cell.column for cell in cells}) == shared

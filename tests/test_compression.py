@@ -616,3 +616,10 @@ def test_damaged_numbers_are_restored_finite_or_refused(kind: str) -> None:
         accepted += 1
         assert all(bool(torch.isfinite(tensor).all()) for tensor in floats(restored).values())
     assert 0 < accepted < 200
+
+
+def test_topk_of_two_of_three_numbers_is_sent_whole() -> None:
+    """They take 12 bytes either way, and whole they are exact."""
+    change = {"w": torch.tensor([1.0, 2.0, 1 / 3])}
+    packed = compress(change, "topk", fraction=0.6)
+    assert len(packed["indices"]) == 0 and torch.equal(restore(packed, change)["w"], change["w"])

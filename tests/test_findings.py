@@ -16,7 +16,7 @@ from fedatlas.evaluation.statistics import rows_text
 from fedatlas.evaluation.voxels import Findings
 from fedatlas.federation.session import summary
 from fedatlas.learning import inference
-from fedatlas.learning.inference import Inference, Prediction
+from fedatlas.learning.inference import Inference, Prediction, gated
 from fedatlas.losses.masked import masked_bce
 
 ALL = Member({})
@@ -183,3 +183,10 @@ def test_a_run_with_outlines_and_findings_is_summed_up_by_both(tmp_path) -> None
     for rows, empty in (([], "dice"), ([{**auroc, "value": None}], "auroc")):
         (tmp_path / "rows.csv").write_text(rows_text(rows))
         assert summary(tmp_path) == {"run": str(tmp_path), "best": None, empty: {}}
+
+
+def test_a_finding_as_probable_as_the_gate_empties_nothing() -> None:
+    space = LabelSpace(("lung", "air"), (), False, "voxel", ("has air", "tuberculosis"), (1, None))
+    told = Prediction(torch.full((2, 1), 0.9), torch.tensor([0.5, 0.0]))
+    assert gated(told, space, 0.5).voxels[1].item() == pytest.approx(0.9)
+    assert gated(told, space, 0.51).voxels[1].item() == 0

@@ -357,3 +357,12 @@ def test_without_the_libraries_the_error_says_what_to_install(monkeypatch: pytes
         epsilon(1.0, 1, 1e-5)
     with pytest.raises(FederationError, match=r"fedatlas\[privacy\].*cryptography"):
         SecretNormal()
+
+
+@pytest.mark.parametrize(("sites", "least"), [(2, 5), (4, 5), (100, 8)])
+def test_the_steps_are_held_against_the_noise_of_one_site(sites: int, least: int) -> None:
+    """Sixteen steps in σ = noise · clip / √K."""
+    choice = Privacy(clip=0.5, noise=2.0, mode="central")
+    check(choice, bits=least, sites=sites, equal_weights=True)
+    with pytest.raises(FederationError, match=f"set secure.bits to {least} or more"):
+        check(choice, bits=least - 1, sites=sites, equal_weights=True)

@@ -13,7 +13,7 @@ from headers import without_orientation
 
 from fedatlas.core.errors import DataError
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data.checks import Scan, check_federation, check_site, shared_scans
+from fedatlas.data.checks import Scan, check_federation, check_site, shared_scans, twin_problems
 from fedatlas.data.datasets.shared.listing import Problem
 from fedatlas.data.index import SiteConfig, SiteIndex, label_space_of, read_site
 from fedatlas.data.transforms import Preprocessing
@@ -296,3 +296,11 @@ def test_a_run_refuses_a_test_scan_that_another_site_trains_on(small, tmp_path) 
     small["labels"] = {}
     with pytest.raises(DataError, match="s1.*test case .* is, value by value, that of .* of site s0"):
         run_federation(parse_federation(small, base=tmp_path), tmp_path / "run", tell=lambda text: None)
+
+
+def test_a_scan_in_training_and_validation_is_a_note_and_in_the_test_an_error() -> None:
+    told = {}
+    for split in ("train", "validation", "test"):
+        (found,) = twin_problems("s", [("a", "train", "a.nii", "digest"), ("b", split, "b.nii", "digest")])
+        told[split] = found.fatal
+    assert told == {"train": False, "validation": False, "test": True}

@@ -9,8 +9,9 @@ import pytest
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data.datasets.shared.listing import parse_table
+from fedatlas.data.datasets.shared.listing import image_case, parse_table
 from fedatlas.data.index import (
+    Naming,
     Reference,
     SiteConfig,
     SiteIndex,
@@ -370,3 +371,14 @@ def test_validation_is_drawn_from_cases_that_can_be_scored(tmp_path: Path) -> No
     # the split of before, of a site that labels all
     whole = split_validation(index, seed=0, fraction=0.25)["validation"]
     assert [case.name for case in whole] == ["l0", "l1", "u11", "u2", "u3"]
+
+
+def test_one_of_two_names_that_is_absent_does_not_make_the_class_absent() -> None:
+    naming = Naming({}, {"nodule": 0, "mass": 0})
+
+    def told(present: list[str], absent: list[str]) -> object:
+        return naming.findings(image_case("c", Path("c"), "p", "train", present, absent))
+
+    assert told([], ["nodule"]) == (frozenset(), frozenset()), "of a mass nobody says anything"
+    assert told([], ["nodule", "mass"]) == (frozenset(), frozenset({0}))
+    assert told(["mass"], ["nodule"]) == (frozenset({0}), frozenset())

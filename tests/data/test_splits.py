@@ -20,6 +20,7 @@ from fedatlas.data.index import (
     SiteConfig,
     SiteIndex,
     _divided,
+    _first,
     naming_of,
     read_site,
     split_validation,
@@ -328,3 +329,34 @@ def test_a_tested_site_adds_nothing_to_what_is_pooled(world: Path, tmp_path: Pat
     with pytest.raises(DataError, match="no labelled case, and its role is test"):
         empty = replace(test_only.indexes[0], cases=())
         VoxelData(empty, SPACE, FLAT, cache=tmp_path / "c").prepare()
+
+
+def test_an_unlabelled_scan_of_a_patient_who_is_kept_from_training_does_not_train() -> None:
+    def case(name: str, patient: str, label: Path | None, names: tuple[str, ...]) -> Case:
+        return Case(name, (Path(name),), label, "train", patient, names)
+
+    labelled = [case(f"p{n}-0", f"p{n}", Path("l"), ("liver",)) for n in range(6)]
+    cases = [*labelled, *(case(f"p{n}-1", f"p{n}", None, ()) for n in range(6))]
+    found = _divided(cases, Portions(validation=2, test=2), "x", 0)
+    kept = {c.patient for c in found if c.split != "train"}
+    assert len(kept) == 4 and len(found) == 4 + 2 * 2
+    assert not kept & {c.patient for c in found if c.split == "train"}
+
+
+def test_fewer_cases_are_those_of_fewer_patients() -> None:
+    cases = [
+        Case(f"p{n}-{k}", (Path("i"),), Path("l"), "train", f"p{n}", ("liver",))
+        for n in range(4)
+        for k in range(3)
+    ]
+    for seed in range(5):
+        assert len({case.patient for case in _first(cases, 3, "x", seed)}) == 1
+        assert len({case.patient for case in _first(cases, 6, "x", seed)}) == 2
+
+
+def test_at_a_site_with_whole_organs_a_lesion_is_not_scored(world: Path, tmp_path: Path) -> None:
+    config = {"role": "test", "aliases": {"liver": "kidney", "spleen": "tumour"}}
+    for whole in (True, False):
+        data = data_of(world / "site-0", tmp_path / "c", whole=whole, **config)
+        scored = {tuple(volume.scored.tolist()) for volume in data.volumes("test")}
+        assert scored == {(True, False, False, True, not whole)}

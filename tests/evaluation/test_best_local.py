@@ -2,18 +2,20 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fedatlas.core.tensors import tensors_of
 from fedatlas.evaluation.statistics import read_rows
+from fedatlas.federation.best import BestLocals
 from fedatlas.federation.file import Federation, parse_federation
 from fedatlas.federation.session import gather_local, run_federation
 from fedatlas.federation.trained import Trained
 from fedatlas.report.page import write
 from fedatlas.transport import wire
-from fedatlas.transport.rounds import RunFolder
+from fedatlas.transport.rounds import RunFolder, to_json
 
 
 class Stop(Exception):
@@ -171,3 +173,25 @@ def test_sites_without_validation_cases_keep_the_last(small: dict[str, Any], tmp
     assert not (tmp_path / "run" / "models" / "local.json").exists()
     rows = read_rows(tmp_path / "run" / "rows.csv")
     assert rows and {row["round"] for row in rows} == {4}
+
+
+def test_of_equal_rounds_the_local_model_that_is_kept_stays(tmp_path) -> None:
+    """Its round was lost, and done again lower; a later one only scored as high."""
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "local.json").write_bytes(to_json({"a": {"round": 3, "score": 0.6}}))
+    logs = [({"round": number, "local": {"a": score}}, []) for number, score in ((3, 0.4), (4, 0.6))]
+    taken: list[Any] = []
+    folder: Any = SimpleNamespace(
+        path=tmp_path, records=lambda: logs, keep_local=lambda *of: taken.append(of)
+    )
+    own = BestLocals(folder)
+    own.recover()
+    assert own.best == {"a": {"round": 3, "score": 0.6}} and not taken
+
+
+def test_the_best_is_the_last_only_where_it_is_at_every_site(tmp_path) -> None:
+    folder = RunFolder(tmp_path)
+    for first, same in ((1, False), (2, True)):
+        sites = {"a": {"round": first, "score": 0.5}, "b": {"round": 2, "score": 0.5}}
+        (tmp_path / "best.json").write_bytes(to_json({"round": 2, "score": 0.5, "sites": sites}))
+        assert folder.best_is_last(2) is same

@@ -643,3 +643,17 @@ def test_a_damaged_histogram_is_refused() -> None:
         Histogram.from_dict({})
     with pytest.raises(WireError, match="same edges"):
         _ = Histogram((0.0, 1.0), (1,), (1,)) + Histogram.from_dict(good)
+
+
+def test_a_cut_no_better_than_chance_is_no_threshold() -> None:
+    found = fit_thresholds(one_class([0.9, 0.9, 0.1, 0.1], [1, 0, 1, 0]), "youden")[0]
+    assert found == Threshold(None, 0.0, NO_CUT)
+
+
+def test_the_error_of_ece_counts_each_bins_width_by_its_samples() -> None:
+    edges = (0.0, 0.5, 0.75, 1.0)
+    scores, truth = np.array([0.0] * 9 + [0.5]), np.array([0] * 9 + [1])
+    found = Histogram.of(scores, truth, edges).ece(2)
+    assert found.error == pytest.approx((9 * 0.5 + 0.25) / 20)
+    assert found.value is not None and abs(found.value - 0.05) <= found.error
+    assert abs(found.value - 0.05) > np.diff(edges).mean() / 2, "most samples lie in the wide bin"

@@ -1,7 +1,7 @@
 """evaluate.py: what a site answers, and what it keeps for itself, on volumes of a few voxels."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -383,3 +383,15 @@ def test_bad_options() -> None:
         from_dict(Evaluation, {"round_metrics": ["asd"]}, what="evaluation")
     with pytest.raises(FederationError, match="validation"):
         from_dict(Evaluation, {"validation": 1.0}, what="evaluation")
+
+
+def test_a_lesion_that_is_predicted_counts_as_its_organ_at_a_site_with_whole_organs(tmp_path) -> None:
+    space = LabelSpace(("background", "kidney", "tumour"), groups=((1, 2),))
+    case = replace(volume("p", scored=(0, 1)), whole=True)
+    evaluator = VoxelEvaluator(Evaluation(), space, (4, 4), 0)
+    for grid in ("original", "federation"):
+        what = {"split": "test", "model": "best", "round": 1, "metrics": ["dice"], "overlays": False}
+        reply = functions_of(evaluator)["evaluate"](
+            FakeSite("a", tmp_path, [case]), [member()], grid=grid, **what
+        )
+        assert [(row["class"], row["value"]) for row in reply["rows"]] == [("kidney", 1.0)]

@@ -155,3 +155,27 @@ def test_the_final_evaluation_scores_twice(tmp_path) -> None:
     alone = rows("original", replace(DEFAULT, channels="independent"))
     dice = {(r["model"], r["class"]): r["value"] for r in select(alone, metric="dice")}
     assert dice["best", "liver"] < 1 and dice["post/best", "liver"] == 1
+
+
+def test_a_component_of_exactly_the_share_stays_however_the_product_is_rounded() -> None:
+    mask = np.zeros(33, bool)
+    mask[:25] = mask[26:] = True  # 25, and 7 of them, which is 28 %
+    assert 0.28 * 25 > 7, "by rounding alone"
+    assert clean(mask, replace(DEFAULT, holes=False, share=0.28)).sum() == 32
+    assert clean(mask, replace(DEFAULT, holes=False, share=0.29)).sum() == 25
+
+
+def test_of_two_classes_that_claim_a_hole_the_first_has_it() -> None:
+    space = LabelSpace(("background", "liver", "spleen"))
+    for inner, outer in ((1, 2), (2, 1)):
+        labels = np.full((5, 5), outer, np.uint8)
+        labels[1:4, 1:4], labels[2, 2] = inner, 0
+        assert postprocess(labels, space, DEFAULT)[2, 2] == 1
+
+
+def test_edges_join_voxels_in_space_and_corners_alone_do_not() -> None:
+    hows = ("faces", "edges", "corners")
+    for place, left in (((10, 1, 1), [10, 10, 11]), ((10, 1, 0), [10, 11, 11])):  # at a corner, at an edge
+        mask = np.zeros((12, 3, 3), bool)
+        mask[:10, 0, 0] = mask[place] = True
+        assert [int(clean(mask, replace(DEFAULT, connectivity=how)).sum()) for how in hows] == left

@@ -9,6 +9,7 @@ from fedatlas.evaluation.evaluate import Row, selection_score
 from fedatlas.evaluation.statistics import (
     bootstrap_interval,
     client_wise_index,
+    differences,
     holm,
     interval_levels,
     macro_over_classes,
@@ -148,3 +149,17 @@ def test_means_of_the_same_values_in_another_order_are_a_tie() -> None:
     assert found.friedman == pytest.approx(stats.friedmanchisquare([2] * 8, [2] * 8, [1] * 8).pvalue)
     apart = mean_ranks({"one": values["one"], "more": dict.fromkeys(range(8), one + 2e-9)})
     assert apart.mean == {"more": 1.0, "one": 2.0}
+
+
+def test_the_spread_of_differences_is_that_of_a_sample() -> None:
+    keys = range(6)
+    other = {key: 0.1 * key for key in keys}
+    found = differences(dict.fromkeys(keys, 0.0), {"one": other})["one"]
+    assert found.sd == pytest.approx(np.std(list(other.values()), ddof=1)) and found.mean == pytest.approx(
+        0.25
+    )
+
+
+def test_ranks_count_to_nine_decimals() -> None:
+    found = mean_ranks({"one": dict.fromkeys(range(8), 0.5), "more": dict.fromkeys(range(8), 0.5 + 4e-10)})
+    assert found.mean == {"one": 1.5, "more": 1.5}

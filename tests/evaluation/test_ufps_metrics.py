@@ -120,3 +120,10 @@ def test_every_metric_is_written_with_its_direction() -> None:
     assert set(METRICS) <= set(SHOWN)
     assert {name for name in METRICS if not SHOWN[name].higher_is_better} == LOWER & set(METRICS)
     assert set(metrics.DISTANCES) == {name for name in METRICS if SHOWN[name].unit == "mm"}
+
+
+def test_no_empty_row_is_added_to_masks_that_fill_every_row() -> None:
+    p, g = np.zeros((4, 2), bool), np.zeros((4, 2), bool)
+    p[0], g[3] = True, True
+    # with an empty row in both, a row would be 1 from it; the rows that are there are the root of 2 apart
+    assert row_distances(p, g) == pytest.approx([2**0.5])

@@ -145,3 +145,13 @@ def test_what_does_not_fit_is_named() -> None:
         nets.check_classes("cond_unet", net(), exclusive=False)
     with pytest.raises(FederationError, match="net cond_unet: strides are"):
         net(strides=[2])
+
+
+def test_a_site_that_comes_later_has_a_number_of_its_own() -> None:
+    server, method = federation(), CondDec(local=LOCAL)
+    state = dataclasses.replace(method.start(net(), cast(Any, server)), rounds=2)
+    *before, last = server.sites
+    old = {site: state.values[site] for site in before}
+    after = method.round(dataclasses.replace(state, values=old), cast(Any, server))
+    assert after.values == old | {last: method.h(len(server.sites))}
+    assert len(set(after.values.values())) == len(server.sites)

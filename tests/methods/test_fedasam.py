@@ -2,12 +2,13 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from fakes import same
-from unet_sites import LOCAL, play, resumed, server
+from unet_sites import LOCAL, UNetSite, play, resumed, server, unet
 
 from fedatlas import losses
 from fedatlas.core.tensors import average, tensors_of
@@ -121,3 +122,20 @@ def test_a_half_that_has_no_round_is_told() -> None:
     assert told.startswith("fedasam: swa.start is 0.75, with which the mean begins in none of 3 rounds")
     (told,) = FedASAM(asam_start=4).plan(4)
     assert told.startswith("fedasam: asam_start is 4, counted from 0, and the federation has 4 rounds")
+
+
+def test_a_slowed_warm_up_begins_lower_too() -> None:
+    rates = slowed(dataclasses.replace(LOCAL, lr=0.1, warmup=2, warmup_from=0.05), 0.2)
+    assert (rates.lr, rates.warmup_from) == pytest.approx((0.02, 0.01))
+
+
+def test_a_site_trains_at_the_rate_of_its_place_in_the_cycle() -> None:
+
+    cycled = FedASAM(swa=SWA(start=0.25, cycle=2, low=0.2), local=LOCAL)
+    for round, factor in ((1, 1.0), (2, 0.6), (3, 0.2)):
+        by_hand = FedASAM(swa=SWA(start=1.0), local=slowed(LOCAL, factor))
+        ends = [
+            method.local_update(cast(Any, UNetSite("a", {1}, 3)), tensors_of(unet()), round, 4)["model"]
+            for method in (cycled, by_hand)
+        ]
+        assert same(*ends), round

@@ -10,15 +10,17 @@ from fakes import Server, same
 from image_sites import SETUP_1, ImageSite, cnn
 from image_sites import SPACE as FINDINGS
 from torch import Tensor
-from unet_sites import LOCAL, UNetSite, play, resumed
+from unet_sites import LOCAL, UNetSite, play, resumed, unet
 from voxel_sites import SPACE, draw
 
 from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.core.tensors import tensors_of
 from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice, make
 from fedatlas.losses.marginal import MarginalDiceCE, MarginalDiceCEExclusion, marginal_ce, merge
+from fedatlas.methods import fedatlas
 from fedatlas.methods.fedatlas import NO_CLASS_LOST, FedAtlas, L_taught
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedopt import FedOpt
@@ -295,3 +297,13 @@ def test_options_of_an_earlier_teaching() -> None:
             FedAtlas.upgraded(before | teach)
     within = MethodChoice("fedatlas", before | {"teach": 0.0})
     assert PseudoLabels(inner=within, local=LOCAL).method == FedAtlas(teach=0.0, local=LOCAL)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_what_is_taught_less_often_counts_more(monkeypatch, every: int) -> None:
+    """Line 5: n times in every n-th batch, so that a round teaches as much whatever n is."""
+    monkeypatch.setattr(fedatlas, "L_taught", lambda z, *given: 0 * z.sum() + 1)
+    site = UNetSite("a", {1}, 2)
+    method = FedAtlas(every=every, teach=0.7, local=dataclasses.replace(LOCAL, steps=6))
+    method.local_update(cast(Any, site), model=tensors_of(unet()), round=1, rounds=9)
+    assert site.logged["taught"] == pytest.approx(0.7)

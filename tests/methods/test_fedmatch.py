@@ -12,9 +12,10 @@ from hosted_images import Federation, cnn, encoded, run, run_with_a_stop
 
 from fedatlas.core.batch import Batch
 from fedatlas.core.errors import NameMismatch
-from fedatlas.core.tensors import dense, sparse, tensors_of
+from fedatlas.core.tensors import dense, load, sparse, tensors_of
 from fedatlas.learning.augment import OFF
 from fedatlas.learning.loop import Local, Stepper
+from fedatlas.methods import fedmatch
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedmatch import (
     FedMatch,
@@ -444,3 +445,37 @@ def test_plus_is_fedmatch_from_the_pre_trained_extractor(tmp_path: Path) -> None
 def test_plus_resumed(stop: int, tmp_path: Path) -> None:
     whole = run(PLUS, tmp_path / "whole", 4)
     assert encoded(run_with_a_stop(PLUS, tmp_path / "stopped", 4, stop)) == encoded(whole)
+
+
+def test_a_helper_is_the_sites_sigma_with_its_psi_in_evaluation_mode(monkeypatch, tmp_path: Path) -> None:
+    federation = Federation(METHOD, tmp_path, {"norm": "batch"})
+    state = federation.play(federation.start(4), 1)
+    given, whole = list[Any](), FedMatch.L_u
+
+    def spied(self: Any, sigma: Any, helpers: Any, *more: Any) -> Any:
+        given.append([(helper.training, tensors_of(helper)) for helper in helpers])
+        return whole(self, sigma, helpers, *more)
+
+    monkeypatch.setattr(FedMatch, "L_u", spied)
+    federation.play(state, 2)
+    assert len(given) == 3 and not any(training for models in given for training, _ in models)
+    for name in "xyz":
+        kept: Any = federation.hosts[name].memory.before(3, 0, None)
+        sigma, psis = kept["held"]["sigma"], kept["helpers"]
+        assert any(
+            all(
+                torch.equal(model[n], sigma[n] + psi[n])
+                for (_, model), psi in zip(models, psis, strict=True)
+                for n in sigma
+            )
+            for models in given
+        )
+
+
+def test_the_server_compares_sites_with_the_statistics_that_they_sent(monkeypatch, tmp_path: Path) -> None:
+    loaded = list[Any]()
+    monkeypatch.setattr(fedmatch, "load", lambda net, values: loaded.append(values) or load(net, values))
+    federation = Federation(METHOD, tmp_path, {"norm": "batch"})
+    federation.play(federation.start(4), 1)
+    moved = [name for name in loaded[0] if name.endswith("running_mean")]
+    assert len(loaded) == 3 and moved and all(bool(values[name].any()) for values in loaded for name in moved)

@@ -21,6 +21,7 @@ from fedatlas.federation.session import run_federation
 from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
 from fedatlas.losses.masked import masked_bce
+from fedatlas.methods import fedpsl
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedpsl import FedPSL, halves, tadl
 from fedatlas.transport import wire
@@ -440,3 +441,12 @@ def test_the_halves_of_a_batch_keep_findings() -> None:
     assert first.finding is not None and second.finding_known is not None
     assert first.finding.tolist() == [[0.0], [1.0]] and second.finding_known.tolist() == [[True]]
     assert second.case == ["c"] and second.along is None
+
+
+def test_the_schedule_scales_the_step_to_theta_prime(monkeypatch) -> None:
+    seen, real = list[float](), fedpsl.tadl
+    monkeypatch.setattr(fedpsl, "tadl", lambda *given, **how: seen.append(given[4]) or real(*given, **how))
+    method = FedPSL(alpha=0.2, local=Local(lr=0.1, batch=4, steps=1, schedule="cosine"))
+    for round in (0, 500):
+        update(method, ImageSite("x", {1, 4}, 9), round=round, rounds=1000)
+    assert seen == pytest.approx([0.2, 0.1])

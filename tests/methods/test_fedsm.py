@@ -22,7 +22,7 @@ from fedatlas.core.tensors import Tensors, average, from_tree, tensors_of, to_tr
 from fedatlas.evaluation.images import Panel
 from fedatlas.federation.design import Experiment, training_sites
 from fedatlas.federation.file import parse_federation
-from fedatlas.learning.inference import Inference, predict, predict_together, selected
+from fedatlas.learning.inference import Inference, chosen_by, predict, predict_together, selected
 from fedatlas.learning.loop import Local
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedsm import (
@@ -352,3 +352,14 @@ def test_everyone_is_offered_the_same_and_it_survives_the_wire() -> None:
     assert all(m.model is state.persons[s] for m, s in zip(members[2:], SITES, strict=True))
     assert [Member.from_payload(m.to_payload()) for m in members] == members
     assert Member.from_payload({"model": {}, "classes": [1, 2]}) == Member({}, (1, 2))
+
+
+def test_adams_count_is_of_all_steps() -> None:
+    method = FedSM(local=LOCAL, selector=Selector(steps=2))
+    assert play(method, server()).selector.steps == 2 * 2
+
+
+def test_a_selector_chooses_only_what_is_more_probable_than_its_limit() -> None:
+    members = [Member({}), Member({}, net="selector", chooses=0.75), Member({}), Member({})]
+    assert chosen_by(torch.tensor([0.25, 0.75]), members) is None
+    assert chosen_by(torch.tensor([0.2, 0.8]), members) == 1

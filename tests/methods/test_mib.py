@@ -128,3 +128,13 @@ def test_it_says_what_the_older_model_costs() -> None:
     assert "nothing is distilled" in MiB().examine(small_unet(), ["x"])[0]
     assert "beside that of every round" in MiB().examine(old_net(), ["x"])[0]
     assert not dataclasses.replace(MiB(), lambda_kd=0.0).examine(old_net(), ["x"])
+
+
+def test_in_every_round_the_older_model_teaches() -> None:
+    """And not the one that came of it."""
+    at, told = federation(), list[Any]()
+    call = at.call
+    at.call = lambda function, **payload: told.append(payload["teacher"]) or call(function, **payload)  # type: ignore[method-assign]
+    state = play(MiB(local=LOCAL), at, net=old_net())
+    assert len(told) > 1 and all(same(teacher, state.teacher) for teacher in told)
+    assert not same(state.model, state.teacher)

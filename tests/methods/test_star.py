@@ -10,11 +10,12 @@ from method_cases import NETS
 from torch import nn
 from unet_sites import LOCAL, SPACE, play, resumed, unet
 
-from fedatlas import methods, nets
+from fedatlas import losses, methods, nets
 from fedatlas.core.options import from_dict
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
 from fedatlas.learning.loop import Local
+from fedatlas.methods import pseudo_labels
 from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
 from fedatlas.methods.shared.teachers import Teaching
 
@@ -101,3 +102,21 @@ def test_in_a_federation_resumed_to_the_same_bits(name: str, small: dict[str, An
         found.append((path / "models" / "last.fa").read_bytes())
         (path / "rounds" / "0002").rename(path / "rounds" / ".0002.part")
     assert found[0] == found[1]
+
+
+def test_teachers_are_trained_with_the_loss_that_the_method_within_takes(monkeypatch) -> None:
+    seen, real = list[Any](), pseudo_labels.train_teacher
+    monkeypatch.setattr(
+        pseudo_labels, "train_teacher", lambda *a, **k: seen.append(k["loss"]) or real(*a, **k)
+    )
+    within = PseudoLabels(inner=MethodChoice("fedatlas"), teachers=Teaching(rounds=1), local=LOCAL)
+    play(within, rounds=1)
+    assert seen == [within.teachers_loss(SPACE)] * 2 and seen[0].name == "marginal_dice_ce_exclusion"
+
+
+def test_the_method_within_is_told_that_everything_is_annotated(monkeypatch) -> None:
+    told, real = list[Any](), losses.supervised
+    monkeypatch.setattr(losses, "supervised", lambda loss, site: told.append(site) or real(loss, site))
+    play(PseudoLabels(teachers=Teaching(rounds=1), local=LOCAL), rounds=1)
+    within = [site.labels.annotated for site in told if isinstance(site, pseudo_labels.CompletedSite)]
+    assert within == [{1, 2, 3}] * 2

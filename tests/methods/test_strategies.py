@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from fakes import same
+from fakes import Replies, same
 from test_fedmenu import ANNOTATED, LOCAL, SPACE, federation, menunet, play, selector
 from torch import nn
 
@@ -14,8 +15,9 @@ from fedatlas import nets
 from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.tensors import Tensors, forms_of, parts, tensors_of
+from fedatlas.methods import fedmenu as module
 from fedatlas.methods.fedmenu import FedMENU
-from fedatlas.methods.strategies import STRATEGIES, StrategyChoice, expert_weights
+from fedatlas.methods.strategies import STRATEGIES, StrategyChoice, expert_weights, make_strategy
 from fedatlas.transport import egress
 
 OPTIONS: dict[str, dict[str, Any]] = {"fednorm": {"groups": {"portal": ["a"], "arterial": ["b", "c"]}}}
@@ -286,3 +288,57 @@ def test_the_log_of_two_trainings() -> None:
     ours = server.members["a"].logged
     assert ours["loss"] == plain.members["a"].logged["loss"]
     assert {"person_loss", "person_segmentation", "person_auxiliary", "selector_loss"} <= set(ours)
+
+
+LOST: Any = SimpleNamespace(sites=["a", "b", "c", "d"], lost={"b": "gone"})
+
+
+def after(name: Any, kept: Any, controls: dict[str, Any], **options: Any) -> Any:
+    """What a strategy makes of a round from 0 to a mean of 2, in which site b was lost."""
+    replies: Any = Replies({site: {"model": {}, "control": control} for site, control in controls.items()})
+
+    def mean(models: Any) -> Tensors:
+        return {"w": torch.tensor(2.0)}
+
+    strategy = make_strategy(StrategyChoice(name=name, options=options))
+    return strategy.after(kept, {"w": torch.tensor(0.0)}, replies, mean, LOST)
+
+
+def test_a_lost_site_counts_in_the_share_of_feddyn() -> None:
+    """h - alpha 3/4 Delta, as in `feddyn`."""
+    model, kept = after(
+        "feddyn", {"moment": {"w": torch.tensor(1.0)}}, {"a": {}, "c": {}, "d": {}}, alpha=0.5
+    )
+    assert kept["moment"]["w"].item() == pytest.approx(1 - 0.5 * 0.75 * 2)
+    assert model["w"].item() == pytest.approx(2 - 0.25 / 0.5)
+
+
+def test_a_lost_site_counts_in_the_control_of_scaffold_and_one_that_trains_nothing_does_not() -> None:
+    change = {"w": torch.tensor(4.0)}
+    _, kept = after("scaffold", {"moment": {"w": torch.tensor(1.0)}}, {"a": change, "c": change})
+    assert kept["moment"]["w"].item() == pytest.approx(1 + 2 / 4 * 4)
+    # d leaves w alone: c is the mean over the three others, and stays it where nothing changes
+    _, kept = after("scaffold", kept, {"a": {"w": torch.tensor(0.0)}, "d": {}})
+    assert kept["moment"]["w"].item() == pytest.approx(3 * 4 / 3) and kept["untrained"]["d"] == ["w"]
+    _, kept = after("scaffold", kept, {"a": {"w": torch.tensor(0.0)}, "d": {}})
+    assert kept["moment"]["w"].item() == pytest.approx(4)
+
+
+@pytest.mark.parametrize("name", sorted(set(STRATEGIES) - {"fedsm"}))
+def test_a_local_agd_goes_on_from_what_the_site_kept(monkeypatch, name: str) -> None:
+    method, server = fedmenu(name, "local"), federation(affine)
+    state = dataclasses.replace(play(method, server, rounds=1, net=affine()), rounds=2)
+    kept = {site: dict(server.members[site].memory["agd"]) for site in "abc"}
+    begun: dict[str, Any] = {}
+    real = module.train_experts
+
+    def spied(site: Any, net: Any, *given: Any, **more: Any) -> None:
+        begun[site.name] = tensors_of(net)
+        real(site, net, *given, **more)
+
+    monkeypatch.setattr(module, "train_experts", spied)
+    method.round(state, cast(Any, server))
+    agd, start = parts(affine())["agd"], tensors_of(affine())
+    for site in "abc":
+        assert all(torch.equal(begun[site][n], kept[site][n]) for n in agd)
+        assert any(not torch.equal(begun[site][n], start[n]) for n in agd if "norms" in n)

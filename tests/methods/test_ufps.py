@@ -14,6 +14,7 @@ from fakes import Replies, Server, same
 from torch import Tensor, nn
 from voxel_sites import VoxelSite
 
+from fedatlas import losses
 from fedatlas.core.batch import Batch
 from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
@@ -23,6 +24,8 @@ from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import average, forms_of, from_tree, load, n_bytes, tensors_of, to_tree
 from fedatlas.learning.loop import Local
 from fedatlas.losses import LossChoice
+from fedatlas.losses.onehot import DiceBCE, rce
+from fedatlas.methods import ufps
 from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
 from fedatlas.methods.shared.phases import begins
 from fedatlas.methods.shared.pseudo import Merged
@@ -678,3 +681,126 @@ def test_labels_that_overlap_are_refused_where_the_method_within_reads_them(name
 def test_methods_that_cannot_be_within(inner: dict[str, Any], words: str) -> None:
     with pytest.raises(FederationError, match=words):
         PseudoLabels(inner=MethodChoice(**inner)).check(SPACE)
+
+
+class TwoHeads(Net):
+    """In training it has two heads."""
+
+    def forward(self, x: Tensor) -> Any:
+        z = super().forward(x)
+        return [z, 0.5 * z.flip(1)] if self.training else z
+
+
+@pytest.mark.parametrize("activation", [None, "softmax"])
+@pytest.mark.parametrize("heads", ["encoder", "halving"])
+def test_the_objective_of_a_round_written_out(activation: Any, heads: Any) -> None:
+    """Alg. 4, with every option that it reads."""
+    options = {"head_weights": heads}
+    method = UFPS(
+        ws=WeightScheduler(activation=activation),
+        rce=AdaptiveRCE(start=1, coefficient=0.3),
+        loss=LossChoice(name="dice_bce", options=options),
+    )
+    site, net, w_U = taught_site(), TwoHeads(len(SPACE)), torch.tensor([0.5, 0.9])
+    (batch,) = site.batches(batch=2, steps=1)
+    l_seg = cast(DiceBCE, losses.make(method.loss, SPACE))
+    terms = method.calculate_loss(l_seg, w_U, 3, 4, net, batch)
+    q, kind = net(batch.image), activation or "sigmoid"
+    each = [
+        DiceBCE(activation=kind, **options)(
+            [z[b : b + 1] for z in q], batch.target[b : b + 1], batch.known[b : b + 1]
+        )  # type: ignore[arg-type]
+        for b in range(2)
+    ]
+    torch.testing.assert_close(terms["supervised"], (0.5 * each[0] + 0.9 * each[1]) / 2)
+    reverse = rce(q, batch.target, batch.known, head_weights=heads)
+    torch.testing.assert_close(terms["reverse"], 0.3 * math.exp(-20 * (1 - 3 / 4)) * reverse)
+    plain = method.calculate_loss(l_seg, None, 3, 4, net, batch)
+    torch.testing.assert_close(plain["supervised"], l_seg(q, batch.target, batch.known))
+
+
+def test_the_schedule_runs_up_to_its_end_or_over_all_rounds() -> None:
+    U = torch.linspace(0, 1, 9)
+    for period, R in (("end", 5), ("all", 20)):
+        ws = WeightScheduler(start=2, end=0.25, period=period)  # type: ignore[arg-type]
+        w = [UFPS(ws=ws).w(BANK_VALUES, r, 20) for r in range(1, 7)]
+        assert [one is not None for one in w] == [False, True, True, True, False, False]
+        assert torch.equal(cast(Any, w[3])(U), weigher(BANK_VALUES, ws, 4, R)(U))
+
+
+def test_sites_are_weighed_by_the_uncertainty_of_all_rounds() -> None:
+    """Eq. (7): by mean and variance of the whole bank, each with its own temperature."""
+    ua = UncertaintyAggregation(start=1)
+    method = UFPS(local=LOCAL, teachers=TEACH, **(OFF | {"ua": ua}))
+    state, clients = federation(method, rounds=2)
+    told, call = list[Any](), clients.call
+    clients.call = lambda *a, **k: told.append(call(*a, **k)) or told[-1]  # type: ignore[method-assign]
+    after = method.round(state, clients)
+    (replies,) = told
+    for name, reply in replies:
+        bank = clients.members[name].memory[BANK]
+        assert len(bank) == 12 and (reply["mean"], reply["variance"]) == moments(bank, 0)
+    n = replies.plain("n")
+    A = A_hat(replies.plain("mean"), replies.plain("variance"), n, ua)
+    own = dict.fromkeys(part_names(Net(len(SPACE)), ua.parts), A)
+    assert same(after.model, average(replies.each("model"), n, each=own))
+
+
+@pytest.mark.parametrize(("every", "rounds"), [(1, [1, 2, 3, 4, 5]), (2, [1, 3, 5]), (3, [1, 4])])
+def test_masks_follow_in_every_nth_round_from_the_first(monkeypatch, every: int, rounds: list[int]) -> None:
+    seen, whole = list[int](), ufps.SparseMask
+
+    def spied(*given: Any, update: bool, **more: Any) -> Any:
+        if update:
+            seen.append(r)
+        return whole(*given, update=update, **more)
+
+    monkeypatch.setattr(ufps, "SparseMask", spied)
+    sam = dataclasses.replace(SAM, start=1, every=every)
+    site, method = taught_site(), UFPS(local=LOCAL, teachers=TEACH, **(OFF | {"sam": sam}))
+    for r in range(1, 6):
+        method.local_update(cast(Any, site), tensors_of(Net(len(SPACE))), {}, round=r - 1, rounds=5)
+    assert seen == rounds
+
+
+@pytest.mark.parametrize("source", ["teachers", "pseudo"])
+def test_whose_predictions_are_judged(monkeypatch, source: Any) -> None:
+    site: Any = taught_site()
+    told, judged, real = list[Any](), list[Any](), (ufps.global_labels, ufps.uncertainty)
+    monkeypatch.setattr(ufps, "global_labels", lambda *a: told.append(real[0](*a)) or told[-1])
+    monkeypatch.setattr(
+        ufps, "uncertainty", lambda merged, how: judged.append(merged) or real[1](merged, how)
+    )
+    method = dataclasses.replace(FULL, sam=None, uncertainty=Uncertainty(source=source))
+    method.local_update(site, tensors_of(Net(len(SPACE))), {}, round=2, rounds=5)
+    assert len(told) == len(judged) == 2
+    assert all((a is b) == (source == "pseudo") for a, b in zip(told, judged, strict=True))
+
+
+def test_a_round_in_which_nobody_sends_a_mask_keeps_the_last(monkeypatch) -> None:
+    """As where every gradient overflowed in fp16."""
+    state, clients = federation(FULL, rounds=2)
+    monkeypatch.setattr(ufps.SparseMask, "sent", lambda self: {})
+    after = FULL.round(state, clients)
+    assert state.disagree and same(after.disagree, state.disagree)
+
+
+def test_a_class_without_a_teacher_is_not_the_global_teachers(monkeypatch) -> None:
+    """Its logit may be the largest: the voxel has the most probable of the classes that are taught."""
+    site: Any = taught_site()
+    maker, net, taught = Maker(site, TEACH, LOCAL, LossChoice()), Net(len(SPACE)), torch.arange(5) != 2
+    with torch.no_grad():
+        net.head.bias[2] += 100
+    said = ufps.global_labels(net.eval(), site.image, taught, maker)
+    z = net(site.image).masked_fill(~taught.reshape(1, -1, 1, 1), -math.inf)
+    assert torch.equal(said.masks, z.argmax(1)[:, None] == torch.arange(5).reshape(1, -1, 1, 1))
+    assert not said.logits[:, 2].any() and torch.equal(said.logits[:, taught], z[:, taught])
+
+
+def test_teachers_are_asked_for_what_any_sample_of_a_batch_lacks() -> None:
+    site: Any = taught_site()
+    (batch,) = site.batches(batch=2, steps=1)
+    known = torch.ones_like(batch.known)
+    known[0, 1] = known[1, 2] = False
+    done = Maker(site, TEACH, LOCAL, LossChoice())(dataclasses.replace(batch, known=known))
+    assert done.known.all()

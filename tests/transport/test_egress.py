@@ -81,6 +81,14 @@ def test_smuggled_things_are_refused(value, text: str) -> None:
         ("per class", [0.1] * 4, "holds 4 numbers for 3 classes"),
         ("per class", torch.zeros(3), "is a tensor float32[3]"),
         ("bits", {"conv.bias": torch.zeros(4)}, "the bits of 'conv.bias' are a tensor float32[4]"),
+        (
+            "bits",
+            {
+                "conv.weight": torch.zeros(5, dtype=torch.uint8),
+                "conv.bias": torch.tensor([16], dtype=torch.uint8),
+            },
+            "the bits of 'conv.bias' go beyond its 4 entries",
+        ),
         ("rows", [{"case": "x"}], "something else than rows"),
         ("facts", {"scan": torch.zeros(3)}, "holds a tensor"),
     ],

@@ -22,13 +22,13 @@ from fedatlas.federation.best import Best, BestLocals
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import Hosts, run_federation
 from fedatlas.transport import wire
-from fedatlas.transport.clients import Faults, SiteClients
+from fedatlas.transport.clients import Call, Faults, SiteClients
 from fedatlas.transport.egress import Declaration, NetForms
 from fedatlas.transport.frames import Question
-from fedatlas.transport.host import Host
+from fedatlas.transport.host import Host, HostedSite
 from fedatlas.transport.local import InProcess, Workers, keeping_workers
 from fedatlas.transport.pipeline import Policy, ServerPipeline
-from fedatlas.transport.rounds import Round, RunFolder, read_json, run
+from fedatlas.transport.rounds import Round, RunFolder, _log, read_json, run
 from fedatlas.transport.store import MemoryStore, waiting_for_room
 
 SPACE = LabelSpace(("background", "a"))
@@ -641,3 +641,33 @@ def test_an_answer_that_did_not_count_leaves_no_trace_at_its_site(tmp_path) -> N
     never.transport = Absent()
     assert equal(state, run(Walk(), net(), never, 4))
     assert lost.remembered == {site: "000004-000" for site in "abc"}
+
+
+def test_the_largest_memory_of_a_rounds_calls_is_kept_and_their_seconds_add_up() -> None:
+    calls = [Call("step", {}, {"a": {"seconds": 2.0, "peak_mb": mb}}, {}) for mb in (300.0, 500.0, 400.0)]
+    assert _log(1, calls, {}, 0.0, {})["cost"] == {"a": {"seconds": 6.0, "peak_mb": 500.0}}
+
+
+def test_a_site_that_was_lost_in_one_validation_is_not_lost_in_the_next(small, tmp_path, monkeypatch) -> None:
+    small |= {"rounds": 2, "faults": {"on_lost": "drop"}}
+    small["evaluation"] |= {"models": ["last"]}
+    answer, lost = Hosts.answer, small["sites"][0]["name"]
+
+    def gone(self, question) -> None:
+        if question.site == lost and (question.round, question.function) == (1, "evaluate"):
+            raise OSError(5, "gone")
+        answer(self, question)
+
+    monkeypatch.setattr(Hosts, "answer", gone)
+    run_federation(parse_federation(small, base=Path()), tmp_path / "run", tell=lambda text: None)
+    folder = RunFolder(tmp_path / "run")
+    assert [folder.log(number).get("lacking") for number in (1, 2)] == [[lost], None]
+    best = read_json(folder.path / "best.json")
+    assert best["round"] == 2 and "lacking" not in best
+
+
+def test_several_trainings_of_one_call_add_up(tmp_path) -> None:
+    site = HostedSite("a", None, lambda name: net(), {}, torch.Generator(), torch.device("cpu"), tmp_path, ())  # type: ignore[arg-type]
+    site.log(steps=3, step_seconds=1.5, loss=0.5)
+    site.log(steps=2, step_seconds=0.5, loss=0.25)
+    assert site.logged == {"steps": 5.0, "step_seconds": 2.0, "loss": 0.25}

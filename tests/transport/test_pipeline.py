@@ -1,6 +1,7 @@
 """pipeline.py and stages.py: compression, privacy and secure aggregation on the way of a model, with a toy method."""
 
 import json
+import math
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -26,10 +27,10 @@ from fedatlas.transport.host import Host
 from fedatlas.transport.local import InProcess
 from fedatlas.transport.pipeline import Policy, ServerPipeline, Terms, terms_of
 from fedatlas.transport.protection.compression import Comm
-from fedatlas.transport.protection.privacy import Privacy
+from fedatlas.transport.protection.privacy import Privacy, epsilon
 from fedatlas.transport.protection.secure import Secure
 from fedatlas.transport.rounds import RunFolder, run
-from fedatlas.transport.stages import HeldHere, NotHeld, Releases, compressed
+from fedatlas.transport.stages import HeldByAll, HeldHere, NotHeld, Releases, compressed
 
 SITES = "abcd"
 
@@ -606,3 +607,86 @@ def test_what_does_not_go_together_is_told(method, given: dict, text: str) -> No
     given = {"comm": Comm(), "private": None, "secure_sum": None} | given
     with pytest.raises(FederationError, match=text):
         terms_of(method, "drift", **given, sites=4)
+
+
+def test_an_answer_that_leaves_again_is_logged_again(tmp_path) -> None:
+    clients = federation(tmp_path, privacy=Privacy(clip=0.1, noise=5.0))
+    for _ in range(2):
+        clients.begin(1)
+        clients.call(Drift().step, model=tensors_of(net()))
+    first, second = read_log(tmp_path / "a" / "egress.jsonl")
+    assert first["sha256"] == second["sha256"] and first["bytes"] == second["bytes"]
+    assert list(second["contents"].values()) == ["the very answer that was sent before"]
+
+
+def test_the_secret_of_a_sum_is_for_its_user_alone_and_goes_with_the_next_sum(tmp_path) -> None:
+    clients, modes = federation(tmp_path, secure=Secure()), set()
+
+    def look(question) -> None:
+        (file,) = (tmp_path / question.site / "exchange").glob("secret-*.fa")
+        modes.add((question.function, file.stat().st_mode & 0o777))
+
+    clients.transport = Tampered(clients.transport, look)
+    run(Drift(), net(), clients, 2)
+    steps = ("secure_advertise", "secure_share", "step", "secure_reveal")
+    assert modes == {(step, 0o600) for step in steps}
+
+
+def test_a_change_that_is_sent_again_finds_the_model_it_is_of(tmp_path) -> None:
+    server, here = HeldByAll(Comm(down="bf16")), HeldHere("a", tmp_path)
+    model = tensors_of(net())
+    sent = [
+        server.send({n: v + k if v.is_floating_point() else v for n, v in model.items()}) for k in range(3)
+    ]
+    *_, third = (here.receive(one) for one in sent)
+    again = here.receive(sent[2])
+    assert all(torch.equal(again[name], third[name]) for name in model)
+    assert len(list(tmp_path.glob("*.fa"))) == 2
+    with pytest.raises(NotHeld):
+        here.receive(sent[1])
+
+
+def test_a_lost_site_takes_its_noise_out_of_the_epsilon_of_a_sum(tmp_path) -> None:
+    private = Privacy(clip=0.1, noise=5.0, mode="central")
+    terms = {"method": Even(), "secure": Secure(bits=30), "privacy": private}
+    clients = federation(tmp_path, faults=Faults(on_lost="drop"), **terms)
+    clients.transport = Tampered(
+        clients.transport, lambda q: "gone" if q.site == "b" and q.function == "step" else None
+    )
+    run(Even(), net(), clients, 1)
+    found = clients.calls[-1].epsilon
+    assert found == pytest.approx(epsilon(5.0 * math.sqrt(3 / 4), 1, private.delta)) and found > epsilon(
+        5.0, 1, private.delta
+    )
+
+
+def test_what_is_scored_on_the_files_own_grid_travels_exactly() -> None:
+    server, model = ServerPipeline(Terms(comm=Comm(down="bf16"))), tensors_of(net())
+    for grid, exact in (("original", True), ("federation", False)):
+        arguments = {"members": [{"model": model, "classes": None}], "grid": grid}
+        sent = server.pack(arguments, {}).sent["members"][0]["model"]
+        assert (sent is model) is exact and ("whole" in sent) is not exact
+
+
+def test_plain_values_may_not_take_the_room_of_tensors(tmp_path) -> None:
+    clients = federation(tmp_path, faults=Faults(on_lost="drop"))
+
+    def swell(question) -> None:
+        if question.site == "b":
+            tree = wire.decode(question.reply.read_bytes())
+            tree["value"] = {"model": {}, "n": 8, "more": ""}
+            tree["value"]["more"] = "x" * (question.most - len(wire.encode(tree)) - 100)
+            question.reply.write_bytes(wire.encode(tree))
+
+    clients.transport = Tampered(clients.transport, swell)
+    run(Drift(), net(), clients, 1)
+    assert "plain values and names of" in clients.lost["b"], "and they were not parsed"
+
+
+def test_a_newest_round_without_what_sites_hold_falls_back_to_the_one_before(tmp_path) -> None:
+    folder, held = RunFolder(tmp_path / "run"), {"train": {"model": tensors_of(net()), "stands_for": ""}}
+    clients = federation(tmp_path)
+    run(Drift(), net(), clients, 2, after_round=lambda record: folder.save(record, held=held))
+    file = folder.rounds / "0002" / "held.fa"
+    file.write_bytes(file.read_bytes()[:-3])
+    assert folder.latest(Drift()).round == 1 and folder.complete() == [0, 1]

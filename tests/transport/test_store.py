@@ -62,3 +62,13 @@ def test_damage_is_named(tmp_path) -> None:
     (tmp_path / "000001-000.fa").write_bytes(b"?")
     with pytest.raises(RunFolderError, match=r"000001-000\.fa.*cannot be read"):
         store.before(2, 0)
+
+
+def test_what_came_of_a_call_that_did_not_count_is_forgotten(tmp_path) -> None:
+    store = MemoryStore(tmp_path)
+    store.save(1, 0, {"moment": 1})
+    store.save(1, 1, {"moment": 2})  # its answer did not count: the next call starts from the one before
+    store.save(1, 2, store.before(1, 2, "000001-000"), "000001-000")
+    assert store.after(1, 2) == "000001-000" and store.versions() == ["000001-000"]
+    store.save(1, 3, {"moment": 3}, "000001-000")
+    assert store.versions() == ["000001-000", "000001-003"] and store.before(2, 0) == {"moment": 3}

@@ -1,5 +1,7 @@
 """wire.py: what goes in comes out, and nothing else is accepted."""
 
+import hashlib
+
 import pytest
 import safetensors.torch
 import torch
@@ -78,3 +80,11 @@ def test_any_flipped_bit_is_refused() -> None:
 def test_other_types_are_refused(tree, text: str) -> None:
     with pytest.raises(TypeError, match=text):
         wire.encode(tree)
+
+
+def test_a_truth_value_is_0_or_1() -> None:
+    data = wire.encode({"mask": torch.tensor([True, False])})
+    data[-1] = 7
+    data[8:40] = hashlib.sha256(data[40:]).digest()
+    with pytest.raises(WireError, match="neither 0 nor 1"):
+        wire.decode(data)
