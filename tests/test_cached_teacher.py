@@ -333,3 +333,15 @@ def test_how_far_it_is_from_the_teacher_that_sees_the_augmented_patch(small, tmp
         chance.append(float(torch.stack([(q - p.roll(1, 0)).abs().mean() for q, p in found]).mean()))
     assert distance[0] < distance[1] < distance[2]
     assert distance[1] < 0.5 * chance[1]
+
+
+@pytest.mark.parametrize("how", [{"spacing": torch.tensor([[1.0, 4.0]] * 4)}, {"images": 2}])
+def test_with_maps_images_are_varied_as_without(how: dict[str, Any]) -> None:
+    """Voxels that are no cubes, and slices that belong to two images."""
+    rng = generator("maps")
+    image, target = torch.rand(4, 6, 16, 14, generator=rng), torch.randint(0, 4, (4, 16, 14), generator=rng)
+    plain = augment(image, target, STRONG, generator("a"), **how)
+    moved, labels, _ = augment_along(image, target, image[:, :1], STRONG, generator("a"), **how)
+    assert torch.equal(moved, plain[0]) and torch.equal(labels, plain[1])
+    other = augment(image, target, STRONG, generator("a"))
+    assert not torch.equal(other[0], plain[0])

@@ -252,3 +252,10 @@ def test_the_defaults_are_the_authors() -> None:
     how = CMIDG()
     assert (how.layers, how.channels, how.kernels, how.grid, how.order) == (4, 2, (1, 3), (48,), 2)
     assert (UFPS_CODE.layers, UFPS_CODE.channels, UFPS_CODE.grid, UFPS_CODE.order) == (4, 1, (48,), 1)
+
+
+def test_a_mask_is_the_same_under_autocast() -> None:
+    points = control_points(2, (24, 20), CMIDG(grid=(8,)), torch.Generator().manual_seed(1))
+    plain = smooth_mask(points, (24, 20), [4, 4], 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(smooth_mask(points, (24, 20), [4, 4], 2), plain)

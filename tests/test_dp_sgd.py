@@ -307,3 +307,30 @@ def test_a_gradient_that_is_not_finite_stops() -> None:
     batch.image[1, 0, 0, 0] = math.nan
     with pytest.raises(FloatingPointError, match="not finite"):
         stepped(unet(), batch, sampled, DPSGD(noise=1))
+
+
+def test_samples_are_told_in_the_precision_of_the_steps() -> None:
+    kinds: list[torch.dtype] = []
+
+    def loss(net: nn.Module, batch: Batch) -> Tensor:
+        z = net(batch.image)
+        kinds.append(z.dtype)
+        return z.float().mean()
+
+    by = Stepper(unet(), Local(precision="bf16"), CPU)
+    private = Private(DPSGD(noise=0), dp_sgd._seeded(generator("noise")), Spent())
+    private.gradients(by, loss, UNetSite("a", {1}, 2).batch(torch.arange(2)))
+    assert kinds == [torch.bfloat16] * 2
+
+
+def test_each_training_of_a_site_goes_on_counting_under_its_own_name() -> None:
+    """A teacher's, beside that of another method's model."""
+    pytest.importorskip("opacus")
+    site: Any = LoggingSite("a", {1}, 3)
+    for memory, steps in (("teacher", 1), ("other", 5), ("teacher", 2)):
+        with accounted(DPSGD(noise=1), site, unet(), LOCAL, memory=memory) as private:
+            assert private is not None
+            for _ in range(steps):
+                private.spent.add(["0", "1"])
+    assert {name: kept["steps"] for name, kept in site.memory.items()} == {"teacher": 3, "other": 5}
+    assert site.memory["teacher"]["squares"] == {"0": 3, "1": 3}

@@ -83,3 +83,10 @@ def test_an_error_within_leaves_no_hook() -> None:
     with pytest.raises(ValueError, match="own"), watched(net):
         raise ValueError("own")
     assert not any(module._forward_hooks for module in net.modules())
+
+
+def test_means_of_half_precision_maps_are_of_float32() -> None:
+    maps = torch.rand(2, 3, 9, 11, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert pooled(maps).dtype == torch.float32
+    torch.testing.assert_close(pooled(maps).double(), maps.double().mean((2, 3)), atol=1e-6, rtol=0)
+    assert pooled(maps.double()).dtype == torch.float64

@@ -16,7 +16,7 @@ from fedatlas.evaluation.statistics import rows_text
 from fedatlas.evaluation.voxels import Findings
 from fedatlas.federation.session import summary
 from fedatlas.learning import inference
-from fedatlas.learning.inference import Inference, Prediction, gated
+from fedatlas.learning.inference import Inference, Prediction, gated, together
 from fedatlas.losses.masked import masked_bce
 
 ALL = Member({})
@@ -190,3 +190,11 @@ def test_a_finding_as_probable_as_the_gate_empties_nothing() -> None:
     told = Prediction(torch.full((2, 1), 0.9), torch.tensor([0.5, 0.0]))
     assert gated(told, space, 0.5).voxels[1].item() == pytest.approx(0.9)
     assert gated(told, space, 0.51).voxels[1].item() == 0
+
+
+def test_the_gate_is_that_of_the_options() -> None:
+    image = torch.zeros(1, 8, 8, 1)
+    told = predict([0.5, -1.0], image)  # a probability of .62
+    for gate, kept in ((0.5, True), (0.6, True), (0.65, False)):
+        voxels = together([(told, ALL)], SPACE, Inference(gate=gate)).voxels
+        assert bool((voxels[1] > 0.9).all()) == kept == bool(voxels[1].any()), gate

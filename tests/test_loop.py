@@ -217,3 +217,44 @@ def test_what_cannot_be_is_told() -> None:
     with pytest.raises(FloatingPointError, match="loss, near not finite within 1 steps"):
         train(at, make(), broken, dataclasses.replace(LOCALS["sgd"], steps=1), round=0, rounds=1)
     assert at.logged == {}
+
+
+def test_a_loop_puts_its_net_into_training_mode() -> None:
+    net = nn.Sequential(make(), nn.Dropout(0.5)).eval()
+    Loop(site(), net, LOCALS["sgd"], round=0, rounds=1)
+    assert all(module.training for module in net.modules())
+
+
+def test_moments_of_an_earlier_choice_are_not_taken_up_where_they_are_reset() -> None:
+    """As where a run goes on with another `opt_state`."""
+    at, net = site(), make()
+    for batch in (loop := Loop(at, net, LOCALS["adamw"], round=0, rounds=2)):
+        loop.step(terms(net, batch))
+    assert at.memory["optimizer"]
+    assert Loop(at, net, LOCALS["adamw"], round=1, rounds=2).optimizer.state
+    assert not Loop(at, net, LOCALS["reset"], round=1, rounds=2).optimizer.state
+
+
+def test_a_loop_counts_warm_up_and_restarts_in_the_unit_that_is_asked_for() -> None:
+    """Four steps a round: a round of warm-up is four steps, a restart every two rounds every eight."""
+    chosen = Local(
+        optimizer="sgd",
+        lr=1.0,
+        batch=3,
+        steps=4,
+        warmup=1,
+        schedule="restarts",
+        restart=2,
+        schedule_unit="rounds",
+    )
+    same = dataclasses.replace(chosen, warmup=4, restart=8, schedule_unit="steps")
+    rates: list[list[float]] = [[], []]
+    for seen, local in zip(rates, (chosen, same), strict=True):
+        at, net = site(), make()
+        for round in range(4):
+            loop = Loop(at, net, local, round=round, rounds=4)
+            for batch in loop:
+                seen.append(loop.rate)
+                loop.step(terms(net, batch))
+    assert rates[0] == pytest.approx(rates[1])
+    assert rates[0][:4] == pytest.approx([0.2, 0.4, 0.6, 0.8]) and rates[0][4] == rates[0][12] == 1.0

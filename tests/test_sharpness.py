@@ -665,3 +665,29 @@ def test_errors_say_what_was_asked() -> None:
     ):
         with pytest.raises(error, match=text):
             call()
+
+
+def test_all_passes_run_in_the_precision_of_the_steps() -> None:
+    """Ascent, the pass at the weights themselves, descent."""
+    kinds: list[torch.dtype] = []
+
+    def loss(net: nn.Module, batch: Batch) -> Tensor:
+        kinds.append(net(batch.image).dtype)
+        return entropy(net, batch)
+
+    batch, *_ = batches()
+    sharp = Sharp(Stepper(norm_net(), Local(precision="bf16"), CPU), Sharpness(share=0.5))
+    _, _, eps = sharp.ascend(loss, batch)
+    sharp.step(loss, batch, eps)
+    assert kinds == [torch.bfloat16] * 3
+
+
+def test_ratios_are_of_the_gradient_at_the_perturbed_weights_whatever_its_share() -> None:
+    batch, *_ = batches()
+    found = []
+    for share in (1.0, 0.5, 0.0):
+        sharp = Sharp(Stepper(norm_net(), Local(), CPU), Sharpness(share=share), measure=True)
+        _, _, eps = sharp.ascend(entropy, batch)
+        told = sharp.step(entropy, batch, eps)
+        found.append({name: value for name, value in told.items() if name != "loss"})
+    assert found[0] == found[1] == found[2] and found[0]["ratio_half"] > -20

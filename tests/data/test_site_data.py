@@ -30,7 +30,7 @@ from fedatlas.data.sampling import PER_SLICE, ClassVoxels, class_voxels, patch_s
 from fedatlas.data.site_data import pool, prefetch
 from fedatlas.data.transforms import Preprocessing, Sampling
 from fedatlas.data.voxels import VoxelData
-from fedatlas.learning.augment import OFF
+from fedatlas.learning.augment import OFF, Augmentation
 from fedatlas.phantoms.organs import phantom_sites, write_phantom
 
 NAMES = ("background", "liver", "spleen", "kidney", "tumour")
@@ -492,3 +492,26 @@ def test_a_thread_that_has_just_begun_at_ctrl_c_ends_before_the_interpreter() ->
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "stopped\n"), done.stderr
+
+
+def test_each_sequence_of_a_case_is_varied_by_itself_and_its_slices_alike(
+    world: Path, tmp_path: Path
+) -> None:
+    """Two sequences that are the same: brightness is one factor for the three slices of each."""
+    root = shutil.copytree(world / "site-0", tmp_path / "s")
+    for file in sorted(root.glob("images*/*_0000.nii.gz")):
+        shutil.copy(file, file.with_name(file.name.replace("_0000", "_0001")))
+    table = json.loads((root / "dataset.json").read_text())
+    table["channel_names"] = {"0": "first", "1": "second"}
+    (root / "dataset.json").write_text(json.dumps(table))
+    chances = {name: 0.0 for name in vars(OFF) if name.startswith("p_")}
+    only = Augmentation(**chances | {"p_brightness": 1.0})
+    plain, varied = (site(root, tmp_path / "cache", FLAT, augmentation=how) for how in (OFF, only))
+    assert plain.channels == 2
+    for a, b in zip(*(data.batches(("x",), batch=2, steps=2) for data in (plain, varied)), strict=True):
+        factors = (b.image / a.image).unflatten(1, (2, 3))  # two sequences of three slices
+        for sample in factors:
+            one, other = (sequence[sequence.isfinite()] for sequence in sample)
+            torch.testing.assert_close(one, one[:1].expand_as(one))
+            torch.testing.assert_close(other, other[:1].expand_as(other))
+            assert abs(float(one[0] - other[0])) > 1e-4

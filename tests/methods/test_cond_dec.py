@@ -155,3 +155,13 @@ def test_a_site_that_comes_later_has_a_number_of_its_own() -> None:
     after = method.round(dataclasses.replace(state, values=old), cast(Any, server))
     assert after.values == old | {last: method.h(len(server.sites))}
     assert len(set(after.values.values())) == len(server.sites)
+
+
+@pytest.mark.parametrize("h", [-1.5, 1.5])
+def test_the_condition_stands_beside_the_maps_as_it_is(h: float) -> None:
+    """Behind the leaky ReLU, which would all but remove a negative number."""
+    level = net().decoder.levels[0]  # type: ignore[union-attr,index]
+    x = torch.randn(2, level.convs[0].in_channels, 4, 4)
+    made = level(x, h)
+    assert made.shape[1] == level.convs[0].out_channels + 1
+    assert torch.equal(made[:, -1], torch.full((2, 4, 4), h))

@@ -21,7 +21,7 @@ from fedatlas.learning.loop import Local, lr_factor, make_optimizer
 from fedatlas.losses import LossChoice
 from fedatlas.losses.marginal import exclusion, merge_probabilities
 from fedatlas.methods.fedavg import FedAvg
-from fedatlas.methods.fedmenu import FedMENU, MENUState, auxiliary_loss, menu_of, organ_mask
+from fedatlas.methods.fedmenu import FedMENU, MENUState, alone, auxiliary_loss, menu_of, organ_mask
 from fedatlas.methods.strategies import StrategyChoice, expert_weights
 from fedatlas.nets.menunet import MENUNet
 from fedatlas.transport import egress, wire
@@ -472,3 +472,81 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(FederationError, match="exclusive"):
         FedMENU(loss=LossChoice(name="auto")).check(LabelSpace(("a", "b"), exclusive=False))
     FedMENU().check(SPACE)
+
+
+def test_an_organ_that_one_sample_of_a_batch_annotates_is_learnt() -> None:
+    class Mixed(Site):
+        def batches(self, **given: Any) -> Any:
+            batches = super().batches(**given)
+            for batch in batches:
+                batch.known = torch.tensor(
+                    [[True, True, True, False, False], [True, False, False, True, False]]
+                )
+            return batches
+
+    start, site = tensors_of(menunet()), Mixed("c", ANNOTATED["c"], 3, menunet)
+    found = reply(site, FedMENU(local=LOCAL, loss=EXPERTS), start)
+    assert moved(start, found["model"]) == {"encoder:0", "encoder:1", "decoder", "head", "agd"}
+    assert site.logged["auxiliary"] > 0
+
+
+def test_with_a_step_for_every_organ_the_mean_of_their_losses_is_logged() -> None:
+    """At a rate with which nothing moves."""
+    local = dataclasses.replace(LOCAL, lr=1e-12, steps=1)
+    site = site_of("c")
+    reply(site, FedMENU(agd="none", per_organ=True, local=local, loss=EXPERTS))
+    loss = losses.supervised(EXPERTS, cast(Any, site))
+    (batch,) = site.batches(batch=2, steps=1)
+    values = [float(cast(Any, loss(menunet(), alone(batch, organ))).detach()) for organ in ((1, 2), (3,))]
+    assert site.logged["loss"] == pytest.approx(sum(values) / 2, abs=1e-5)
+    assert abs(values[0] - values[1]) > 1e-3
+
+
+def test_both_steps_run_in_the_precision_that_is_asked_for() -> None:
+    """A convolution of the decoder is of S1 alone, one of the AGD of S2."""
+    kinds: dict[str, set[torch.dtype]] = {"decoder": set(), "agd": set()}
+
+    def make() -> nn.Module:
+        net = menunet()
+        for part in kinds:
+            conv = next(m for m in net.get_submodule(part).modules() if isinstance(m, nn.Conv2d))
+            conv.register_forward_hook(lambda m, given, out, part=part: kinds[part].add(out.dtype))
+        return net
+
+    reply(site_of("a", make), FedMENU(local=dataclasses.replace(LOCAL, precision="bf16")))
+    assert kinds == {"decoder": {torch.bfloat16}, "agd": {torch.bfloat16}}
+
+
+def test_with_a_step_for_every_organ_the_auxiliary_step_moves_all_of_them() -> None:
+    """One batch of a site with two organs: the moments of the second optimizer are of both sub-encoders."""
+    site = site_of("c")
+    local = dataclasses.replace(LOCAL, steps=1)
+    found = reply(site, FedMENU(per_organ=True, local=local, loss=EXPERTS))
+    kept = site.memory["auxiliary optimizer"]
+    for part in ("encoder:0", "encoder:1", "agd"):
+        assert any(bool(kept[n]["momentum_buffer"].any()) for n in parts(menunet())[part] if n in kept), part
+    assert moved(tensors_of(menunet()), found["model"]) >= {"encoder:0", "encoder:1", "decoder", "agd"}
+
+
+@pytest.mark.parametrize(
+    ("options", "decoder", "encoder"),
+    [
+        ({}, [1, 3], [1, 0.5]),
+        ({"weights": "equal"}, [1, 1], [1, 0.5]),
+        ({"non_expert": 0.25}, [1, 3], [1, 0.25]),
+        ({"weights": "equal", "agg": "fedavg"}, [1, 1], [1, 1]),
+    ],
+)
+def test_which_weights_a_part_has(
+    options: dict[str, Any], decoder: list[float], encoder: list[float]
+) -> None:
+    """Of two sites the first, with one case of four, alone has the first organ."""
+    net = menunet()
+    replies = Replies({s: {"n": n, "annotated": own} for s, n, own in (("a", 1, [1]), ("b", 3, [3]))})
+    method = FedMENU(**options)
+    mean = method.averaging(cast(Any, replies), method.start(net, cast(Any, None)))
+    values = [{name: torch.full_like(v, k) for name, v in tensors_of(net).items()} for k in (0.0, 1.0)]
+    got = mean(values)
+    for part, (one, other) in (("decoder", decoder), ("encoder:0", encoder)):
+        for name in parts(net)[part]:
+            assert float(got[name].flatten()[0]) == pytest.approx(other / (one + other)), part

@@ -2,12 +2,12 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from fakes import same
+from fakes import Replies, same
 from hosted_images import SITES, Federation, cnn, encoded, run, run_with_a_stop
 from torch import Tensor, nn
 
@@ -163,3 +163,24 @@ def test_views_are_of_the_site_and_vary(tmp_path: Path) -> None:
     off = dataclasses.replace(SSP, pretrain=dataclasses.replace(PRETRAIN, views=OFF))
     one, other = run(SSP, tmp_path / "a", 2), run(off, tmp_path / "b", 2)
     assert encoded(one) == encoded(run(SSP, tmp_path / "c", 2)) != encoded(other)
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("cases", 0.75), ("equal", 0.5)])
+def test_the_phase_weighs_nets_and_heads_alike(rule: Any, expected: float) -> None:
+    replies = {
+        site: {"model": {"a": torch.tensor([value])}, "heads": {"b": torch.tensor([value])}, "n": n}
+        for site, value, n in (("x", 0.0, 1), ("y", 1.0, 3))
+    }
+    model, heads = simsiam.averaged(cast(Any, Replies(replies)), rule)
+    assert model["a"].item() == heads["b"].item() == expected
+
+
+@pytest.mark.parametrize("hidden", [None, 6])
+def test_the_widths_of_the_heads_are_those_of_the_options(hidden: int | None) -> None:
+    spec = PreTraining(dim=8, hidden=hidden, bottleneck=3).nets[HEADS]
+    features = cast(Any, cnn()).n_features
+    heads = nets.build(spec.name, spec.options, in_channels=features, classes=4, spatial_dims=2, seed=1)
+    linear = [m for m in heads.modules() if isinstance(m, torch.nn.Linear)]
+    inner = hidden or 8
+    widths = [(features, inner), (inner, inner), (inner, 8), (8, 3), (3, 8)]
+    assert [(m.in_features, m.out_features) for m in linear] == widths

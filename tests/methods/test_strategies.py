@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from fakes import Replies, same
-from test_fedmenu import ANNOTATED, LOCAL, SPACE, federation, menunet, play, selector
+from fakes import Replies, Server, same
+from test_fedmenu import ANNOTATED, LOCAL, SPACE, Site, federation, menunet, play, selector
 from torch import nn
 
 from fedatlas import nets
@@ -342,3 +342,22 @@ def test_a_local_agd_goes_on_from_what_the_site_kept(monkeypatch, name: str) -> 
     for site in "abc":
         assert all(torch.equal(begun[site][n], kept[site][n]) for n in agd)
         assert any(not torch.equal(begun[site][n], start[n]) for n in agd if "norms" in n)
+
+
+def test_the_selector_of_fedsm_sees_as_many_samples_at_a_time_as_the_nets() -> None:
+    asked: list[int] = []
+
+    class Asked(Site):
+        def batches(self, **given: Any) -> Any:
+            asked.append(given["batch"])
+            return super().batches(**given)
+
+    method = fedmenu("fedsm")
+    method = dataclasses.replace(method, local=dataclasses.replace(method.local, batch=3))
+    play(method, Server(*(Asked(name, own, 3, menunet) for name, own in ANNOTATED.items())), rounds=1)
+    assert len(asked) == 4 + 2 * 3 and set(asked) == {3}
+
+
+@pytest.mark.parametrize("name", sorted(STRATEGIES))
+def test_a_site_trains_from_tensors_of_its_own_where_the_strategy_says_so(name: str) -> None:
+    assert fedmenu(name).own_tensors == (name in ("fedbn", "fednorm"))

@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedatlas import nets
 from fedatlas.core.errors import FederationError
@@ -87,3 +88,15 @@ def test_what_does_not_fit_is_named() -> None:
         build(attention_heads=3)
     with pytest.raises(FederationError, match="net crld_unet: strides are"):
         build(strides=[2])
+
+
+def test_heads_of_levels_read_the_mean_of_both_encoders() -> None:
+    net, x = build().train(), images(2)
+    g, l = [x], [x]
+    for a, b in zip(net.encoder, net.private_encoder, strict=True):
+        g.append(a(g[-1]))
+        l.append(b(l[-1]))
+    (_, told), bottom = net(x, bottlenecks=True)
+    expected = F.interpolate(net.heads[0]((g[2] + l[2]) / 2), x.shape[2:], mode="bilinear")
+    torch.testing.assert_close(told, expected)
+    torch.testing.assert_close(bottom, (g[-1], l[-1]))

@@ -452,3 +452,12 @@ def test_images_that_do_not_fit() -> None:
     assert build({**SMALL, "norm": "group"})(torch.zeros(1, 1, 32, 32)).shape == (1, 3, 32, 32)
     with pytest.raises(FederationError, match=r"stride \[16, 16\]"):
         nets.check_patch(net, (64, 60))
+
+
+def test_a_backbone_with_a_head_per_organ_begins_with_the_weights_of_the_file(tmp_path: Path) -> None:
+    source, path = filled(ConvNeXtV2(DEPTHS, DIMS, 3)), tmp_path / "w.safetensors"
+    save_file(as_timm(source), path)
+    backbone = {"name": "deeplabv3plus", **SMALL, "weights": str(path)}
+    net = nets.build("organ_heads", {"backbone": backbone}, in_channels=3, classes=4, spatial_dims=2, seed=1)
+    got = tensors_of(net.backbone.encoder)  # type: ignore[union-attr,arg-type]
+    assert all(torch.equal(got[name], value) for name, value in tensors_of(source).items())

@@ -177,3 +177,15 @@ def test_no_agd_and_classes_that_overlap() -> None:
         net(images(net), experts=[0])
     with pytest.raises(FederationError, match="for exclusive classes"):
         nets.check_classes("menunet", net, exclusive=False)
+
+
+@pytest.mark.parametrize(("name", "options"), [("menunet", {"width": 1}), ("dodnet", {"filters": [8, 8]})])
+def test_organs_are_in_the_order_of_their_first_class(name: str, options: dict[str, Any]) -> None:
+    """So that an organ keeps its place where a group of new classes joins."""
+    for groups, classes, organs in (
+        ([[1, 2]], 4, ((1, 2), (3,))),
+        ([[1, 2], [5, 4]], 6, ((1, 2), (3,), (5, 4))),
+    ):
+        chosen = options | {"groups": groups}
+        net = nets.build(name, chosen, in_channels=1, classes=classes, spatial_dims=2, seed=1)
+        assert cast(Any, net).organs == organs

@@ -341,3 +341,11 @@ def test_every_net_and_option_has_its_sentence(name: str) -> None:
     cls = nets.get(name)
     assert cls.__doc__
     assert all(field.description for field in cls.__pydantic_fields__.values())
+
+
+def test_the_head_of_kims_unet_begins_as_pytorch_has_it() -> None:
+    """All other convolutions by He's rule, whose numbers are larger than any of PyTorch's own may be."""
+    net: Any = nets.build("kim_unet", {"filters": [8, 16]}, in_channels=1, classes=9, spatial_dims=2, seed=1)
+    assert float(net.head.weight.detach().abs().max()) <= 8**-0.5
+    narrow = next(m for m in net.ups.modules() if isinstance(m, torch.nn.Conv2d))
+    assert float(narrow.weight.detach().abs().max()) > 16**-0.5

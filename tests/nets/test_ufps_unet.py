@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from menunet_vectors import vectors
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedatlas import nets
 from fedatlas.core.errors import FederationError
@@ -136,3 +136,17 @@ def test_strides_and_widths() -> None:
 def test_what_does_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(FederationError, match=message):
         build(2, SMALL | options)
+
+
+KINDS = {"batch": nn.modules.batchnorm._BatchNorm, "instance": nn.modules.instancenorm._InstanceNorm}
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("norm", sorted(KINDS))
+def test_every_norm_is_of_the_kind_that_is_asked_for_and_has_a_scale_and_a_shift(
+    dims: int, norm: str
+) -> None:
+    net = build(dims, SMALL | {"norm": norm})
+    found = [m for m in net.modules() if isinstance(m, tuple(KINDS.values()))]
+    assert len(found) == 2 * (4 + 3) and all(isinstance(m, KINDS[norm]) for m in found)
+    assert all(len(list(m.parameters())) == 2 for m in found)
