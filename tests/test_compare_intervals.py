@@ -1,5 +1,6 @@
 """Intervals by patient: what is paired, and what cannot be."""
 
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,13 +34,27 @@ class Predictions:
         return Predicted(**{**found, **self.changed.get(f"seed_{seed}", {})})
 
 
-def interval(monkeypatch: pytest.MonkeyPatch, one: Predictions, other: Predictions) -> dict[str, Any]:
-    monkeypatch.setattr(intervals, "_thresholds", lambda *_: {"nodule": Threshold(None)})
-    comparison: Any = SimpleNamespace(
-        metric="auroc", name="c", first=SimpleNamespace(evaluation=SimpleNamespace(bins=10, draws=50))
+def interval(
+    monkeypatch: pytest.MonkeyPatch,
+    one: Predictions,
+    other: Predictions,
+    *,
+    metric: str = "auroc",
+    limits: Mapping[str, float] | None = None,
+    sites: str = "a",
+    seeds: Sequence[int] = (0, 1),
+) -> dict[str, Any]:
+    """Of one class. limits: arm -> its threshold."""
+    monkeypatch.setattr(
+        intervals, "_thresholds", lambda _, arm, seed: {"nodule": Threshold((limits or {}).get(arm))}
     )
-    cells = {arm.arm: {seed: {("a", "nodule"): 0.5} for seed in (0, 1)} for arm in (one, other)}
-    return intervals._interval(comparison, one, other, [0, 1], cells)  # type: ignore[arg-type]
+    comparison: Any = SimpleNamespace(
+        metric=metric, name="c", first=SimpleNamespace(evaluation=SimpleNamespace(bins=10, draws=50))
+    )
+    cells = {
+        arm.arm: {seed: {(site, "nodule"): 0.5 for site in sites} for seed in seeds} for arm in (one, other)
+    }
+    return intervals._interval(comparison, one, other, seeds, cells)  # type: ignore[arg-type]
 
 
 def test_an_interval_is_around_the_mean_difference(monkeypatch) -> None:
@@ -78,34 +93,23 @@ def test_a_class_counts_patients_and_not_images(monkeypatch) -> None:
     assert found == {"value": None, "reason": "no class has 5 patients with it and 5 without it"}
 
 
-def made(
-    monkeypatch, metric: str, limits: dict[str, float | None], sites: str, **changed: Any
-) -> dict[str, Any]:
-    monkeypatch.setattr(intervals, "_thresholds", lambda _, arm, seed: {"nodule": Threshold(limits[arm])})
-    comparison: Any = SimpleNamespace(
-        metric=metric, name="c", first=SimpleNamespace(evaluation=SimpleNamespace(bins=10, draws=50))
-    )
-    one, other = (Predictions(arm, seed_0=changed) for arm in ("one", "other"))
-    cells = {arm: {0: {(site, "nodule"): 0.5 for site in sites}} for arm in ("one", "other")}
-    return intervals._interval(comparison, one, other, [0], cells)  # type: ignore[arg-type]
-
-
 def test_every_arm_is_cut_at_its_own_threshold(monkeypatch) -> None:
-    limits: dict[str, float | None] = {"one": 0.3, "other": 0.9}
-    found = made(monkeypatch, "sensitivity", limits, "a")
-    share = {}
-    for arm, limit in limits.items():
-        of = Predictions(arm).of(0, "a")
-        share[arm] = float((of.scores[of.truth == 1] >= limit).mean())
+    limits, share = {"one": 0.3, "other": 0.9}, {}
+    one, other = (Predictions(arm) for arm in limits)
+    found = interval(monkeypatch, one, other, metric="sensitivity", limits=limits, seeds=[0])
+    for arm in (one, other):
+        of = arm.of(0, "a")
+        share[arm.arm] = float((of.scores[of.truth == 1] >= limits[arm.arm]).mean())
     assert found["value"] == pytest.approx(share["other"] - share["one"]) and share["one"] != share["other"]
 
 
 def test_sites_with_few_patients_each_count_together(monkeypatch) -> None:
     few = {"known": (np.arange(CASES) < 8)[:, None]}  # 4 patients with it and 4 without it at each site
-    found = made(monkeypatch, "auroc", {"one": None, "other": None}, "ab", **few)
+    one, other = (Predictions(arm, seed_0=few) for arm in ("one", "other"))
+    found = interval(monkeypatch, one, other, sites="ab", seeds=[0])
     assert (
         found["unit"] == "together"
         and found["columns"] == 1
         and found["low"] <= found["value"] <= found["high"]
     )
-    assert made(monkeypatch, "auroc", {"one": None, "other": None}, "a", **few)["value"] is None
+    assert interval(monkeypatch, one, other, seeds=[0])["value"] is None

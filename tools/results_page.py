@@ -27,6 +27,9 @@ README = ROOT / "README.md"
 RECORDED = sorted(path for path in ROOT.glob("experiments/*/records/*") if path.is_dir())
 """Folders of records, each of the runs of one name and profile."""
 
+BEGUN = ("head-neck-pilots-rounds",)
+"""Comparisons that are not finished: their records are kept, and no page has a table of them."""
+
 OPPONENTS = {
     "matched": "sites alone, merged; the loss of `fedatlas`",
     "alone": "sites alone, merged; the usual loss",

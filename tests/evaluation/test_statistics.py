@@ -155,9 +155,8 @@ def test_the_spread_of_differences_is_that_of_a_sample() -> None:
     keys = range(6)
     other = {key: 0.1 * key for key in keys}
     found = differences(dict.fromkeys(keys, 0.0), {"one": other})["one"]
-    assert found.sd == pytest.approx(np.std(list(other.values()), ddof=1)) and found.mean == pytest.approx(
-        0.25
-    )
+    assert found.sd == pytest.approx(np.std(list(other.values()), ddof=1))
+    assert found.mean == pytest.approx(0.25)
 
 
 def test_ranks_count_to_nine_decimals() -> None:

@@ -130,7 +130,6 @@ def test_a_slowed_warm_up_begins_lower_too() -> None:
 
 
 def test_a_site_trains_at_the_rate_of_its_place_in_the_cycle() -> None:
-
     cycled = FedASAM(swa=SWA(start=0.25, cycle=2, low=0.2), local=LOCAL)
     for round, factor in ((1, 1.0), (2, 0.6), (3, 0.2)):
         by_hand = FedASAM(swa=SWA(start=1.0), local=slowed(LOCAL, factor))

@@ -41,13 +41,19 @@ def test_outputs_and_parts(dims: int) -> None:
     assert without == []
 
 
-def test_which_encoder_is_asked_where() -> None:
-    """The maps by hand: the mean of both above, attention at the bottom, asked by the private encoder."""
-    net, x = build().eval(), images(2)
+def encoded(net: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The images, and the maps of every level, of the shared encoder and of the private one."""
     g, l = [x], [x]
     for a, b in zip(net.encoder, net.private_encoder, strict=True):
         g.append(a(g[-1]))
         l.append(b(l[-1]))
+    return g, l
+
+
+def test_which_encoder_is_asked_where() -> None:
+    """The maps by hand: the mean of both above, attention at the bottom, asked by the private encoder."""
+    net, x = build().eval(), images(2)
+    g, l = encoded(net, x)
     maps = [(a + b) / 2 for a, b in zip(g[1:-1], l[1:-1], strict=True)]
     expected = net.head(net.decoder([*maps, net.attention(l[-1], g[-1])]))
     torch.testing.assert_close(net(x), expected)
@@ -92,10 +98,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_heads_of_levels_read_the_mean_of_both_encoders() -> None:
     net, x = build().train(), images(2)
-    g, l = [x], [x]
-    for a, b in zip(net.encoder, net.private_encoder, strict=True):
-        g.append(a(g[-1]))
-        l.append(b(l[-1]))
+    g, l = encoded(net, x)
     (_, told), bottom = net(x, bottlenecks=True)
     expected = F.interpolate(net.heads[0]((g[2] + l[2]) / 2), x.shape[2:], mode="bilinear")
     torch.testing.assert_close(told, expected)
