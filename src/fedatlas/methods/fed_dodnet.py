@@ -22,6 +22,8 @@ mentions is not here. The loss is the mean over all pairs of a sample and a clas
 the mean over the samples of each channel first, and that over channels then, which differs where a batch annotates its
 classes unequally often.
 
+Mind `local.lr`: both papers have 0.01 with SGD, and at 0.05 heads were lost in the first step (`nets.dodnet`).
+
 Shapes: B batch, C classes with the background, H channels of all heads (C - 1), *S spatial.
 """
 
