@@ -230,3 +230,10 @@ def test_what_does_not_fit_is_named() -> None:
         FedDoDNet().check(LabelSpace(("lung", "heart"), exclusive=False))
     with pytest.raises(FederationError, match="not exclusive"):
         FedDoDNet(loss=LossChoice(name="marginal_dice_ce")).check(SPACE)
+
+
+def test_a_rate_above_that_of_the_papers_is_told() -> None:
+    (note,) = FedDoDNet(local=LOCAL).examine(dodnet(), [])
+    assert note.startswith("method fed_dodnet: local.lr is 0.05; its papers have 0.01 with sgd")
+    for local in (dataclasses.replace(LOCAL, lr=0.01), Local(optimizer="adamw", lr=0.05)):
+        assert FedDoDNet(local=local).examine(dodnet(), []) == []

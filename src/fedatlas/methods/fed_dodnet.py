@@ -22,8 +22,6 @@ mentions is not here. The loss is the mean over all pairs of a sample and a clas
 the mean over the samples of each channel first, and that over channels then, which differs where a batch annotates its
 classes unequally often.
 
-Mind `local.lr`: both papers have 0.01 with SGD, and at 0.05 heads were lost in the first step (`nets.dodnet`).
-
 Shapes: B batch, C classes with the background, H channels of all heads (C - 1), *S spatial.
 """
 
@@ -51,6 +49,9 @@ from fedatlas.methods.shared.heads import head_known, head_space, head_target
 from fedatlas.methods.shared.kept import chosen, names_of_parts
 from fedatlas.methods.shared.owners import SENDS as SENDS_OWNED
 from fedatlas.methods.shared.owners import WHO_SPEAKS, Speaks, speakers
+
+RATE = 0.01
+"""Learning rate of both papers, with SGD."""
 
 MEMORY = "fed_dodnet.own"
 """The key of a site's memory with the tensors that it keeps."""
@@ -177,9 +178,15 @@ class FedDoDNet(Weighted):
         losses.make(self.loss, head_space(space))
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
-        """Raises FederationError where the net has no dynamic head, or lacks a part of `own`."""
+        """A note where the learning rate is above that of the papers. Raises FederationError where the net has no dynamic head, or lacks a
+        part of `own`."""
         self.kept(net)
-        return []
+        if self.local.optimizer != "sgd" or self.local.lr <= RATE:
+            return []
+        return [
+            f"method fed_dodnet: local.lr is {self.local.lr:g}; its papers have {RATE:g} with sgd. At 0.05 heads were lost in the first step: "
+            "their ReLUs stayed 0 everywhere, and nothing was found"
+        ]
 
 
 def all_heads(found: Sequence[Tensor], organs: Groups, H: int) -> Tensor:
