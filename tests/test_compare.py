@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from findings import findings_federation, write_findings
 from scipy import stats
@@ -410,6 +411,24 @@ def test_federation_files_of_segmentation_are_arms(small, tmp_path, capsys) -> N
     out = capsys.readouterr().out
     assert "2 finished, 0 to do" in out and "one 3; two 6." in out and "| two | 3 |" in out
     assert "Forgetting: dice" in out and "2 R K size" in out
+
+
+def test_bf16_on_a_processor_without_it_is_told_once_for_all_runs_and_by_each(
+    small, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False, "amx_bf16": False})
+    files = []
+    for name, precision in (("one", "float32"), ("two", "bf16"), ("three", "bf16")):
+        files.append(tmp_path / f"{name}.yaml")
+        local = small["local"] | {"steps": 1, "precision": precision}
+        files[-1].write_text(yaml.safe_dump(small | {"name": name, "rounds": 1, "local": local}))
+    told: list[str] = []
+    passing: list[str] = []
+    comparison = load_comparison(files, runs=tmp_path / "runs", seeds=1)
+    assert run_comparison(comparison, tell=told.append, passing=passing.append) == {}
+    assert sum(line.startswith("note: local.precision is bf16") for line in told) == 1
+    slow = [line for line in passing if "note: local.precision is bf16" in line]
+    assert [line.partition(": note")[0] for line in slow] == ["2 of 3, two-s0", "3 of 3, three-s0"]
 
 
 def test_the_page_changes_between_the_marks_only(done, tmp_path, capsys) -> None:

@@ -24,6 +24,7 @@ from fedatlas.federation.file import Federation, flat_difference, hash_of, load_
 from fedatlas.federation.record import changed_evaluation, differing_code
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.yaml import read_yaml
+from fedatlas.learning.loop import slow_precision
 from fedatlas.transport.local import keeping_workers
 from fedatlas.transport.rounds import RunFolder, read_run
 
@@ -110,6 +111,13 @@ def run_comparison(
         _some_cases(comparison, comparison.federations[arm][seed])
     total = len(chosen) * len(comparison.seeds)
     tell(f"{comparison.folder}: {total} runs, {done} finished, {len(todo)} to do")
+    for note in dict.fromkeys(
+        note
+        for arm, seed in todo
+        for federation in [comparison.federations[arm][seed]]
+        for note in slow_precision(federation.local, federation.engine.device)
+    ):
+        tell(f"note: {note}")
     spent: dict[str, list[float]] = {}
     for number, (arm, seed) in enumerate(todo):
         run, began = f"{arm}-s{seed}", time.monotonic()

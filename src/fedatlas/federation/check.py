@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.memory import device_memory, gibibytes
 from fedatlas.core.pictures import in_pixels, of_pictures
@@ -13,7 +11,7 @@ from fedatlas.federation.design import Experiment, cache_folder
 from fedatlas.federation.file import load_federation
 from fedatlas.federation.forecast import bytes_per_round
 from fedatlas.federation.initial import sentence
-from fedatlas.learning.loop import emulates_bf16
+from fedatlas.learning.loop import slow_precision
 
 
 def check_federation_file(path: Path, overrides: Sequence[str], runs: Path) -> dict[str, Any]:
@@ -59,11 +57,7 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             f"faults.min_sites is {least}, and the federation has {_counted(count, 'site')}; every site must then "
             f"answer, lower it to {count} or less"
         )
-    if federation.local.precision == "bf16" and emulates_bf16(torch.device(federation.engine.device)):
-        sentences.append(
-            "local.precision is bf16, for which this processor has no instructions (avx512_bf16, amx_bf16): sites on it "
-            "train slower than in float32, and to other bits than sites that have them; float32 is faster here"
-        )
+    sentences += slow_precision(federation.local, federation.engine.device)
     if federation.init_from:
         sentences.append(sentence(federation.init_from, experiment.space))
     sentences += experiment.examine(experiment.shapes())

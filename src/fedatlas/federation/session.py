@@ -41,7 +41,7 @@ from fedatlas.federation.record import (
     now,
 )
 from fedatlas.federation.usable import differing_versions
-from fedatlas.learning.loop import make_optimizer
+from fedatlas.learning.loop import make_optimizer, slow_precision
 from fedatlas.transport import wire
 from fedatlas.transport.allocator import return_freed_blocks
 from fedatlas.transport.clients import Released, SiteClients, Transport
@@ -106,6 +106,8 @@ def gather_local(
     problems = [p for p in check_federation(experiment.indexes, experiment.space) if p.fatal]
     if problems:
         raise FederationError("\n".join(str(problem) for problem in problems))
+    for note in slow_precision(federation.local, federation.engine.device):
+        tell(f"note: {note}")
     transport: Transport
     if federation.engine.workers:
         _require_elsewhere(federation)
