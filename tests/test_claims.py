@@ -64,6 +64,7 @@ def test_a_claim_that_the_page_would_not_show_is_refused(tmp_path: Path) -> None
             menu(tmp_path, **{"paper": "P", **changes})
 
     refused("'Fig. 5' names no table or figure; expected", claims={"Fig. 5": ["means"]})
+    refused("'Table 2b' names no table or figure", claims={"Table 2b": ["means"]})
     refused("the part 'radar' does not exist.*known: means,", claims={"Figure 5": ["radar"]})
     refused("of which paper Table 2 is, is missing", paper=None, claims={"Table 2": ["means"]})
     refused("Figure 5 of P would not be on the page: .*layout.radar", claims={"Figure 5": ["radar-sites"]})

@@ -29,6 +29,7 @@ from fedatlas.compare import (
     write_page,
 )
 from fedatlas.compare.overlays import Cases, overlays, subjects
+from fedatlas.compare.plan import MOST_LETTERS
 from fedatlas.compare.running import kept_model
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.evaluation.classification import Predictions, score
@@ -282,6 +283,79 @@ def test_an_arm_changes_what_it_names_and_nothing_else(small_images, tmp_path) -
     assert loaded(tmp_path, small_images, "smoke", arms=arms, profiles=profiles)["mu"].rounds == 1
 
 
+def test_steps_and_epochs_that_are_named_stand_in_place_of_the_budget(small_images, tmp_path) -> None:
+    small_images["local"] |= {"epochs": 3, "steps": None}
+    arms = {
+        "plain": {},
+        "steps": {"local": {"steps": 4, "epochs": None}},
+        "epochs": {"local": {"steps": None, "epochs": 4}},
+        "smaller": {"local.epochs": 4},
+    }
+    full = {"steps": 5, "arms": {"smaller": {"local.epochs": 2}}}
+    found = loaded(tmp_path, small_images, arms=arms, profiles={"full": full})
+    budgets = {arm: (federation.local.steps, federation.local.epochs) for arm, federation in found.items()}
+    assert budgets == {"plain": (5, None), "steps": (4, None), "epochs": (None, 4), "smaller": (None, 2)}
+    profiles = {"full": {"steps": 5, "arms": {"plain": {"local.epochs": 2}}}}
+    plain = loaded(tmp_path, small_images, arms=arms, profiles=profiles)["plain"].local
+    assert (plain.steps, plain.epochs) == (None, 2), "named by the profile alone"
+
+
+def test_what_one_arm_changes_no_other_has(small_images, tmp_path) -> None:
+    """Though the profile gives all of them the block, and the base its sites."""
+    arms = {
+        "first": {"method.mu": 0.5, "sites.s1.name": "east"},
+        "same": {"method.name": "fedprox"},
+        "other": {},
+    }
+    full = {"method": {"name": "fedprox", "mu": 0.25}, "arms": {"first": {"method.mu": 0.75}}}
+    found = loaded(tmp_path, small_images, arms=arms, profiles={"full": full})
+    assert [federation.method["mu"] for federation in found.values()] == [0.75, 0.25, 0.25]
+    names = [[site.name for site in federation.sites] for federation in found.values()]
+    assert names == [["s0", "east", "s2"], ["s0", "s1", "s2"], ["s0", "s1", "s2"]]
+    assert found["first"].sites[1].path == found["other"].sites[1].path, "another name is no other site"
+
+
+def test_seeds_are_the_first_of_the_file(small_images, tmp_path) -> None:
+    file = write(tmp_path, small_images, seeds=[5, 3, 9], profiles={"full": {"seeds": 2}})
+
+    def seeds(asked: int | None) -> list[int]:
+        found = load_comparison([file], profile="full", data=tmp_path, seeds=asked)
+        assert found.federations["prox"].keys() == set(found.seeds)
+        return found.seeds
+
+    assert seeds(None) == [5, 3] and seeds(1) == [5] and seeds(3) == [5, 3, 9]
+    with pytest.raises(FederationError, match="4 seeds were asked for"):
+        seeds(4)
+
+
+def test_the_name_of_a_run_may_have_so_many_letters(small_images, tmp_path) -> None:
+    longest = "a" * (MOST_LETTERS - len("tiny-full-"))
+    assert loaded(tmp_path, small_images, arms={longest: {}})[longest].name == f"tiny-full-{longest}-s0"
+    with pytest.raises(FederationError, match=f"{MOST_LETTERS + 1} letters; allowed: {MOST_LETTERS}"):
+        loaded(tmp_path, small_images, arms={f"{longest}a": {}})
+
+
+def test_where_and_how_the_runs_are_made(small_images, tmp_path, monkeypatch) -> None:
+    small_images["engine"] = {"workers": 2, "cache": None}
+    file = write(tmp_path / "files", small_images, runs="shared")
+
+    def found(**how: Any) -> Comparison:
+        return load_comparison([file], profile="full", data=tmp_path, runs=tmp_path / "runs", **how)
+
+    plain, asked = found(), found(workers=0, device="cuda", seeds=1)
+    assert plain.name == "tiny" and plain.folder == tmp_path / "runs" / "shared-full"
+    assert plain.federations["prox"][1].name == "shared-full-prox-s1"
+    assert plain.first.engine.workers == 2 and plain.first.engine.cache == str(tmp_path / "runs" / ".cache")
+    assert asked.first.engine.workers == 0 and asked.first.engine.device == "cuda"
+    told = "fedatlas compare comparison.yaml --profile full --data DIR"
+    assert plain.command == told and asked.command == f"{told} --seeds 1"
+    monkeypatch.chdir(tmp_path)
+    assert found().command == told.replace("comparison.yaml", "files/comparison.yaml")
+    small_images["engine"] = {"cache": "own", "device": "cuda"}
+    write(tmp_path / "files", small_images)
+    assert Path(found().first.engine.cache or "").name == "own" and found().first.engine.device == "cuda"
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
@@ -292,6 +366,14 @@ def test_an_arm_changes_what_it_names_and_nothing_else(small_images, tmp_path) -
         ({"arms": {"a": {"seed": 3}}}, "arm a: seed: every run has its own, by `seeds` of the comparison; leave it out"),
         ({"profiles": {"full": {"name": "x"}}}, "name: every run has its own, by the name of the arm; leave it out"),
         ({"measure": {"sites": []}}, "measure: sites: is empty; leave it out for all sites"),
+        ({"measure": {"sites": "test"}}, "measure: sites is 'test', and no site has that role; list the sites by name"),
+        ({"measure": {"local": ["prox"]}, "profiles": {"full": {}}},
+         "measure: local: auroc has no values by case; allowed for dice"),
+        ({"layout": {"columns": "site-class", "cells": "cases"}}, "layout: cells: cases: auroc has no values by case"),
+        ({"layout": {"columns": "site-class", "against": "prox"}}, "layout: against: auroc has no values by case"),
+        ({"arms": {"a": {"sites.s1": 3}}}, "arm a: sites.s1: 3 given for the whole of sites.s1; expected its keys"),
+        ({"profiles": {"full": {}, "a/b": {}}}, "the profile 'a/b': a name of letters"),
+        ({"arms": {"a": {}, "b": {"evaluation.metrics": ["ap"]}}}, "the arm b evaluates only ap"),
         ({"arms": {"a/b": {}}}, "the arm 'a/b': a name of letters"),
         ({"profiles": {"full": {"stepps": 3}}}, "did you mean 'steps'"),
         ({"profiles": {"full": {"seeds": 3}}}, "3 seeds were asked for, and the file lists [0, 1]"),
@@ -328,6 +410,9 @@ def test_files_that_are_no_comparison(tmp_path, capsys) -> None:
         file.write_bytes(content)
         assert main(["compare", str(file)]) == 1
         assert f"error: {file}: {text}{expected}" in capsys.readouterr().err
+    file.write_text("{name: x, base: common.yaml}")
+    with pytest.raises(FederationError, match=r"x\.yaml: arms: missing; it must be given"):
+        load_comparison([file])
     file.write_text("")
     assert main(["compare", str(file), str(other)]) == 1, "several are federation files"
     assert f"error: {file}: is empty; expected a federation file, " in capsys.readouterr().err
@@ -351,6 +436,20 @@ def test_data_is_the_folder_of_relative_paths_only(small_images, tmp_path) -> No
         there = load_comparison([file], profile="full", data=data).first
         assert [s.path for s in here.sites] == [str(folder / "site-0"), "/fixed/site", str(folder / "site-2")]
         assert [s.path for s in there.sites] == [str(data / "site-0"), "/fixed/site", str(data / "site-2")]
+
+
+def test_data_is_not_of_paths_that_are_elsewhere(small_images, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file = write(tmp_path / "files", small_images)
+    base = yaml.safe_load((tmp_path / "files" / "common.yaml").read_text())
+    for site, path in zip(base["sites"], ("bundled:chest", "~/site", "site-2"), strict=True):
+        site["path"] = path
+    (tmp_path / "files" / "common.yaml").write_text(yaml.safe_dump(base))
+    here, there = (
+        [site.path for site in load_comparison([file], profile="full", data=data).first.sites]
+        for data in (None, Path("~/files/../data"))
+    )
+    assert there[:2] == here[:2] and there[2] == str(tmp_path / "home" / "data" / "site-2")
 
 
 def test_a_wrong_folder_of_data_is_told_once_for_all_runs(small_images, tmp_path) -> None:
@@ -393,6 +492,36 @@ def test_federation_files_are_arms(small_images, findings, tmp_path, capsys) -> 
     assert main([*arguments, "--only-table", "--seeds", "0"]) == 1
     err = capsys.readouterr().err
     assert "have no profiles" in err and "a name of its own" in err and "--seeds 0: must be at least 1" in err
+
+
+def test_federation_files_that_do_not_compare_are_told(small, small_images, tmp_path) -> None:
+    files = {}
+    for name, federation in (
+        ("one", small_images | {"seed": 7}),
+        ("two", small_images | {"seed": 7}),
+        ("three", small_images | {"seed": 7, "sites": [{**small_images["sites"][0], "path": "site-0"}]}),
+        ("later", small_images | {"seed": 8}),
+        ("voxels", small | {"seed": 7}),
+    ):
+        files[name] = tmp_path / f"{name}.yaml"
+        files[name].write_text(yaml.safe_dump(federation | {"name": name}))
+    files["plan"] = write(tmp_path / "plan", small_images)
+
+    def found(*names: str, **how: Any) -> Comparison:
+        return load_comparison([files[name] for name in names], **how)
+
+    assert found("one", "two").seeds == [7] and found("one", "two").name == "one-vs-two"
+    assert found("one", "later", seeds=2).seeds == [0, 1], "these in place of their own"
+    three = found("one", "two", "three", data=tmp_path / "data")
+    assert three.name == "one-and-2-others"
+    assert three.federation("three").sites[0].path == str(tmp_path / "data" / "site-0")
+    for names, told in (
+        (("one", "later"), "one has the seed 7, later 8; give --seeds"),
+        (("one", "voxels"), "one is for classification, voxels for segmentation; they do not compare"),
+        (("one", "plan"), r"plan/comparison\.yaml: is a comparison file; give one alone"),
+    ):
+        with pytest.raises(FederationError, match=told):
+            found(*names)
 
 
 def test_federation_files_of_segmentation_are_arms(small, tmp_path, capsys) -> None:

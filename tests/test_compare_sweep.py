@@ -11,7 +11,7 @@ from test_compare_tables import IN, OUT, menu, pretend
 
 from fedatlas.compare import Comparison, collect, load_comparison, write_page
 from fedatlas.compare.plan import Sweep
-from fedatlas.compare.sweep import kinds, sweeps
+from fedatlas.compare.sweep import kinds, lacks_sweeps, number_of, sweeps
 
 EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 ARMS: Mapping[str, Any] = {
@@ -183,6 +183,113 @@ def test_a_star_stands_for_the_sites_that_train(tmp_path) -> None:
     assert kinds(swept(tmp_path, arms), star).swept == {"a": ["a-20", "a-40"]}, "btcv has none, and is tested"
     arms["a-40"]["sites.c3.cases"] = 41
     assert kinds(swept(tmp_path / "other", arms), star).swept == {}, "not one number in all"
+
+
+def test_a_line_is_called_by_words_that_no_other_has(tmp_path) -> None:
+    arms = {
+        "u_2": {}, "u_4": {"rounds": 4}, "2-own-net": {"local.lr": 0.1}, "4-own-net": {"local.lr": 0.1, "rounds": 4},
+        "a": {"local.lr": 0.2}, "a-b-a": {"local.lr": 0.2, "rounds": 4},
+        "pooled-2": {"local.lr": 0.3}, "pooled-4": {"local.lr": 0.3, "rounds": 4},
+    }  # fmt: skip
+    found = kinds(swept(tmp_path, arms))
+    assert list(found.swept) == ["u", "own-net", "a", "pooled-2, pooled-4"], "pooled is a level's name"
+    assert found.pooled == ["pooled"]
+    twice = {name: {"rounds": 2, "evaluation.every": every} for name, every in (("a", 1), ("b", 2))}
+    assert kinds(swept(tmp_path / "twice", twice)).swept == {}, "two arms, and one number"
+
+
+def test_what_is_no_number_in_all_of_the_keys_has_none() -> None:
+    plain = {"rounds": 2, "local": {"steps": 2}, "on": True, "patch": [2, 2], "name": "2", "method": {}}
+
+    def number(*over: str) -> float | None:
+        return number_of(plain, Sweep(over=over))  # type: ignore[call-arg]
+
+    assert number("rounds", "local.steps") == 2
+    for other in ("on", "patch", "name", "method.sam.start", "nowhere"):
+        assert number("rounds", other) is None and number(other) is None, other
+
+
+def test_why_there_is_no_sweep_is_told_by_its_keys(tmp_path) -> None:
+    both = [{"over": ["local.lr", "seed"]}, {"over": ["rounds"], "beside": ["local.steps"]}]
+    assert lacks_sweeps(swept(tmp_path / "some", sweeps=both)) == "", "one of the two has a line"
+    alone = {"unet": {}}
+    told = "sweeps is over {}, in which alone no two arms differ"
+    assert lacks_sweeps(swept(tmp_path / "none", alone, sweeps=both)) == told.format("local.lr, seed; rounds")
+    assert lacks_sweeps(swept(tmp_path / "empty", alone, sweeps=[])) == told.format("nothing")
+
+
+def test_budgets_are_told_of_sweeps_over_rounds_alone(tmp_path, monkeypatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("fedatlas.compare.sweep.sweep_curves", lambda *of: drawn.append(of) or "<svg/>")
+    arms = {
+        "a-40": {"rounds": 40, "local.steps": 20}, "b-40": {"rounds": 40, "local.steps": 5},
+        "a-80": {"rounds": 80, "local.steps": 10},
+        "lr-1": {"rounds": 9, "local.steps": 5, "local.lr": 0.25, "method": {"name": "fedprox", "mu": 0.25}},
+        "lr-2": {"rounds": 9, "local.steps": 6, "local.lr": 0.5, "method": {"name": "fedprox", "mu": 0.5}},
+        "mixed-2": {"rounds": 2, "local.steps": 3}, "mixed-3": {"rounds": 3, "local.epochs": 2},
+        "even-1": {"rounds": 1, "local.epochs": 0.3, "local.lr": 1.5},
+        "even-3": {"rounds": 3, "local.epochs": 0.1, "local.lr": 1.5},
+    }  # fmt: skip
+    rounds = {"over": ["rounds"], "beside": ["local.steps", "local.epochs"]}
+    rates = {"over": ["local.lr", "method.mu"], "beside": ["local.steps"]}
+    told = {}
+    for name, sweep, of in (
+        ("uneven", rounds, ("a-40", "b-40", "a-80")),
+        ("even", rounds, ("even-1", "even-3")),
+        ("mixed", rounds, ("mixed-2", "mixed-3")),
+        ("rates", rates, ("lr-1", "lr-2")),
+    ):
+        comparison = swept(tmp_path / name, {arm: arms[arm] for arm in of}, sweeps=[sweep])
+        done(comparison, of[0], 0.5)
+        told[name] = sweeps(comparison, collect(comparison))
+    assert [ticks for _, ticks, *_ in drawn] == [
+        {40: "40 × 20 or 5", 80: "80 × 10"},
+        {1: "1 × 0.3", 3: "3 × 0.1"},
+        {2: "2 × 3 steps", 3: "3 × 2 epochs"},
+        {0.25: "0.25", 0.5: "0.5"},
+    ]
+    labels = ["rounds × steps", "rounds × epochs", "rounds × steps or epochs", "local.lr"]
+    assert [label for *_, label, _ in drawn] == labels
+    uneven = [name for name, text in told.items() if "in all at every number of rounds" in text]
+    assert uneven == ["uneven", "mixed"], "steps are no epochs, though they are as many"
+
+
+def test_the_words_beside_a_sweep_are_of_what_it_shows(tmp_path, monkeypatch) -> None:
+    """Published averages alone are drawn, too; where a table has two averages it is include*."""
+    drawn: list[Any] = []
+    monkeypatch.setattr("fedatlas.compare.sweep.sweep_curves", lambda *of: drawn.append(of) or "<svg/>")
+    arms = {"a-2": {}, "a-4": {"rounds": 4}}
+    over = [{"over": ["local.lr"]}, {"over": ["rounds"]}]
+
+    def told(name: str, values: Mapping[str, float], **changes: Any) -> str:
+        comparison = swept(tmp_path / name, arms, **{"sweeps": over, **changes})
+        for arm, mean in values.items():
+            done(comparison, arm, mean)
+        return sweeps(comparison, collect(comparison))
+
+    plain = told("plain", {"a-2": 0.5, "pooled": 0.5})
+    assert "include*" not in plain and "Hollow" not in plain and "pooled (0 of" not in plain
+    level = told("level", {"a-2": 0.5}, printed={"pooled": {"mean": 0.5}})
+    assert "Hollow: published" in level and "pooled (0 of 1 seeds)" in level
+    both = {"include*": 60.0, "exclude*": 70.0}
+    layout = {"columns": "site-class", "percent": True}
+    published = told("published", {}, layout=layout, printed={"a-4": both})
+    assert "Hollow: published" in published and drawn[-1][0][0].lines["a"][1].published == 60.0
+    told("mean", {}, layout=layout, printed={"a-4": {**both, "mean": 65.0}})
+    assert drawn[-1][0][0].lines["a"][1].published == 65.0, "the mean, where it is published"
+    assert {name for *_, name in drawn} == {"sweep-1"}, "its place among the sweeps"
+    starred = told("starred", {"a-2": 0.5}, tables=[{"sites": ["c1", "btcv"], "layout": layout}])
+    assert "Where a table has two averages it is include*." in starred
+    first = menu(tmp_path / "first", arms=arms, measure={"sites": ["c1", "btcv"]}, layout=layout)
+    done(first, "a-2", 0.5)
+    assert "it is include*." in sweeps(first, collect(first))
+    for seed, mean in enumerate((0.2, 0.3, 0.7)):
+        comparison = swept(tmp_path / "seeds", arms, seeds=[0, 1, 2])
+        done(comparison, "a-2", mean, seed)
+    sweeps(comparison, collect(comparison))
+    assert drawn[-1][0][0].lines["a"][0].mean == pytest.approx(40.0), (
+        "the mean over three seeds, not their middle"
+    )
 
 
 def test_the_axis_is_logarithmic_where_numbers_are_far_apart() -> None:

@@ -13,6 +13,7 @@ from scipy import stats
 
 from fedatlas.compare import Comparison, Layout, collect, load_comparison, write_table
 from fedatlas.compare.cells import Counted, UnitOf, cell_tests, over_cases, pairs_of
+from fedatlas.compare.plan import of_findings
 from fedatlas.compare.running import average
 from fedatlas.core.errors import FederationError
 from fedatlas.evaluation.statistics import holm, rows_text
@@ -287,6 +288,11 @@ def test_localized_rows_are_every_sites_own_model(tmp_path) -> None:
         ({"measure": {"local": ["local"]}}, "measure: local: the arm 'local' does not exist"),
         ({"measure": {"sites": "tests"}}, "'train' or 'test'"),
         ({"printed": {"menu/c1": {"mean": 1.0}}}, "the arm 'menu/c1' does not exist"),
+        ({"layout": {}, "measure": {"local": ["menu"]}, "printed": {"menu/c1": {"mean": 1.0}}},
+         "the arm 'menu/c1' does not exist"),
+        ({"layout": {}, "printed": {"menu": {"background": 1.0}}}, "the class 'background' does not exist"),
+        ({"measure": {"model": "local/c9"}}, "measure: model: local/, the site 'c9' does not exist"),
+        ({"measure": {"postprocess": True}}, "postprocess is true, and the arm localized has no evaluation.postprocess"),
         ({"measure": {"local": ["menu"]}, "arms": {"menu": {"evaluation.models": ["best"]}}},
          "measure.local holds the arm, and the arm menu evaluates only best"),
         ({"tables": [{"title": "Outside", "model": "last"}], "arms": {"menu": {"evaluation.models": ["best"]}}},
@@ -297,6 +303,30 @@ def test_what_a_table_cannot_show_is_told(tmp_path, changes, told) -> None:
     with pytest.raises(FederationError) as error:
         menu(tmp_path, **changes)
     assert told in str(error.value)
+
+
+def test_a_table_may_be_of_the_model_of_one_site(tmp_path) -> None:
+    assert menu(tmp_path, measure={"model": "local/c1"}).measure.model == "local/c1"
+
+
+def test_findings_are_measured_without_cases_and_outlines(tmp_path) -> None:
+    """Sensitivity is of voxels where it is evaluated of them, and of findings where it is not."""
+    labels = {"labels.findings": {"ill": None}, "labels.exclusive": False, "labels.names": [*ORGANS]}
+    voxels = {"evaluation.metrics": ["dice", "sensitivity"]}
+
+    def found(metric: str, arm: Mapping[str, Any] = labels, **changes: Any) -> Comparison:
+        measure = {"metric": metric, **changes.pop("measure", {})}
+        return menu(tmp_path, arms={"a": dict(arm)}, measure=measure, layout={}, **changes)
+
+    assert found("auroc", printed={"a": {"ill": 0.5}}).metric == "auroc"
+    assert [of_findings(found("sensitivity", arm)) for arm in (labels, {**labels, **voxels})] == [True, False]
+    for told, how in (
+        ("measure.postprocess: auroc of findings is of no outline", {"measure": {"postprocess": True}}),
+        ("measure: local: auroc has no values by case", {"measure": {"local": ["a"]}}),
+        ("metric: for segmentation the metric 'auroc' does not exist", {"arm": {}}),
+    ):
+        with pytest.raises(FederationError, match=told):
+            found("auroc", **how)
 
 
 def test_the_table_is_written_to_a_page(tmp_path) -> None:
@@ -572,6 +602,12 @@ def test_arms_of_settings_that_are_not_compared_are_not_ranked_together(tmp_path
     assert list(collect(both)["ranks"][0]["mean"]) == ["localized", "menu", "unet"]
     plain = menu(tmp_path, layout={"columns": "site-class"})
     assert plain.families == [list(plain.arms)]
+    arms: dict[str, dict[str, Any]] = {arm: {} for arm in "zyxw"}
+    pairs = menu(tmp_path, arms=arms, references={"x": "z", "y": "w"})
+    assert pairs.families == [["z", "x"], ["y", "w"]], (
+        "in the order of the file, whichever pair is joined first"
+    )
+    assert pairs.compared == {"y": "w", "x": "z"}
 
 
 @pytest.mark.parametrize(

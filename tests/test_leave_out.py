@@ -103,6 +103,16 @@ def test_what_a_site_says_of_its_own_split_does_not_count_once_it_is_left_out(sm
     assert (turn.role, turn.cases, turn.split) == ("test", None, None)
 
 
+def test_one_of_two_sites_that_train_can_be_left_out(small, tmp_path) -> None:
+    small["sites"][1]["role"] = "test"
+    found = load_comparison([written(tmp_path, small, arms={"fedavg": {}})])
+    roles = {arm: [site.role for site in of[0].sites] for arm, of in found.federations.items()}
+    assert roles == {
+        "fedavg-without-s0": ["test", "test", "train"],
+        "fedavg-without-s2": ["train", "test", "test"],
+    }
+
+
 def test_whole_images_are_compared_by_cell(small_images, tmp_path) -> None:
     sites = [site["name"] for site in small_images["sites"]]
     small_images |= {"rounds": 1, "labels": {"names": None}}
@@ -157,6 +167,8 @@ def test_an_arm_stands_in_the_tables_once_all_its_turns_are_finished(small, tmp_
          "s0 is the only site that trains in arm x"),
         ({"arms": {"x" * 90: {}}}, "a shorter name"),
         ({"arms": {"x": {"evaluation.metrics": ["asd"]}}}, "the arm x-without-s0 evaluates only asd"),
+        ({"measure": {"model": "local/s1"}}, "take leave_out away, or measure: model"),
+        ({"analyses": {"cka": ["prox"]}}, "take leave_out away, or analyses"),
         ({"leave_out": ["s9"]}, "leave_out: the site 's9' does not exist"),
         ({"tables": [{"split": "validation"}]}, "take leave_out away, or measure: split: validation"),
         ({"measure": {"local": ["prox"]}}, "take leave_out away, or measure: local"),
