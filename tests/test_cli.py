@@ -22,8 +22,11 @@ from headers import without_orientation
 
 from fedatlas.cli import listing, main
 from fedatlas.cli.progress import Counter, Progress
+from fedatlas.core.errors import FederationError
+from fedatlas.core.labels import LabelSpace
 from fedatlas.evaluation.statistics import read_rows, select
 from fedatlas.federation.file import load_federation, parse_federation
+from fedatlas.federation.predict import _Labelled, predict_scans
 from fedatlas.federation.record import claim
 from fedatlas.transport.rounds import RunFolder
 
@@ -117,6 +120,35 @@ def test_predict_in_the_scans_own_geometry(trained: Path, phantom: Path, tmp_pat
     )
     there = np.asarray(nib.load(again["scans"][0]["labels"]).dataobj)
     assert np.array_equal(there[:, ::-1].transpose(1, 2, 0), np.asarray(labels.dataobj))
+
+
+@pytest.mark.parametrize("affine", [np.diag([-2, 3, 5, 1]), np.diag([2, 3, 5, 1])[[2, 0, 1, 3]]])
+def test_millilitres_are_of_the_voxels_however_the_axes_lie(affine) -> None:
+    space = LabelSpace(("background", "liver", "spleen"))
+    labels = np.zeros((4, 4, 4), np.uint8)
+    labels[0, 0, :2], labels[1] = 1, 0
+    found = _Labelled(labels, affine, None, {}).millilitres(space)
+    assert found == {"liver": 0.06}, "two voxels of 30 cubic millimetres, and no spleen"
+    labels[0, 0, 2] = 1
+    assert _Labelled(labels, affine / [[5], [1], [1], [1]], None, {}).millilitres(space) == {"liver": 0.018}
+
+
+def test_results_of_another_model_are_not_mixed_with_these(trained: Path, phantom: Path, tmp_path) -> None:
+    """Label maps of one model may lie together; whose classes.json says otherwise are of another."""
+    one, two = sorted((phantom / "site-1" / "imagesTr").glob("*.nii.gz"))[:2]
+    predict_scans(trained, [[one]], tmp_path)
+    predict_scans(trained, [[two]], tmp_path)
+    (tmp_path / "classes.json").write_text("{}")
+    for file in tmp_path.glob("*_labels.nii.gz"):
+        file.unlink()
+    with pytest.raises(FederationError, match=r"classes\.json: exists already"):
+        predict_scans(trained, [[one]], tmp_path)
+    seen: list[tuple[int, int, str]] = []
+    told = predict_scans(trained, [[one], [two]], tmp_path / "both", seen=lambda *of: seen.append(of))
+    assert seen == [(0, 2, one.name), (1, 2, two.name)]
+    assert [entry["scan"] for entry in told["scans"]] == [[str(one)], [str(two)]] and told["stored"] == 0
+    with pytest.raises(FederationError, match="_labels.nii.gz and 1 more of these files: exists already"):
+        predict_scans(trained, [[one], [two]], tmp_path / "both")
 
 
 def test_dice_of_the_files_of_predict_is_that_of_evaluate(

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from findings import CLASSES, findings_federation, write_findings
 from PIL import Image
 
-from fedatlas.core.errors import FedAtlasError, FederationError
+from fedatlas.core.errors import DataError, FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.evaluation.classification import Threshold
 from fedatlas.evaluation.images import SILENT
 from fedatlas.evaluation.statistics import read_rows, select
 from fedatlas.federation.design import Experiment
@@ -20,7 +22,7 @@ from fedatlas.federation.file import parse_federation
 from fedatlas.federation.predict import predict_images
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.tasks import TASKS
-from fedatlas.federation.trained import evaluate_folder
+from fedatlas.federation.trained import Trained, evaluate_folder
 
 
 def run(values: dict[str, Any], path: Path, **more: Any) -> Path:
@@ -116,6 +118,66 @@ def test_predict_and_evaluate(ran, tmp_path) -> None:
         evaluate_folder(
             path, folder / "site-1", format="csv", reading=reading | {"classes": ["split"], "split": None}
         )
+
+
+def test_a_finding_is_present_from_its_threshold_on_and_empty_where_nothing_says_so(
+    ran, tmp_path, monkeypatch
+) -> None:
+    path, folder = ran
+    files = sorted((folder / "site-0" / "images").glob("*.png"))[:2]
+    scores = iter(([0.0, 0.25, float("nan")], [0.5, 0.75, 0.5]))
+    limits = (Threshold(0.0), Threshold(0.5), Threshold(0.5))
+    monkeypatch.setattr(Trained, "findings", lambda *_: torch.tensor([next(scores)], dtype=torch.float64))
+    monkeypatch.setattr(Trained, "thresholds", lambda _: dict(zip(CLASSES, limits, strict=True)))
+    seen: list[tuple[int, int, str]] = []
+    result = predict_images(path, files, tmp_path / "one", seen=lambda *of: seen.append(of))
+    blob, bar, ring = CLASSES
+    assert result["images"][0]["probability"] == {blob: 0.0, bar: 0.25, ring: None}
+    assert [entry["present"] for entry in result["images"]] == [
+        {blob: 1, bar: 0},
+        {blob: 1, bar: 1, ring: 1},
+    ]
+    assert result["no_threshold"] == {} and seen == [(n, 2, file.name) for n, file in enumerate(files)]
+    assert list(csv.reader((tmp_path / "one" / "findings.csv").open())) == [
+        ["image", *CLASSES, *(f"{name} present" for name in CLASSES)],
+        [str(files[0]), "0.0", "0.25", "", "1", "0", ""],
+        [str(files[1]), "0.5", "0.75", "0.5", "1", "1", "1"],
+    ]
+    scores = iter(([0.5, 0.75, 0.5],))
+    limits = (Threshold(0.5), Threshold(None, reason="too few images"), Threshold(0.5))
+    result = predict_images(path, files[:1], tmp_path / "two")
+    assert result["no_threshold"] == {bar: "too few images"} and bar not in result["images"][0]["present"]
+
+
+def test_findings_replace_nothing_and_are_of_images_alone(ran, tmp_path) -> None:
+    path, folder = ran
+    images = folder / "site-0" / "images"
+    file = sorted(images.glob("*.png"))[0]
+    with pytest.raises(FederationError, match="is the folder of"):
+        predict_images(path, [file], images)
+    written = Path(predict_images(path, [file], tmp_path)["table"])
+    written.write_text("kept")
+    with pytest.raises(FederationError, match=r"findings\.csv: exists already"):
+        predict_images(path, [file], tmp_path)
+    assert written.read_text() == "kept"
+    predict_images(path, [file], tmp_path, overwrite=True)
+    assert written.read_text().startswith("image,")
+    out = tmp_path / "none"
+    (tmp_path / "text.png").write_text("no image")
+    with pytest.raises(DataError, match=r"text\.png: .*; nothing was written"):
+        predict_images(path, [tmp_path / "text.png"], out)
+    with pytest.raises(DataError, match=r"gone\.png: no such file"):
+        predict_images(
+            path, [file, tmp_path / "gone.png"], out, seen=lambda *of: pytest.fail("after the work")
+        )
+    colours = np.random.default_rng(0).integers(0, 256, (16, 16, 3)).astype(np.uint8)
+    Image.fromarray(colours).save(tmp_path / "colours.png")
+    with pytest.raises(DataError, match="in colour"):
+        predict_images(path, [tmp_path / "colours.png"], out)
+    assert not out.exists()
+    told: list[str] = []
+    predict_images(path, [tmp_path / "colours.png"], out, anyway=True, warn=told.append)
+    assert any("in colour" in text for text in told)
 
 
 def test_a_site_that_is_only_tested_on_changes_nothing_of_the_training(small_images, tmp_path) -> None:

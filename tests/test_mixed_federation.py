@@ -1,8 +1,10 @@
 """One federation with a segmentation head and an image-level head: a site with masks alone, one with masks from which a
 finding follows, one with findings alone, and one that is only tested."""
 
+import csv
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import nibabel as nib
 import numpy as np
 import pytest
+import torch
 from fake_sets import anatomy, picture
 from PIL import Image
 from runs import last_state
@@ -24,6 +27,7 @@ from fedatlas.federation.file import Federation, parse_federation
 from fedatlas.federation.predict import predict_scans
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.trained import Trained
+from fedatlas.learning.inference import Prediction
 from fedatlas.report.conclusion import lines
 from fedatlas.report.read import read
 
@@ -163,6 +167,36 @@ def test_a_picture_is_predicted_with_its_findings(folder: Path, run: Path, tmp_p
     assert "finding,has air" in table
     if entry["findings"]["has air"] < 0.5:
         assert "air" not in entry["pixels"]
+
+
+def test_what_is_told_of_a_picture_is_what_is_written(
+    folder: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every class its file, under the folder of results; in words only classes that were found, and whose model it was."""
+    picture = folder / "test" / "images" / "p061.png"
+    predicted = Trained.predict
+
+    def left_alone(self: Trained, image: torch.Tensor) -> Prediction:
+        found = predicted(self, image)
+        voxels = torch.zeros_like(found.voxels)
+        voxels[0, :16] = 1
+        return replace(found, voxels=voxels)
+
+    monkeypatch.setattr(Trained, "predict", left_alone)
+    monkeypatch.setattr(Trained, "choice", lambda *_: {"site": "lungs"})
+    (entry,) = predict_scans(run, [[picture]], tmp_path)["scans"]
+    assert list(entry["pixels"]) == ["left lung"] and entry["site"] == "lungs"
+    with (tmp_path / "predictions.csv").open() as stream:
+        rows = {row["name"]: row for row in csv.DictReader(stream)}
+    files = {name: row["file"] for name, row in rows.items() if row["kind"] == "class"}
+    assert files == {name: f"masks/{name}/p061.png" for name in ("left lung", "right lung", "air")}
+    assert [rows[name]["pixels"] for name in ("right lung", "air")] == ["0", "0"]
+    for name, value in entry["findings"].items():
+        assert float(rows[name]["probability"]) == pytest.approx(value, abs=1e-6)
+    shutil.rmtree(tmp_path / "masks")
+    (tmp_path / "classes.json").unlink()
+    with pytest.raises(FederationError, match=r"predictions\.csv: exists already"):
+        predict_scans(run, [[picture]], tmp_path)
 
 
 def test_a_picture_from_python_is_as_the_command_writes_it(folder: Path, run: Path, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from fedatlas.data.transforms import (
 )
 from fedatlas.data.voxels import VoxelData
 from fedatlas.evaluation.pictures import planes
-from fedatlas.federation.predict import predict_scans
+from fedatlas.federation.predict import load_picture, predict_scans
 from fedatlas.federation.tasks import task_of
 from fedatlas.federation.trained import Trained, evaluate_folder
 from fedatlas.learning.augment import OFF
@@ -621,3 +621,8 @@ def test_a_picture_of_unknown_scale_is_not_predicted_on_a_grid_in_millimetres(
     (copy / "federation.yaml").write_text(yaml.safe_dump(plain))
     with pytest.raises(DataError, match="does not say its millimetres per pixel"):
         predict_scans(copy, [[file]], tmp_path / "again")
+    for name in ("p.dcm", "P.DICOM"):  # which says them
+        (tmp_path / name).write_bytes(b"none")
+        with pytest.raises(DataError) as error:
+            load_picture(Trained(copy), [tmp_path / name], lambda look: None)
+        assert "millimetres" not in str(error.value)
