@@ -36,7 +36,8 @@ from fedatlas.evaluation.classification import Predictions, score
 from fedatlas.evaluation.statistics import differences, mean_ranks, rows_text
 from fedatlas.federation.file import hash_of, resolved
 from fedatlas.federation.trained import Trained
-from fedatlas.report.comparison import html, markdown
+from fedatlas.report.comparison import LOWER, MILLIMETRES, html, markdown
+from fedatlas.report.tables import METRICS
 from fedatlas.transport.store import write_atomic
 
 PLAIN: Mapping[str, Any] = {
@@ -831,6 +832,129 @@ def test_the_page_holds_tables_and_diagram() -> None:
     )
     assert "<b>0.600 ± 0.000</b>" in page and "<code>fedatlas compare made.yaml</code>" in page
     assert "://" not in page and "**" not in page
+
+
+def test_what_is_better_and_in_millimetres_is_so_in_every_table() -> None:
+    assert {name for name, metric in METRICS.items() if not metric.higher_is_better} == LOWER
+    assert {name for name, metric in METRICS.items() if metric.unit == "mm"} == MILLIMETRES
+
+
+def test_printed_numbers_keep_their_decimals_and_stand_in_the_order_of_ours() -> None:
+    found = results(one=[0.5, 0.6], two=[], three=[0.5, 0.5])
+    found["printed"] = {
+        "three": {"mean": 0.5},
+        "two": {"b": 0.5},
+        "one": {"b": 0.5, "mean": 0.81234, "a": 0.7},
+    }
+    text = markdown(found).partition("Printed numbers")[2]
+    assert "| arm | a | mean | b |" in text
+    assert "| one | 0.700 (0.550) | 0.81234 (0.550) | 0.500 (–) |" in text
+    assert "| two | – | – | 0.500 (not run) |\n| three | – | 0.500 (0.500) | – |" in text
+
+
+def test_an_interval_of_some_resamples_says_which_share_lacks() -> None:
+    found = results(one=[0.5, 0.6], two=[0.6, 0.7])
+    apart = {"n": 6, "mean": 0.1, "wilcoxon": 0.0004, "t": 0.0126}
+    found |= {"compared": {"two": "one"}, "differences": {"two": apart}}
+    interval = {"value": 0.1, "low": 0.05, "high": 0.15, "undefined": 25, "draws": 1000, "columns": 4,
+                "unit": "site", "over": [], "reason": ""}  # fmt: skip
+    line = "| two | 6 | +0.100 | < 0.001 | 0.013 | +0.100 (+0.050 to +0.150{}) | {} |"
+    for changes, lost, over in (
+        ({}, "; 2% of resamples without a value", "4 cells"),
+        ({"undefined": 4}, "", "4 cells"),
+        ({"undefined": 0, "unit": "together", "over": ["a", "b"]}, "", "sites together: a, b"),
+    ):
+        text = markdown(found | {"bootstrap": {"two": interval | changes}})
+        assert line.format(lost, over) in text and "no interval" not in text
+    none = {"low": None, "reason": "4 patients"}
+    text = markdown(found | {"bootstrap": {"two": none}})
+    assert "| < 0.001 | 0.013 | – | – |" in text and "two: no interval: 4 patients" in text
+
+
+def test_the_footer_names_the_arms_of_each_budget_and_what_does_not_count() -> None:
+    found = results(one=[0.5, 0.6], two=[0.5, 0.6])
+    assert "Seeds 0, 1; 2 rounds of 3 steps; profile full. 1.00 hours" in markdown(found)
+    found["budget"]["two"] |= {"rounds": 4, "steps": None, "epochs": 0.5}
+    found["arms"]["one"] |= {"commits": ["0123456789abcdef", None], "problems": ["no such file\nat all"]}
+    text = markdown(found)
+    assert "Seeds 0, 1; one: 2 rounds of 3 steps; two: 4 rounds of 0.5 epochs; profile" in text
+    assert "made by `012345678`, `012345678+`." in text
+    assert text.endswith("one: not counted: no such file\n")
+    assert "\nMean ± SD over seeds" in text
+    for changes in ({"cells": "cases"}, {"average": "sites"}):
+        other = found | {"layout": found["layout"] | changes, "cases": {}}
+        assert "\nWhere a table says nothing else: mean ± SD" in markdown(other)
+
+
+def test_costs_before_the_first_round_stand_where_there_are_any() -> None:
+    found = results(one=[0.5, 0.6], two=[0.5, 0.6]) | {"printed": {}}
+    cost = {"rounds": 2.0, "sites": 3.0, "megabytes": 1.5, "formula": None, "wire": 12345.6, "evaluation": 0.0,
+            "step_hours": 0.5, "step_relative": None, "site_hours": None, "site_relative": None,
+            "start_hours": 0.0, "start": 0.0, "server_seconds": None}  # fmt: skip
+    text = markdown(found | {"costs": {"two": cost}})
+    assert "| two | 2 | 3 | 1.50 | – | 12346 | 0 | 0.500 | – | – |" in text and "before round 1" not in text
+    assert "in brackets" not in text and "Not run (1 of 2 arms): one." in text
+    text = markdown(found | {"costs": {"two": cost | {"start": 0.25}}})
+    assert (
+        "| two | 2 | 3 | 1.50 | – | 12346 | 0 | 0.500 | – | 0 | – |" in text and "before round 1, h" in text
+    )
+    text = markdown(found | {"costs": {"two": cost | {"start_hours": 0.5, "server_seconds": 0.0}}})
+    assert "| 0.500 | – | 0.500 | 0.0 |" in text
+
+
+def test_a_curve_tells_its_best_its_last_and_how_far_it_swung() -> None:
+    found = results(one=[0.5, 0.6], two=[0.5, 0.6], three=[], four=[0.5])
+    curve = {
+        "metric": "asd",
+        "values": [[3.0, 1.0, 2.0], [5.0, 3.0, 3.0]],
+        "change": [1.5, 1.0],
+        "fall": [0.5, 0.0],
+    }
+    text = markdown(
+        found | {"curves": {"one": curve, "two": curve | {"values": [[3.0, 1.0, 2.0], [4.0, 4.0, 4.0]]}}}
+    )
+    assert "| one | 3 | 2.0 ± 1.4 | 2.5 ± 0.7 | 1.25 ± 0.35 | 0.25 ± 0.35 |" in text
+    assert "| four | – | – | – | – | – |" in text and "Not run (1 of 4 arms): three." in text
+    assert "different numbers of rounds" not in text
+    text = markdown(
+        found | {"curves": {"one": curve, "two": curve | {"values": [[3.0, 1.0], [4.0, 4.0, 4.0]]}}}
+    )
+    assert "| two | 2 or 3 | 2.5 ± 2.1 |" in text and "evaluated in different numbers of rounds" in text
+
+
+def test_a_site_that_is_called_as_its_column_is_named_all_the_same() -> None:
+    found = results(**{"a|b": [0.5, 0.5]}) | {"printed": {}}
+    columns = [{"key": "left/left lung", "title": "left lung", "group": "left", "starred": False}]
+    text = markdown(found | {"columns": columns})
+    assert "| arm | seeds | left lung | mean |" in text and "| a\\|b | 2 | – | 0.500 ± 0.000 |" in text
+    sites = found["layout"] | {"columns": "site-class"}
+    assert "| arm | seeds | left: left lung | mean |" in markdown(
+        found | {"columns": columns, "layout": sites}
+    )
+
+
+def test_what_is_not_tested_is_told_for_all_cells_or_for_some() -> None:
+    found = results(one=[0.5, 0.5], two=[0.6, 0.6])
+    found["layout"] |= {"against": "one"}
+    tests = {
+        "made": 0,
+        "unit": "case",
+        "few": {"two": {"a": 4}, "three": {"a": 5, "mean": 3}},
+        "lost": {},
+        "p": {},
+    }
+    text = markdown(found | {"tests": tests})
+    assert "Nothing is tested: no cell has 6 pairs of cases." in text and "Underlined" not in text
+    text = markdown(
+        found
+        | {"tests": tests | {"made": 2, "lost": {"two": {"a": 1}}, "p": {"two": {"a": 0.049, "mean": 0.05}}}}
+    )
+    assert "Not tested, with fewer than 6 pairs of cases: a 4 or 5, mean 3." in text
+    assert "against one; 2 tests, not corrected for their number." in text
+    assert "Cases left out of the pairs, as only one of the two models has a value there: two a 1." in text
+    assert "| two | 2 | **<ins>0.600 ± 0.000</ins>** | **0.600 ± 0.000** |" in text
+    found["layout"] |= {"correction": "holm"}
+    assert "2 tests, Holm-adjusted over these tests." in markdown(found | {"tests": tests | {"made": 2}})
 
 
 def test_segmentation_is_compared_by_cases(small, phantom, tmp_path) -> None:

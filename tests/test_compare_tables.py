@@ -528,6 +528,25 @@ def test_the_verdict_says_which_arms_are_not_told_apart(tmp_path) -> None:
     assert verdict(collect(alone))[0].startswith("Best: localized. ")
 
 
+def test_the_verdict_ranks_by_what_is_printed_and_ties_are_all_named(tmp_path) -> None:
+    comparison = menu(tmp_path, layout={"columns": "site-class"})
+    for arm, level in (("localized", 0.5), ("unet", 0.70004), ("menu", 0.70011)):
+        pretend(comparison, arm, {"best": {"c1/liver": [level] * 7}})
+    found = collect(comparison)
+    assert verdict(found)[0].startswith("Best: unet and menu. ")
+    # an interval that only touches 0 does not tell apart; a difference of exactly 0 is a tie of its own
+    of = {"value": 0.2, "low": 0.0, "high": 0.4, "reason": ""}
+    told = verdict(found | {"bootstrap": {"unet": of, "menu": of}})
+    assert told[0].startswith("Best: unet and menu, not told apart from localized. ")
+    told = verdict(
+        found | {"bootstrap": {"unet": of | {"value": 0.0, "low": -0.1}, "menu": of | {"low": None}}}
+    )
+    assert told[0].startswith("Best: unet and menu. ") and "menu +" not in told[1]
+    apart = verdict(found | {"families": [["localized"], ["unet", "menu"]]})
+    assert apart[0].startswith("Best of unet, menu: unet and menu. ")
+    assert apart[0].endswith(": localized 0.500; unet 0.700, menu 0.700.")
+
+
 def test_an_arm_is_compared_with_the_reference_that_the_file_names(tmp_path) -> None:
     """menu against unet; unet, which is a reference, and localized, the first arm, against nobody."""
     comparison = menu(tmp_path, layout={"columns": "site-class"}, references={"menu": "unet"})

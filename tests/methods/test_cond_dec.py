@@ -14,8 +14,10 @@ from fedatlas import nets
 from fedatlas.core.contract import sends_of
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.core.options import from_dict
 from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import average, forms_of, from_tree, parts, tensors_of, to_tree
+from fedatlas.losses import LossChoice
 from fedatlas.methods.cond_dec import CondDec, CondState, asked
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.transport import egress, wire
@@ -89,6 +91,8 @@ def test_conditions_are_within_the_scale_and_far_from_each_other() -> None:
     values = sorted(CondDec().h(k) for k in range(1, 31))
     assert values[0] > -2 and values[-1] < 2
     assert min(b - a for a, b in pairwise(values)) > 4 / 31 / 3
+    # by the golden ratio: a run that goes on with another number would be another
+    assert [CondDec().h(k) for k in (1, 2)] == pytest.approx([2 * 5**0.5 - 4, 4 * 5**0.5 - 10])
 
 
 def test_of_several_sites_the_one_with_most_cases_is_asked() -> None:
@@ -97,6 +101,28 @@ def test_of_several_sites_the_one_with_most_cases_is_asked() -> None:
     assert told[1:].tolist() == [0.25, 0.25, -1.0, 0.25]
     assert len(set(told.tolist())) == 2
     assert asked({"b": [2, 0, 0, 0, 0]}, {"b": -1.0}).tolist() == [-1.0] * 5
+
+
+def test_of_sites_that_annotate_a_class_equally_the_first_by_name_is_asked() -> None:
+    """In whatever order they came; the background, which all annotate, is asked of whom the first organ is."""
+    values = {"a": 0.25, "b": -1.0}
+    assert asked({"b": [9, 3, 5], "a": [1, 3, 0]}, values).tolist() == [0.25, 0.25, -1.0]
+    assert asked({"b": [9, 0, 1], "a": [1, 0, 0]}, values).tolist() == [-1.0, -1.0, -1.0], (
+        "one case is enough"
+    )
+    assert asked({"b": [9, 0, 0], "a": [1, 0, 0]}, values).tolist() == [0.25, 0.25, 0.25]
+
+
+def test_who_is_asked_follows_what_sites_annotate_now() -> None:
+    method, server = CondDec(local=LOCAL), federation()
+    first = method.start(net(), cast(Any, server))
+    before = {site: [9, 9, 9, 9, 9] for site in ANNOTATED}
+    after = method.round(dataclasses.replace(first, labelled=before, rounds=2), cast(Any, server))
+    assert after.labelled == {
+        site: [(3 + n) * (c in {0, *own}) for c in range(5)]
+        for n, (site, own) in enumerate(ANNOTATED.items())
+    }
+    assert after.round == 1
 
 
 def test_a_round_by_hand() -> None:
@@ -115,6 +141,15 @@ def test_a_round_by_hand() -> None:
     assert same(state.model, expected)
     [member] = method.eval_members(state, "a")
     assert same(member.model, expected) and type(state) is CondState
+
+
+def test_the_rate_is_that_of_the_round() -> None:
+    method, start = CondDec(local=dataclasses.replace(LOCAL, schedule="poly")), tensors_of(net())
+    models = [
+        method.local_update(cast(Any, Site("a", {1, 2}, make=net)), start, VALUE, 1.0, round, 2)["model"]
+        for round in (0, 0, 1)
+    ]
+    assert same(models[0], models[1]) and not same(models[0], models[2])
 
 
 def test_with_a_scale_of_0_it_is_fedavg() -> None:
@@ -145,6 +180,14 @@ def test_what_does_not_fit_is_named() -> None:
         nets.check_classes("cond_unet", net(), exclusive=False)
     with pytest.raises(FederationError, match="net cond_unet: strides are"):
         net(strides=[2])
+    with pytest.raises(FederationError, match="does not fit, the classes are exclusive"):
+        CondDec(loss=LossChoice(name="masked_dice_bce")).check(SPACE)
+    two: Any = net()
+    two.condition.register_buffer("other", torch.zeros(5))
+    with pytest.raises(FederationError, match="reads no condition"):
+        CondDec().examine(two, [])
+    with pytest.raises(FederationError, match=r"scale: got -1\.0"):
+        from_dict(CondDec, {"scale": -1.0}, what="file")
 
 
 def test_a_site_that_comes_later_has_a_number_of_its_own() -> None:

@@ -120,6 +120,17 @@ def test_only_tasks_that_are_annotated_run_and_the_rest_of_their_heads_gets_no_g
     assert liver[0, 1] == 0 and not liver[1].any() and kidney[0, 0] == 0
 
 
+def test_a_lesion_that_is_annotated_without_its_organ_is_trained() -> None:
+    net, batch = (
+        Spy(dodnet()),
+        drawn(generator("loss"), torch.tensor([[True, False, True, False, False]] * 2)),
+    )
+    cast(Tensor, FedDoDNet().L(tasks_of(net), SPACE)(net, batch)).backward()
+    assert net.asked == [0]
+    [head] = (cast(Tensor, head.grad).abs().sum((0, 2, 3)) for head in net.gave)
+    assert head[0] == 0 and head[1] > 0
+
+
 def test_a_batch_without_annotations_moves_nothing() -> None:
     net, batch = dodnet(), drawn(generator("loss"), torch.zeros_like(KNOWN))
     value = cast(Tensor, FedDoDNet().L(tasks_of(net), SPACE)(net, batch))
@@ -171,7 +182,16 @@ def test_everything_is_averaged_by_cases() -> None:
     assert same(state.model, average((reply["model"] for reply in replies), [3, 4, 5]))
     assert state.models == {} and same(offered(method, state, "a"), state.model)
     assert method.summed == "cases" and OWN.summed is None
+    assert OWN.own_tensors and not method.own_tensors
     assert same(state.model, play(FedDoDNet(local=LOCAL, evaluate="after"), federation(), rounds=1).model)
+
+
+def test_the_rate_is_that_of_the_round() -> None:
+    method, start = FedDoDNet(local=dataclasses.replace(LOCAL, schedule="poly")), tensors_of(dodnet())
+    models = [
+        method.local_update(cast(Any, Site("a", {1, 2})), start, [], round, 2)["model"] for round in (0, 0, 1)
+    ]
+    assert same(models[0], models[1]) and not same(models[0], models[2])
 
 
 def test_own_parts_stay_and_the_rest_is_shared() -> None:
@@ -218,6 +238,7 @@ def test_a_silent_site_keeps_what_it_had() -> None:
     server.silent = "c"
     second = OWN.round(first, server)
     assert same(second.models["c"], first.models["c"]) and not same(second.models["a"], first.models["a"])
+    assert second.classes == {site: sorted(own) for site, own in ANNOTATED.items()}
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -226,6 +247,13 @@ def test_what_does_not_fit_is_named() -> None:
         FedDoDNet().start(unet, cast(Any, None))
     with pytest.raises(FederationError, match=r"own: the part of DoDNetModule 'decodr'.*'decoder'"):
         FedDoDNet(own=["decodr"]).start(dodnet(), cast(Any, None))
+    with pytest.raises(FederationError, match=r"own: the part of DoDNetModule 'decodr'"):
+        FedDoDNet(own=["decodr"]).examine(dodnet(), [])
+    organs = nets.build(
+        "menunet", {"width": 2, "levels": 2}, in_channels=1, classes=5, spatial_dims=2, seed=3
+    )
+    with pytest.raises(FederationError, match="MENUNetModule has no dynamic head"):
+        FedDoDNet().start(organs, cast(Any, None))
     with pytest.raises(FederationError, match="is for exclusive classes"):
         FedDoDNet().check(LabelSpace(("lung", "heart"), exclusive=False))
     with pytest.raises(FederationError, match="not exclusive"):

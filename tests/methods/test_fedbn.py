@@ -17,7 +17,7 @@ from fedatlas.learning.loop import Local
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.fedbn import MEMORY, FedBN, OwnState
 from fedatlas.methods.fednorm import FedNorm
-from fedatlas.methods.shared.kept import BATCH, names_in, norm_layers
+from fedatlas.methods.shared.kept import BATCH, names_in, names_of_parts, norm_layers
 from fedatlas.methods.standalone import Standalone
 
 LOCAL = Local(optimizer="adamw", batch=4, steps=2, lr=1e-2)
@@ -157,6 +157,48 @@ def test_wrapping_a_net_changes_nothing() -> None:
     assert tuple(f"module.{name}" for name in plain) == names_in(wrapped, norm_layers(wrapped))
     with pytest.raises(FederationError, match="does not hold"):
         names_in(net, norm_layers(batch_norm()))
+
+
+@pytest.mark.parametrize(
+    ("layer", "batch"),
+    [
+        (nn.BatchNorm1d(2), True),
+        (nn.BatchNorm2d(2), True),
+        (nn.BatchNorm3d(2), True),
+        (nn.SyncBatchNorm(2), True),
+        (nn.InstanceNorm3d(2, affine=True), False),
+        (nn.GroupNorm(1, 2), False),
+        (nn.LayerNorm(2), False),
+        (nn.RMSNorm(2), False),
+    ],
+    ids=lambda of: type(of).__name__,
+)
+def test_every_kind_of_normalisation_is_found(layer: nn.Module, batch: bool) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), layer)
+    assert norm_layers(net) == [layer] and norm_layers(net, BATCH) == [layer] * batch
+
+
+def test_names_are_in_the_order_of_the_net_whoever_asks() -> None:
+    """As a message has them, not as they are asked for or sorted; of a tensor with two names the one that travels."""
+    net: Any = Plain()
+    named = ("body.weight", "body.bias", "head.weight", "head.bias")
+    assert names_in(net, [net.head, net.body]) == named
+    assert names_of_parts(net, ["head", "encoder"], "keep") == named
+    net.again = net.body
+    assert names_in(net, [net.again]) == ("body.weight", "body.bias")
+    with pytest.raises(FederationError, match="net Plain: does not hold 2 tensors"):
+        names_in(net, [net.head, nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize("agd", [True, False])
+def test_a_net_whose_norms_have_nothing_to_keep_is_told(agd: bool) -> None:
+    """With what gives them something, where its options can."""
+    options = {"agd": agd, "width": 2, "levels": 2}
+    menunet = nets.build("menunet", options, in_channels=1, classes=3, spatial_dims=2, seed=0)
+    (told,) = FedBN(local=LOCAL).examine(menunet, [])
+    assert told.endswith("so that it is FedAvg; set net.affine to true")
+    (told,) = FedBN(local=LOCAL).examine(Plain(), [])
+    assert told == "fedbn: no such layer of Plain has parameters or statistics, so that it is FedAvg"
 
 
 def test_unknown_parts_are_refused() -> None:

@@ -252,6 +252,32 @@ def test_mednext_computes_what_the_official_net_does() -> None:
         torch.testing.assert_close(output, v[f"net/out{level}"], atol=1e-5, rtol=0)
 
 
+def test_mednext_is_of_size_b_and_kernel_3_unless_it_is_told() -> None:
+    assert MedNeXt() == MedNeXt(size="B", kernel=3, deep_supervision=False)
+
+
+@pytest.mark.parametrize("supervision", [False, True])
+def test_the_parts_of_mednext_are_what_they_are_called(supervision: bool) -> None:
+    """The bottom is of the encoder; what leads up to a level is of the decoder. Sides are halved four times."""
+    with torch.device("meta"):
+        net = MedNeXt(size="S", deep_supervision=supervision).build(in_channels=1, classes=3, spatial_dims=2)
+    named = {"stem": "encoder", "enc_stages": "encoder", "down_blocks": "encoder", "bottleneck": "encoder",
+             "up_blocks": "decoder", "dec_stages": "decoder", "out_0": "head", "out_blocks": "deep_supervision"}  # fmt: skip
+    for part, names in parts(net).items():
+        assert {named[name.split(".")[1]] for name in names} == {part}
+    assert net.divisor == (16, 16)
+
+
+def test_the_bottom_of_a_mednext_has_the_blocks_and_the_expansion_of_the_middle() -> None:
+    """Of the published sizes its neighbours have the same."""
+    net: Any = mednext(
+        [2, 3, 4], [1, 3, 2], 4, kernel=3, in_channels=1, classes=2, spatial_dims=2, deep_supervision=False
+    )
+    stages = [net.enc_stages[0], net.bottleneck, net.dec_stages[0]]
+    assert [len(stage) for stage in stages] == [1, 3, 2]
+    assert [stage[0].conv2.out_channels // stage[0].conv2.in_channels for stage in stages] == [2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("patch", "said"),
     [

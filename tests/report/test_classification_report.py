@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from test_report_page import Outline, sections
 
 from fedatlas.core.errors import RunFolderError
 from fedatlas.evaluation.classification import Histogram
-from fedatlas.report import figures, page, read, tables
+from fedatlas.report import figures, page, read, results, tables
 
 SMALL = {
     "classes": ("effusion", "mass", "nodule"),
@@ -197,6 +199,58 @@ def test_counts_at_the_thresholds_are_exact(finished: Path) -> None:
     assert tables.confusion(histogram, 0.123456) is None, "no edge"
     assert run.thresholds is not None and run.thresholds.criterion == "f1"
     assert "F1, validation" in found
+
+
+def test_means_over_classes_are_of_those_that_are_defined(finished: Path) -> None:
+    run = read.read(finished)
+    whole = tables.pooled_macro(run, "test", "best")
+    assert (whole.n, whole.reason) == (3, "")
+    beta = replace(run, histograms=tuple(one for one in run.histograms if one.site == "beta"))
+    less = tables.pooled_macro(beta, "test", "best")
+    every = {name: one.auroc().value for name, one in tables.pooled(beta, "test", "best").items()}
+    assert every["mass"] is None and less.n == 2
+    assert less.value == np.mean([every["effusion"], every["nodule"]]) and less.reason == ""
+    mass = replace(beta, histograms=tuple(one for one in beta.histograms if one.class_ == "mass"))
+    none = tables.pooled_macro(mass, "test", "best")
+    assert (none.value, none.error, none.n) == (None, None, 0) and none.reason.startswith("one label value")
+    assert tables.pooled_macro(run, "train", "best").reason == "needs the histograms of the final evaluation"
+
+
+def test_shares_are_of_what_they_are_called() -> None:
+    assert tables.Confusion(8, 2, 4, 12).shares() == [8 / 10, 12 / 16, 8 / 12, 16 / 22]
+    assert tables.Confusion(0, 0, 0, 5).shares() == [None, 1.0, None, None]
+    histogram = Histogram((0.0, 0.5, 1.0), (1, 2), (3, 4))
+    assert tables.confusion(histogram, 0.5) == (2, 1, 4, 3)
+    assert tables.confusion(replace(histogram, not_finite=1), 0.5) is None
+
+
+def test_an_interval_of_some_resamples_says_how_many_lack() -> None:
+    row = {"class": "mass", "site": "alpha", "model": "best", "known": True, "reason": ""}
+    values = {
+        "auroc": 0.8,
+        "auroc_low": 0.7,
+        "auroc_high": 0.9,
+        "auroc_undefined": 0.25,
+        "n_positive": 3.0,
+        "n_negative": 5.0,
+    }
+    rows: Any = [row | {"metric": metric, "value": value} for metric, value in values.items()]
+    (value,) = tables.class_values(rows, "auroc").values()
+    assert value == (0.8, "", 0.7, 0.9, 0.25, "", 3, 5, True)
+    entries, counts = results._of_images(rows, "auroc", True)
+    assert counts == {("mass", "alpha"): [3, 5]}
+    assert entries["mass", "alpha", "best"] == results.Entry(
+        0.8, "0.800", "[0.700, 0.900]", "25.0 % of the resamples have no value", True
+    )
+    without = [
+        each | ({"value": None, "reason": "few"} if each["metric"].endswith(("low", "high")) else {})
+        for each in rows
+    ]
+    (entry,) = results._of_images(without, "auroc", True)[0].values()
+    assert (entry.spread, entry.told, entry.partly) == ("[–]", "no interval: few", False)
+    assert results._of_images(rows, "auroc", False) == ({}, {})
+    assert results.plainly("one label value: 3 positive, no negative") == "one label value: no negative"
+    assert results.shown_metrics(rows) == ["auroc"]
 
 
 def test_examples_are_the_extremes_of_all_sites(finished: Path) -> None:

@@ -6,7 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from synthetic_run import write_run
 
 from fedatlas.cli import main
 from fedatlas.core.errors import RunFolderError
-from fedatlas.evaluation.statistics import read_rows, rows_text
-from fedatlas.report import figures, page, read, tables
+from fedatlas.evaluation.statistics import POST, read_rows, rows_text
+from fedatlas.report import figures, page, read, results, tables
 from fedatlas.report.conclusion import conclude, lines, sentences
 from fedatlas.report.figures import analyses, chart, slices
 from fedatlas.report.figures import theme as palette
@@ -502,6 +503,156 @@ def test_the_supervised_loss_stands_first() -> None:
     assert tables.main_loss(["loss", "condist", "supervised"]) == "supervised"
     assert tables.main_loss(["loss", "auxiliary", "segmentation"]) == "segmentation"
     assert tables.main_loss(["loss", "train"]) == "loss" and tables.main_loss(["steps"]) is None
+
+
+def test_rows_stand_in_the_order_of_splits_and_of_metrics() -> None:
+    rows = [
+        _row(0.5, split=split, metric=metric)
+        for split in ("validation", "train", "test")
+        for metric in ("zeta", "hd95", "dice")
+    ]
+    assert tables.splits(rows) == ("test", "validation", "train")
+    assert tables.metrics(rows) == ("dice", "hd95", "zeta")
+
+
+def test_what_is_scored_is_of_the_original_grid_or_of_the_newest_round(finished: Path) -> None:
+    run = read.read(finished)
+    rows = [*(run.rows or ())]
+    other = [row | {"grid": "federation"} for row in rows]
+    after = [row | {"model": f"{POST}{row['model']}"} for row in rows]
+    assert tables.scored(replace(run, rows=(*other, *rows, *after))) == (rows, False)
+    assert tables.scored(replace(run, rows=tuple(other))) == (other, False)
+    *before, last = run.rounds
+    assert tables.scored(replace(run, rows=None)) == ([*last.rows], True)
+    young = replace(run, rows=None, rounds=(*before, replace(last, rows=())))
+    assert tables.scored(young) == ([*before[-1].rows], True)
+
+
+def test_a_value_is_far_off_among_those_of_its_class_and_split() -> None:
+    """By more than three times the range between the quartiles."""
+
+    def of(values: Sequence[float], name: str, split: str) -> list[dict]:
+        return [
+            _row(v, case=str(k), model="best", split=split, **{"class": name}) for k, v in enumerate(values)
+        ]
+
+    here = of([0.9] * 9 + [0.3], "x", "test")
+    rows = [*here, *of([0.3] * 10, "y", "test"), *of([0.3] * 10, "x", "validation")]
+    assert tables.outliers(rows) == [here[-1]]
+    assert results.far_off(rows) == [(here[-1], np.median([0.9] * 9 + [0.3] * 11))]
+    wide = of([*(0.8 + 0.005 * k for k in range(21)), 0.7, 0.5], "x", "test")
+    assert [row["value"] for row in tables.outliers(wide)] == [0.5]
+
+
+def entry(number: int, cost: dict[str, dict[str, float]], **more: Any) -> read.Round:
+    about = {"sites": {}, "phases": {}, "lost": {}, "server_peak_mb": None, "rows": ()}
+    return read.Round(number, cost=cost, **about | more)
+
+
+def test_what_a_site_cost_is_over_the_rounds_that_it_took_part_in(finished: Path) -> None:
+    whole = {"seconds": 10.0, "peak_mb": 100.0, "evaluate_seconds": 4.0, "evaluate_peak_mb": 300.0}
+    rounds = (
+        entry(1, {"a": whole, "b": {"evaluate_seconds": 5.0}}, sites={"a": {"step_seconds": 4.0}}, phases={"round": 1.0}),
+        entry(2, {"c": {"seconds": 2.0, "peak_mb": 7.0}}, phases={"round": 2.0, "evaluate": 3.0}),
+        entry(3, {"a": {"seconds": 30.0}}, sites={"a": {"step_seconds": 6.0}}, phases={"evaluate": float("nan")}),
+    )  # fmt: skip
+    run = replace(read.read(finished), rounds=rounds)
+    assert tables.site_cost(run, "a") == (2, 40.0, 25.0, 4.0, 300.0)
+    assert tables.site_cost(run, "b") == (0, 0.0, None, 5.0, None)
+    assert tables.site_cost(run, "c") == (1, 2.0, None, None, 7.0)
+    assert tables.site_cost(run, "d") is None
+    assert tables.phase_seconds(run) == {"round": [1.0, 2.0], "evaluate": [3.0]}
+
+
+def test_numbers_beside_the_loss_are_no_terms_of_it(finished: Path) -> None:
+    nan, counts = float("nan"), dict.fromkeys(tables.BOOKKEEPING, float("nan"))
+    assert {"steps", "releases", "teacher_seconds", "teacher_round", "teacher_score"} <= set(counts)
+    rounds = (
+        entry(
+            1, {}, sites={"b": {"loss": nan}, "a": {"supervised": nan, "loss": 1.0, "alpha": nan, **counts}}
+        ),
+        entry(2, {}, sites={"a": {"loss": float("inf")}}),
+    )
+    run = replace(read.read(finished), rounds=rounds)
+    assert tables.loss_terms(run) == ("supervised", "loss", "alpha")
+    assert tables.not_finite(run) == [
+        (1, "a", "alpha"),
+        (1, "a", "supervised"),
+        (1, "b", "loss"),
+        (2, "a", "loss"),
+    ]
+
+
+def test_a_table_counts_what_is_not_defined_by_its_reason(finished: Path) -> None:
+    """n is of the model with most cases; the footnotes count every value."""
+    run = read.read(finished)
+    of = {"site": "alpha", "class": "liver", "split": "test"}
+    best = [
+        _row(v, case=str(k), model="best", **of)
+        for k, v in enumerate((0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.3, 0.2))
+    ]
+    best += [_row(None, case="9", model="best", **of), _row(None, case="10", model="best", **of)]
+    best += [_row(None, case="11", model="best", reason="prediction empty", **of)]
+    local = [_row(0.5, case="0", model="local/alpha", **of), _row(None, case="1", model="local/alpha", **of)]
+    elsewhere = [_row(0.7, case="0", model="best", **of | {"class": "spleen", "site": "beta"}),
+                 _row(0.7, case="0", model="best", **of | {"class": "spleen"})]  # fmt: skip
+    found = results.metric_table(run, [*elsewhere, *local, *best], "dice", "test cases", True)
+    assert found is not None and not found.bars
+    assert [(name, site, n) for name, site, n, _ in found.rows] == [
+        ("liver", "alpha", [12]), ("spleen", "alpha", [1]), ("spleen", "beta", [1]),
+    ]  # fmt: skip
+    first, other = found.rows[0][3]
+    assert first is not None and other is not None
+    assert first.told.startswith("9 cases, SD ") and first.far == "far off: 7: 0.300, 8: 0.200"
+    assert [mark.told for mark in first.marks] == [
+        "1 of 12 not defined: prediction empty", "2 of 12 not defined: truth empty",
+    ]  # fmt: skip
+    assert (other.told, [mark.of for mark in other.marks]) == ("1 case", [" 1 of 2"])
+    assert {note.reason: note.total for note in found.notes} == {"prediction empty": 1, "truth empty": 3}
+    assert found.rows[1][3] == [found.rows[1][3][0], None]
+
+
+def test_tables_of_cases_follow_the_classes_of_the_run(tmp_path: Path, finished: Path) -> None:
+    run = read.read(finished)
+    rows = [
+        _row(0.5, site="beta", case="1", **{"class": name}) for name in ("left kidney", "spleen", "liver")
+    ]
+    rows.append(_row(0.5, site="alpha", case="2", **{"class": "spleen"}))
+    assert [key for *key, _ in results.case_rows(run, rows)] == [
+        ["alpha", "2", "spleen"], ["beta", "1", "liver"], ["beta", "1", "spleen"], ["beta", "1", "left kidney"],
+    ]  # fmt: skip
+    stored = [read.Overlay(Path(), "a", "c", 0.5, "best", "", {"zeta": 0.1, "adrenal": 0.1, "liver": 0.1})]
+    colours, titles = results.overlay_colours(run, stored)
+    assert list(colours) == list(titles) == ["liver", "spleen", "left kidney", "adrenal", "zeta"]
+    assert len({*colours.values()}) == 5
+
+
+def test_lengths_alone_are_in_pixels(tmp_path: Path, finished: Path) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    info = json.loads((run / "run.json").read_text())
+    for site in info["sites"].values():
+        site["inputs"], site["spacing"] = {"kinds": ["picture"]}, [[1, 1, 1]]
+    (run / "run.json").write_text(json.dumps(info))
+    units = [tables.described(metric, read.read(run)).unit for metric in ("hd95", "dice", "hd_rows", "other")]
+    assert units == ["px", "", "", ""]
+    assert tables.described("hd95", read.read(finished)).unit == "mm"
+
+
+def test_the_conclusion_is_of_test_cases_and_counts_each_sites_cases(tmp_path: Path, finished: Path) -> None:
+    """Cases of two sites may bear one name."""
+    run = read.read(finished)
+    rows = tuple(row | {"case": row["case"].rpartition("-")[2]} for row in run.rows or ())
+    told = sentences(replace(run, rows=rows))
+    assert told[0].startswith(
+        "On 6 test cases of 2 sites, the global model (condistfl, round 3 of 3) reaches"
+    )
+    assert "(local models before the average)" in told[1]
+    one = sentences(replace(run, rows=tuple(row for row in rows if row["site"] == "alpha")))
+    assert one[0].startswith("On 3 test cases of 1 site, ")
+    unplanned = replace(run, rows=rows, info={k: v for k, v in run.info.items() if k != "rounds"})
+    assert "(condistfl, round 3)" in sentences(unplanned)[0]
+    never = tuple(row for row in rows if row["known"] or row["model"].startswith("local/"))
+    assert " and " not in sentences(replace(run, rows=never))[1].partition("reaches")[2]
 
 
 def test_charts_tell_their_values_and_fit_a_phone(finished: Path) -> None:

@@ -6,12 +6,14 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from deployments import until
 from test_local import SPACE, Tampered, Walk, clients, equal, net, silent, tamper
 from test_pipeline import Drift
 from test_pipeline import federation as protected
@@ -568,3 +570,157 @@ def test_a_late_answer_is_none_to_the_next_call(tmp_path) -> None:
         assert "no answer within" in dict(server.ask(questions(1), 0.2))["a"]  # type: ignore[operator]
     finally:
         server.close()
+
+
+def put(folder: Path, site: str = "a", call: int = 0) -> Question:
+    return Question(site, "f", 1, call, folder, None, folder / f"{site}-reply")
+
+
+def asking(
+    server: ServerRelay, questions: list[Question], deadline: float = 20.0
+) -> tuple[threading.Thread, list[Any]]:
+    """What is answered to an ask that has begun, as it comes, and the thread that waits for it."""
+    found, before = list[Any](), server.number
+    thread = threading.Thread(target=lambda: found.extend(server.ask(questions, deadline)), daemon=True)
+    thread.start()
+    while server.number == before:
+        time.sleep(0.01)
+    return thread, found
+
+
+def joined(address: Path) -> JobEnd:
+    """A job that does not wait for an ask for ever."""
+    job = JobEnd(address, patience=10.0)
+    job.socket.settimeout(10.0)
+    return job
+
+
+def ended(job: JobEnd) -> bool:
+    """Whether the federation has let a job go."""
+    thread = threading.Thread(target=lambda: list(job.asks()), daemon=True)
+    thread.start()
+    thread.join(5)
+    return not thread.is_alive()
+
+
+def test_a_later_job_takes_the_place_of_the_one_before_and_is_asked_what_is_open(tmp_path) -> None:
+    """With the time that is left; what it tells of a question that is answered, or was put to the other, is none."""
+    server = ServerRelay(tmp_path / "new" / "relay")
+    try:
+        thread, found = asking(server, [put(tmp_path, "a"), put(tmp_path, "b")])
+        first = joined(tmp_path / "new" / "relay")
+        ask = next(first.asks())
+        assert [question.site for question in ask.questions] == ["a", "b"] and 15 < ask.deadline <= 20
+        first.answered(ask, "a")
+        until(lambda: found, 5, "the answer arrives")
+        second = joined(tmp_path / "new" / "relay")
+        again = next(second.asks())
+        assert [question.site for question in again.questions] == ["b"] and 10 < again.deadline < ask.deadline
+        assert ended(first) and server.jobs == 2
+        time.sleep(0.1)  # whoever listened to the first has ended, too
+        assert server.connected
+        second.answered(ask, "b")
+        second.answered(again, "a")
+        second.lost(again, "b", "gone")
+        thread.join(5)
+        assert found == [("a", None), ("b", "gone")]
+        second.present(["b", "a"])
+        until(lambda: server.present, 5, "the server is told")
+        assert server.present == ["a", "b"]
+    finally:
+        server.close()
+    assert ended(second)
+    second.lost(again, "b", "too late, which is no error")
+
+
+def test_while_no_job_can_be_had_what_is_asked_is_lost_at_once(tmp_path) -> None:
+    server = ServerRelay(tmp_path / "relay")
+    try:
+        thread, found = asking(server, [put(tmp_path, "b"), put(tmp_path, "a")])
+        job = joined(tmp_path / "relay")
+        asks = job.asks()
+        assert len(next(asks).questions) == 2
+        server.fail("no port is free")
+        thread.join(5)
+        assert sorted(found) == [("a", "no port is free"), ("b", "no port is free")]
+        server.fail("no room")
+        thread, found = asking(server, [put(tmp_path)])
+        thread.join(5)
+        assert found == [("a", "no room")]
+        server.mend()
+        thread, found = asking(server, [put(tmp_path)])
+        job.answered(next(asks), "a")  # of which nobody waits for the answer
+        assert not found
+        job.answered(next(asks), "a")
+        thread.join(5)
+        assert found == [("a", None)]
+    finally:
+        server.close()
+
+
+def test_the_deadline_is_of_the_ask_and_not_of_each_event(tmp_path) -> None:
+    server = ServerRelay(tmp_path / "relay")
+    try:
+        thread, found = asking(server, [put(tmp_path)], 1.0)
+        job = joined(tmp_path / "relay")
+        ask, began = next(job.asks()), time.monotonic()
+        while thread.is_alive() and time.monotonic() < began + 5:
+            job.answered(ask, "of nobody")
+            time.sleep(0.1)
+        assert found == [("a", "no answer within 1 s (faults.deadline)")]
+        assert time.monotonic() < began + 4
+    finally:
+        server.close()
+
+
+def test_a_relay_that_closes_leaves_the_address_of_the_one_that_took_its_place(tmp_path) -> None:
+    address = tmp_path / "relay"
+    before, after = ServerRelay(address), ServerRelay(address)
+    before.close()
+    JobEnd(address, patience=1.0).close()
+    after.close()
+    assert not address.exists()
+    assert forward(address, put(tmp_path), patience=0.0) == "the site's own process is not running"
+
+
+def test_a_question_that_comes_while_another_is_at_work_ends_that_one_and_waits_for_its_turn(
+    tmp_path,
+) -> None:
+    begun, served, stopped = threading.Event(), list[str](), list[str]()
+
+    def serve(question: Question, late: threading.Event) -> str | None:
+        if question.site == "a":
+            begun.set()
+            late.wait(5)
+            time.sleep(0.1)
+        served.append(question.site)
+        return "nobody waited" if late.is_set() else None
+
+    relay = SiteRelay(tmp_path / "relay", serve, stopped.append)
+    try:
+        found: list[Any] = []
+        first = threading.Thread(target=lambda: found.append(forward(tmp_path / "relay", put(tmp_path, "a"))))
+        first.start()
+        begun.wait(5)
+        assert forward(tmp_path / "relay", put(tmp_path, "b")) is None
+        first.join(5)
+        assert found == ["nobody waited"] and served == ["a", "b"]
+        assert forward(tmp_path / "relay", put(tmp_path, "c")) is None
+        assert stopped == ["a"], "nothing was at work when c was asked"
+        told = forward(tmp_path / "relay", replace(put(tmp_path), round=10**7))
+        assert told == "a question that cannot be read" and served == ["a", "b", "c"]
+    finally:
+        relay.close()
+
+
+def test_a_site_whose_process_goes_while_it_is_asked_is_lost(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    def serve(question: Question, late: threading.Event) -> str | None:
+        raise RuntimeError("patient 4711")
+
+    relay = SiteRelay(tmp_path / "relay", serve)
+    try:
+        assert forward(tmp_path / "relay", put(tmp_path)) == "the site's own process has gone"
+    finally:
+        relay.close()

@@ -1,15 +1,22 @@
 """local.py and run.py with a toy method: no data, no nets of ours."""
 
+import contextlib
+import io
+import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from deployments import until
 from runs import last_state
 from torch import nn
 
@@ -24,7 +31,7 @@ from fedatlas.federation.session import Hosts, run_federation
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Call, Faults, SiteClients
 from fedatlas.transport.egress import Declaration, NetForms
-from fedatlas.transport.frames import Question
+from fedatlas.transport.frames import Question, write_frame
 from fedatlas.transport.host import Host, HostedSite
 from fedatlas.transport.local import InProcess, Workers, keeping_workers
 from fedatlas.transport.pipeline import Policy, ServerPipeline
@@ -608,6 +615,74 @@ def test_idle_workers_serve_the_next_run_and_end_with_the_context(tmp_path, monk
     assert asked_of(fourth, "fourth") == "fourth"
     fourth.close()
     assert new() == []
+
+
+def test_a_worker_frees_what_it_opened_before_and_prints_into_the_log_of_each_run(
+    tmp_path, monkeypatch
+) -> None:
+    """Of two runs that it serves. What it has not written yet of the first is not of the second."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    logs = {name: tmp_path / f"{name}.log" for name in ("first", "second")}
+    with keeping_workers():
+        for name, log in logs.items():
+            log.write_text("there before\n")
+            workers = Workers("worker_targets:alone", {"name": name}, 1, log)
+            question = Question("a", "f", 1, 0, tmp_path / "q", None, tmp_path / name)
+            assert list(workers.ask([question], 60)) == [("a", None)]
+            assert (tmp_path / name).read_text() == "0 others"
+            workers.close()
+        assert logs["first"].read_text() == "there before\nfirst warns\nfirst prints\n"
+        assert logs["second"].read_text() == "there before\nsecond warns\n"
+
+
+def test_a_worker_whose_answer_could_not_be_written_answers_the_next(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+    workers = Workers("worker_targets:lacking", {"site": "a"}, 1, tmp_path / "log")
+    asked = [Question(site, "f", 1, 0, tmp_path / "q", None, tmp_path / site) for site in ("a", "none", "c")]
+    try:
+        found = dict(workers.ask(asked, 60))
+    finally:
+        workers.close()
+    assert found == {
+        "a": "no reply could be written (No space left on device)",
+        "none": "no reply could be written (OSError)",
+        "c": None,
+    }
+    assert (tmp_path / "c").read_text() == "c"
+
+
+STARTER = """
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-m", "fedatlas.transport.worker"], stdin=subprocess.PIPE)
+worker.stdin.write(sys.stdin.buffer.read())
+worker.stdin.flush()
+print(worker.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_worker_at_work_ends_with_who_started_it(tmp_path, monkeypatch) -> None:
+    """As where a run is killed: nobody is left to end what it was doing."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    log, frames = tmp_path / "log", io.BytesIO()
+    opened = {"open": "busy_targets:hanging", "arguments": {"site": "a"}, "log": str(log)}
+    write_frame(frames, json.dumps(opened).encode())
+    write_frame(frames, Question("a", "f", 1, 0, tmp_path, None, tmp_path / "reply").to_json())
+    with subprocess.Popen(
+        [sys.executable, "-c", STARTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as starter:
+        assert starter.stdin and starter.stdout
+        starter.stdin.write(frames.getvalue())
+        starter.stdin.close()
+        worker = psutil.Process(int(starter.stdout.readline()))
+        until(log.exists, what="it begins")
+        starter.kill()
+    try:
+        until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, what="it ends")
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker.kill()
 
 
 def test_another_installation_of_a_name_is_refused(tmp_path) -> None:
