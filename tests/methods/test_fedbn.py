@@ -171,7 +171,7 @@ def test_wrapping_a_net_changes_nothing() -> None:
         (nn.LayerNorm(2), False),
         (nn.RMSNorm(2), False),
     ],
-    ids=lambda of: type(of).__name__,
+    ids=lambda of: type(of).__name__ if isinstance(of, nn.Module) else str(of),
 )
 def test_every_kind_of_normalisation_is_found(layer: nn.Module, batch: bool) -> None:
     net = nn.Sequential(nn.Linear(2, 2), layer)

@@ -539,7 +539,8 @@ def test_a_value_is_far_off_among_those_of_its_class_and_split() -> None:
     here = of([0.9] * 9 + [0.3], "x", "test")
     rows = [*here, *of([0.3] * 10, "y", "test"), *of([0.3] * 10, "x", "validation")]
     assert tables.outliers(rows) == [here[-1]]
-    assert results.far_off(rows) == [(here[-1], np.median([0.9] * 9 + [0.3] * 11))]
+    others = of([0.95] * 40, "z", "test")
+    assert results.far_off([*rows, *others]) == [(here[-1], np.median([0.9] * 9 + [0.3] * 11))]
     wide = of([*(0.8 + 0.005 * k for k in range(21)), 0.7, 0.5], "x", "test")
     assert [row["value"] for row in tables.outliers(wide)] == [0.5]
 

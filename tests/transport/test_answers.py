@@ -640,6 +640,7 @@ def test_while_no_job_can_be_had_what_is_asked_is_lost_at_once(tmp_path) -> None
         job = joined(tmp_path / "relay")
         asks = job.asks()
         assert len(next(asks).questions) == 2
+        time.sleep(0.1)  # it waits for an answer
         server.fail("no port is free")
         thread.join(5)
         assert sorted(found) == [("a", "no port is free"), ("b", "no port is free")]
