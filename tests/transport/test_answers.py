@@ -2,6 +2,7 @@
 rule. Every hostile answer here comes from a site that is otherwise as the others are."""
 
 import json
+import queue
 import re
 import threading
 import time
@@ -655,6 +656,38 @@ def test_while_no_job_can_be_had_what_is_asked_is_lost_at_once(tmp_path) -> None
         job.answered(next(asks), "a")
         thread.join(5)
         assert found == [("a", None)]
+    finally:
+        server.close()
+
+
+def test_a_job_that_was_there_before_an_ask_is_asked_once(tmp_path) -> None:
+    server = ServerRelay(tmp_path / "relay")
+    try:
+        job = joined(tmp_path / "relay")
+        until(lambda: server.connected, 5, "the job is there")
+        for number in (1, 2):
+            thread, found = asking(server, [put(tmp_path)])
+            job.answered(next(job.asks()), "a")
+            thread.join(5)
+            assert found == [("a", None)] and server.number == number
+    finally:
+        server.close()
+
+
+def test_whoever_is_woken_sees_that_no_job_can_be_had(tmp_path) -> None:
+    """Else it would wait until its deadline."""
+    server, seen = ServerRelay(tmp_path / "relay"), []
+
+    class Events(queue.SimpleQueue):
+        def put(self, item: Any, *more: Any) -> None:
+            seen.append((item, server.failed))
+            super().put(item)
+
+    try:
+        server.events = Events()
+        server.fail("no room")
+        server.fail("no port is free")
+        assert seen == [({"failed": "no room"}, "no room")] and server.failed == "no port is free"
     finally:
         server.close()
 

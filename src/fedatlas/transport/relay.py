@@ -151,10 +151,13 @@ class ServerRelay:
     def __init__(self, address: Path) -> None:
         self.listener = _Listener(address)
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.stream: Any = None
+        self.job: tuple[int, Any] | None = None
+        """The present job: its number, counted from 1, and its stream."""
         self.connection: socket.socket | None = None
         self.jobs = 0
         """How many jobs have connected so far."""
+        self.asked = 0
+        """The number of the job that was asked last."""
         self.present: list[str] = []
         self.number = 0
         self.failed: str | None = None
@@ -163,7 +166,7 @@ class ServerRelay:
 
     @property
     def connected(self) -> bool:
-        return self.stream is not None
+        return self.job is not None
 
     def _accept(self) -> None:
         while True:
@@ -173,8 +176,8 @@ class ServerRelay:
                 return
             self.drop()
             self.connection, stream = connection, connection.makefile("rwb")
-            self.stream = stream
             self.jobs += 1
+            self.job = self.jobs, stream
             self.events.put({"job": self.jobs})
             threading.Thread(target=self._listen, args=(stream, self.jobs), daemon=True).start()
 
@@ -186,8 +189,8 @@ class ServerRelay:
                     self.present = what["present"]
                 else:
                     self.events.put(what)
-        if self.stream is stream:
-            self.stream = None
+        if self.job == (job, stream):
+            self.job = None
             self.events.put({"gone": job})
 
     def ask(self, questions: Sequence[Question], deadline: float) -> Iterator[tuple[str, Lost | None]]:
@@ -210,7 +213,7 @@ class ServerRelay:
                 for site in sorted(waiting):
                     yield site, f"no answer within {deadline:g} s (faults.deadline)"
                 return
-            if "job" in event:  # a new job, after the one that was asked has ended
+            if event.get("job", 0) > self.asked:  # a new job, after the one that was asked has ended
                 self._put(list(waiting.values()), end)
             elif event.get("ask") == self.number and event["site"] in waiting:
                 waiting.pop(event["site"])
@@ -218,18 +221,20 @@ class ServerRelay:
 
     def _put(self, questions: Sequence[Question], end: float) -> None:
         self.number += 1  # before all else: a late answer to the ask before is none to this one
-        if self.stream is None or not questions:
+        present = self.job
+        if present is None or not questions:
             return
+        self.asked, stream = present
         left = max(end - time.monotonic(), 1.0)
         what = {"ask": self.number, "deadline": left, "questions": [q.to_json().decode() for q in questions]}
         with contextlib.suppress(OSError, ValueError):  # a job that is just going: its end is the next event
-            write_frame(self.stream, json.dumps(what).encode())
+            write_frame(stream, json.dumps(what).encode())
 
     def fail(self, reason: Lost) -> None:
         """No job can be had: every question that is open, and every later one, is lost, until `mend`."""
-        if self.failed is None:
-            self.events.put({"failed": reason})  # wakes whoever waits
-        self.failed = reason
+        before, self.failed = self.failed, reason
+        if before is None:
+            self.events.put({"failed": reason})  # wakes whoever waits, and then sees it
 
     def mend(self) -> None:
         """A job can be had again."""
@@ -237,7 +242,7 @@ class ServerRelay:
 
     def drop(self) -> None:
         """Lets the present job go; it ends by itself."""
-        connection, self.connection, self.stream = self.connection, None, None
+        connection, self.connection, self.job = self.connection, None, None
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
