@@ -184,7 +184,7 @@ class FedDoDNet(Weighted):
         if self.local.optimizer != "sgd" or self.local.lr <= RATE:
             return []
         return [
-            f"method fed_dodnet: local.lr is {self.local.lr:g}; its papers have {RATE:g} with sgd. At 0.05 heads were lost in the first step: "
+            f"method fed_dodnet: local.lr is {self.local.lr:g}; its papers have {RATE:g} with sgd. At 0.05 heads were lost in the first steps: "
             "their ReLUs stayed 0 everywhere, and nothing was found"
         ]
 
