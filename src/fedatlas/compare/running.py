@@ -19,12 +19,11 @@ from fedatlas.evaluation.statistics import (
     select,
     site_index,
 )
-from fedatlas.federation.design import Experiment, cache_folder
+from fedatlas.federation.design import Experiment, cache_folder, slow_precision
 from fedatlas.federation.file import Federation, flat_difference, hash_of, load_federation, resolved
 from fedatlas.federation.record import changed_evaluation, differing_code
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.yaml import read_yaml
-from fedatlas.learning.loop import slow_precision
 from fedatlas.transport.local import keeping_workers
 from fedatlas.transport.rounds import RunFolder, read_run
 
@@ -112,10 +111,7 @@ def run_comparison(
     total = len(chosen) * len(comparison.seeds)
     tell(f"{comparison.folder}: {total} runs, {done} finished, {len(todo)} to do")
     for note in dict.fromkeys(
-        note
-        for arm, seed in todo
-        for federation in [comparison.federations[arm][seed]]
-        for note in slow_precision(federation.local, federation.engine.device)
+        note for arm, seed in todo for note in slow_precision(comparison.federations[arm][seed])
     ):
         tell(f"note: {note}")
     spent: dict[str, list[float]] = {}

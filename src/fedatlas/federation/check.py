@@ -7,11 +7,10 @@ from typing import Any
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.memory import device_memory, gibibytes
 from fedatlas.core.pictures import in_pixels, of_pictures
-from fedatlas.federation.design import Experiment, cache_folder
+from fedatlas.federation.design import Experiment, cache_folder, slow_precision
 from fedatlas.federation.file import load_federation
 from fedatlas.federation.forecast import bytes_per_round
 from fedatlas.federation.initial import sentence
-from fedatlas.learning.loop import slow_precision
 
 
 def check_federation_file(path: Path, overrides: Sequence[str], runs: Path) -> dict[str, Any]:
@@ -57,7 +56,7 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             f"faults.min_sites is {least}, and the federation has {_counted(count, 'site')}; every site must then "
             f"answer, lower it to {count} or less"
         )
-    sentences += slow_precision(federation.local, federation.engine.device)
+    sentences += slow_precision(federation)
     if federation.init_from:
         sentences.append(sentence(federation.init_from, experiment.space))
     sentences += experiment.examine(experiment.shapes())

@@ -436,6 +436,20 @@ def arithmetic(device: str = "cpu") -> str:
     return ", ".join([level, *(name for name in ("avx512_bf16", "amx_bf16") if has.get(name))])
 
 
+def slow_precision(federation: Federation) -> list[str]:
+    """A sentence where `local.precision` is bf16 and this processor has no instructions for it, so that it is right but much slower than
+    float32; none where sites train on a GPU, and where torch cannot tell."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    named = [there for name, there in capabilities.items() if "bf16" in name]
+    on_cpu = federation.engine.device.partition(":")[0] == "cpu"
+    if federation.local.precision != "bf16" or not on_cpu or not named or any(named):
+        return []
+    return [
+        "local.precision is bf16, for which this processor has no instructions (avx512_bf16, amx_bf16): sites on it train many times slower "
+        "than in float32, and to other bits than sites that have them; float32 is faster here"
+    ]
+
+
 def versions() -> dict[str, str]:
     """The versions of what decides the numbers."""
     packages = ("fedatlas", "torch", "monai", "numpy", "scipy", "nibabel", "pydantic")

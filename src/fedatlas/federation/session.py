@@ -19,7 +19,7 @@ from fedatlas.data.reading import refuse
 from fedatlas.evaluation.evaluate import Candidate, place_of, question, selection_score
 from fedatlas.evaluation.statistics import POST, read_rows, rows_text
 from fedatlas.federation.best import LACKING, Best, BestLocals, BestOfSites
-from fedatlas.federation.design import Design, Experiment, cache_folder, egress_log
+from fedatlas.federation.design import Design, Experiment, cache_folder, egress_log, slow_precision
 from fedatlas.federation.file import (
     Federation,
     hash_of,
@@ -41,7 +41,7 @@ from fedatlas.federation.record import (
     now,
 )
 from fedatlas.federation.usable import differing_versions
-from fedatlas.learning.loop import make_optimizer, slow_precision
+from fedatlas.learning.loop import make_optimizer
 from fedatlas.transport import wire
 from fedatlas.transport.allocator import return_freed_blocks
 from fedatlas.transport.clients import Released, SiteClients, Transport
@@ -106,7 +106,7 @@ def gather_local(
     problems = [p for p in check_federation(experiment.indexes, experiment.space) if p.fatal]
     if problems:
         raise FederationError("\n".join(str(problem) for problem in problems))
-    for note in slow_precision(federation.local, federation.engine.device):
+    for note in slow_precision(federation):
         tell(f"note: {note}")
     transport: Transport
     if federation.engine.workers:

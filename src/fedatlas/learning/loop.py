@@ -307,19 +307,6 @@ def autocast(local: Local, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=local.precision != "float32")
 
 
-def slow_precision(local: Local, device: str) -> list[str]:
-    """A sentence where `local.precision` is bf16 and this processor has no instructions for it, so that it is right but much slower than
-    float32; none on a GPU, and where torch cannot tell."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    named = [there for name, there in capabilities.items() if "bf16" in name]
-    if local.precision != "bf16" or device.partition(":")[0] != "cpu" or not named or any(named):
-        return []
-    return [
-        "local.precision is bf16, for which this processor has no instructions (avx512_bf16, amx_bf16): sites on it train many times slower "
-        "than in float32, and to other bits than sites that have them; float32 is faster here"
-    ]
-
-
 def in_steps(local: Local, per_round: int) -> Local:
     """`local` with its warm-up and restarts counted in steps. per_round: steps of a round."""
     if local.schedule_unit == "steps":
