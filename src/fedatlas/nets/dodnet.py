@@ -16,8 +16,8 @@ Differences from the paper
     and the head once per task; the numbers are the same. An organ with several lesions has a channel for each, and the
     heads of all tasks as many channels as the longest needs; those that an organ does not have are not read.
 
-Its papers train it with SGD at a rate of 0.01. At 0.05 the first steps can leave the ReLUs of a head 0 for every voxel of every image, from which it does
-not come back: the loss stays where it was and nothing is found.
+Its papers train it with SGD at a rate of 0.01. At 0.05 the first steps can leave the ReLUs of a head 0 everywhere, from
+which it does not come back: the loss stays where it is, and nothing is found.
 
 Reconstruction: the net between image and head, of which the paper says what `kim_unet` repeats; 8 groups, linear
 interpolation, a convolution of size 1 before a sum and before the head; standardised weights as in the official code.
