@@ -561,6 +561,63 @@ def test_bf16_on_a_processor_without_it_is_told_once_for_all_runs_and_by_each(
     assert [line.partition(": note")[0] for line in slow] == ["2 of 3, two-s0", "3 of 3, three-s0"]
 
 
+def test_another_reference_and_another_measure_for_once(done, tmp_path, capsys) -> None:
+    """The same runs, seen in another way: as a file says that has it so, and nothing is written."""
+    file, data, trained = done
+    runs = Path(shutil.copytree(trained, tmp_path / "runs"))
+    arguments = ("--data", data, "--runs", runs)
+    assert call(file, *arguments, "--only-table") == 0
+    page = next((runs / "tiny-full").glob("*.html"))
+    capsys.readouterr()
+
+    def shown(*looks: str, of: Path = file) -> dict[str, Any]:
+        assert call(of, *arguments, "--json", *looks) == 0
+        return json.loads(capsys.readouterr().out)
+
+    plain, turned = shown("--only-table"), shown("--against", "prox")
+    assert plain["compared"] == {"prox": "fedavg"} and turned["compared"] == {"fedavg": "prox"}
+    assert turned["differences"]["fedavg"]["mean"] == pytest.approx(-plain["differences"]["prox"]["mean"])
+    assert turned["page"] is None and turned["command"].endswith(" --against prox")
+    other = shown("--measure", "split=validation", "--measure", "sites=[s0]")
+    raw = yaml.safe_load(file.read_text())
+    raw["measure"] = {"split": "validation", "sites": ["s0"]}
+    edited = file.with_name("edited.yaml")
+    edited.write_text(yaml.safe_dump(raw))
+    assert other["arms"] == shown("--only-table", of=edited)["arms"]
+    assert other["arms"]["fedavg"]["mean"] != plain["arms"]["fedavg"]["mean"]
+    assert other["command"].endswith(" --measure split=validation --measure 'sites=[s0]'")
+    before = page.read_bytes()
+    assert call(file, *arguments, "--against", "prox") == 0
+    assert "difference to prox" in (out := capsys.readouterr().out) and "page: " not in out
+    assert page.read_bytes() == before
+
+    for asked, said in (
+        (["--against", "proks"], "--against proks: the arm 'proks' does not exist; did you mean 'prox'?"),
+        (
+            ["--measure", "knwon=true"],
+            "--measure knwon: the key 'knwon' does not exist; did you mean 'known'?",
+        ),
+        (["--measure", "known"], "--measure known: expected KEY=VALUE, as in --measure known=false"),
+        (["--measure", "split=[test"], "comparison.yaml: measure.split: got '[test'"),
+        (["--against", "prox", "--table", tmp_path / "page.md"], "with --against prox tables are shown"),
+        (
+            ["--measure", "known=true", "--arms", "prox"],
+            "--arms prox: with --measure known=true tables are shown",
+        ),
+    ):
+        assert call(file, *arguments, *asked) == 1
+        assert said in capsys.readouterr().err
+    assert call(file, "--data", data, "--runs", tmp_path / "none", "--against", "prox") == 1
+    assert "--against prox: no arm has a finished run in " in capsys.readouterr().err
+    federation = next((runs / "tiny-full").glob("*-s0")) / "federation.yaml"
+    for asked, said in (
+        (["--against", "prox"], "--against prox: is of a comparison file"),
+        (["--measure", "known=true"], "--measure: is of"),
+    ):
+        assert main(["compare", str(federation), str(federation), *asked]) == 1
+        assert said in capsys.readouterr().err
+
+
 def test_the_page_changes_between_the_marks_only(done, tmp_path, capsys) -> None:
     file, data, runs = done
     arguments = ("--data", data, "--runs", runs, "--only-table", "--table")

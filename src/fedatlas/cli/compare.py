@@ -37,6 +37,19 @@ def options(made: argparse.ArgumentParser) -> None:
     )
     made.add_argument("--only-table", action="store_true", help="train nothing")
     made.add_argument(
+        "--against",
+        metavar="ARM",
+        help="show the differences to this arm, in place of the first one and of `references`; trains nothing and writes no page",
+    )
+    made.add_argument(
+        "--measure",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key of the file's `measure` for this once, as split=validation, known=false or sites=[a, b]; null: as by "
+        "default. Trains nothing and writes no page",
+    )
+    made.add_argument(
         "--records",
         type=Path,
         metavar="DIR",
@@ -66,6 +79,15 @@ def call(arguments: argparse.Namespace) -> int:
         raise FedAtlasError(
             f"--arms {arguments.arms}: chooses what is trained, and --only-table trains nothing; leave one of them out"
         )
+    looks = [f"--against {arguments.against}"] if arguments.against is not None else []
+    looks += [f"--measure {each}" for each in arguments.measure]
+    for flag, given in (("--table", arguments.table), ("--arms", arguments.arms)) if looks else ():
+        if given:
+            raise FedAtlasError(
+                f"{flag} {given}: with {looks[0]} tables are shown, nothing is trained and no page is written; leave one of "
+                "them out"
+            )
+    only_table = arguments.only_table or bool(looks)
     comparison = load_comparison(
         arguments.files,
         profile=arguments.profile,
@@ -74,13 +96,15 @@ def call(arguments: argparse.Namespace) -> int:
         seeds=arguments.seeds,
         workers=arguments.workers,
         device=arguments.device,
+        against=arguments.against,
+        measure=shared.values("--measure", arguments.measure, "known=false"),
     )
     if arguments.table:
         check_page(comparison, arguments.table)
     failed: dict[str, str] = {}
     progress = Progress(0, sys.stderr if arguments.json else sys.stdout)
     after_run = use_records(comparison, arguments.records, progress.tell)
-    if not arguments.only_table:
+    if not only_table:
         arms = arguments.arms.split(",") if arguments.arms else None
         try:
             failed = run_comparison(
@@ -91,21 +115,21 @@ def call(arguments: argparse.Namespace) -> int:
             return shared.INTERRUPTED
     tables = collect(comparison)
     arms_made = tables["arms"].values()
-    if arguments.only_table and not any(made["seeds"] for made in arms_made):
+    if only_table and not any(made["seeds"] for made in arms_made):
         why = [problem for made in arms_made for problem in made["problems"]]
         raise FedAtlasError(
-            f"--only-table: no arm has a finished run in {comparison.folder}, and the tables would hold nothing; give the folder of the "
+            f"{looks[0] if looks else '--only-table'}: no arm has a finished run in {comparison.folder}, and the tables would hold nothing; give the folder of the "
             "runs by --runs, or that of their records by --records"
             + "".join(f"\n{problem}" for problem in why[:1])
         )
     if arguments.table:
         write_table(comparison, tables, arguments.table)
-    page = write_page(comparison, tables)
+    page = None if looks else str(write_page(comparison, tables))  # a page shows what its file asks
     if arguments.json:
-        print(json.dumps(tables | {"failed": failed, "page": str(page)}, indent=1))
+        print(json.dumps(tables | {"failed": failed, "page": page}, indent=1))
     else:
         sentences = "\n".join(verdict(tables))
-        print(f"{markdown(tables)}\n{sentences}\n\npage: {page}")
+        print(f"{markdown(tables)}\n{sentences}" + (f"\n\npage: {page}" if page else ""))
     for name in failed:
         print(f"failed: {name}", file=sys.stderr)
     return 1 if failed else 0

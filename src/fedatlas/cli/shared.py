@@ -104,8 +104,8 @@ def reading(made: argparse.ArgumentParser) -> None:
     )
 
 
-def options_of_a_layout(given: Sequence[str]) -> dict[str, Any]:
-    """The values of `--reading`, each as a federation file would hold it."""
+def values(flag: str, given: Sequence[str], example: str) -> dict[str, Any]:
+    """The values of an option that is given as KEY=VALUE, any number of times, each as a YAML file would hold it."""
     import yaml
 
     def plain(text: str) -> Any:
@@ -114,8 +114,12 @@ def options_of_a_layout(given: Sequence[str]) -> dict[str, Any]:
         except yaml.YAMLError:
             return text
 
-    pairs_given = pairs("--reading", given, "KEY=VALUE", "table=labels.csv")
-    return {key: plain(value) for key, value in pairs_given.items()}
+    return {key: plain(value) for key, value in pairs(flag, given, "KEY=VALUE", example).items()}
+
+
+def options_of_a_layout(given: Sequence[str]) -> dict[str, Any]:
+    """The values of `--reading`."""
+    return values("--reading", given, "table=labels.csv")
 
 
 def layout(made: argparse.ArgumentParser) -> None:

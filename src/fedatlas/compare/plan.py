@@ -6,6 +6,7 @@ folder of its own, so that a comparison that was stopped goes on where it was, r
 
 import copy
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -340,17 +341,27 @@ def load_comparison(
     seeds: int | None = None,
     workers: int | None = None,
     device: str | None = None,
+    against: str | None = None,
+    measure: Mapping[str, Any] | None = None,
 ) -> Comparison:
     """One comparison file, or federation files of which each is an arm.
 
     data: the folder from which relative site paths of the base are taken. seeds: how many; of federation files the
-    seeds 0, 1, … in place of their own. workers, device: in place of those of `engine`.
+    seeds 0, 1, … in place of their own. workers, device: in place of those of `engine`. against, measure: of a comparison
+    file: the arm to which the differences of all others are, in place of its first and of `references`, and keys in place of
+    those of its `measure`, without its `printed`.
 
     Raises FederationError naming the file, the key, what was got and what is allowed.
     """
     raw = read_yaml(files[0], expected=COMPARISON if len(files) == 1 else FILE)
     if len(files) == 1 and ("arms" in raw or "base" in raw):
-        given = _from_file(files[0], raw, profile, data, seeds)
+        given = _from_file(files[0], _seen(files[0], raw, against, measure or {}), profile, data, seeds)
+    elif against is not None or measure:
+        asked = f"--against {against}" if against is not None else "--measure"
+        raise FederationError(
+            f"{asked}: is of a comparison file, and {files[0]} is a federation file; the first of these is the reference, and "
+            "the tables have their defaults"
+        )
     else:
         given = _from_federations(files, profile, data, seeds)
     shared = given.shared or given.name
@@ -372,6 +383,8 @@ def load_comparison(
     words += [f"--profile {profile}"] if profile else []
     words += ["--data DIR"] if data else []
     words += [f"--seeds {seeds}"] if seeds else []
+    words += [f"--against {against}"] if against is not None else []
+    words += [f"--measure {shlex.quote(f'{key}={_plain(value)}')}" for key, value in (measure or {}).items()]
     found = replace(
         given,
         federations=federations,
@@ -388,6 +401,32 @@ def load_comparison(
 
     check_claims(found, files[0])
     return found
+
+
+def _seen(
+    file: Path, raw: Mapping[str, Any], against: str | None, measure: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a comparison file holds, with another reference and other keys of `measure`, as of `load_comparison`."""
+    seen = dict(raw)
+    arms = raw.get("arms")
+    if against is not None and isinstance(arms, Mapping):
+        if against not in arms:
+            raise not_known(f"--against {against}: the arm", against, arms)
+        seen["references"] = {arm: against for arm in arms if arm != against}
+    if measure:
+        fields = [*Measure.__pydantic_fields__]  # type: ignore[attr-defined]
+        for key in measure:
+            if key not in fields:
+                raise not_known(f"--measure {key}: the key", key, fields)
+        before = raw.get("measure") or {}
+        seen["measure"] = {**before, **measure} if isinstance(before, Mapping) else before
+        seen.pop("printed", None)
+    return seen
+
+
+def _plain(value: Any) -> str:
+    """A value of YAML in one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
 
 
 def _with_sites(measure: M, roles: Sequence[tuple[str, str]], file: Path) -> M:
