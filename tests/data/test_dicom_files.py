@@ -1,5 +1,7 @@
 """Files of a DICOM export that are none, or none any more; objects that are there twice; and folders behind links."""
 
+import errno
+import os
 import shutil
 import zipfile
 from pathlib import Path
@@ -11,6 +13,7 @@ from dicom_series import NAME, NUMBER, write_series
 from pydicom.uid import ImplicitVRLittleEndian, RLELossless
 
 from fedatlas.core.errors import DataError
+from fedatlas.data import exports
 from fedatlas.data.datasets.dicom import Dicom, read
 from fedatlas.data.datasets.shared.listing import Layout
 from fedatlas.data.formats import dicom
@@ -81,6 +84,74 @@ def test_files_of_other_kinds_are_passed_over(archive, tmp_path) -> None:
         shutil.make_archive(str(folder), "zip", folder)
         shutil.rmtree(folder)
     assert damaged(tmp_path) == []
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["bare", "meta"])
+@pytest.mark.parametrize("implicit", [False, True])
+def test_an_object_without_its_mark_is_damaged(implicit, meta, tmp_path) -> None:
+    """Whatever it is called; the series lacks a slice at its end, which nothing else would tell."""
+    files = write_series(tmp_path, VOXELS, AFFINE, suffix="")
+    write_series(tmp_path, VOXELS, AFFINE, "more", suffix="")
+    data = pydicom.dcmread(tmp_path / "Plantedname_more_004")
+    files.append(tmp_path / "other")
+    if implicit:
+        data.file_meta.TransferSyntaxUID = ImplicitVRLittleEndian
+    data.save_as(files[-1], implicit_vr=implicit, enforce_file_format=True)
+    for file in tmp_path.glob("*more*"):
+        file.unlink()
+    whole = files[-1].read_bytes()
+    length = 144 + int.from_bytes(whole[140:144], "little")
+    files[-1].write_bytes(whole[132 if meta else length :])
+    assert damaged(tmp_path) == [("other", "it lacks the mark of DICOM at its beginning")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "modality"),
+    [("1.2.840.10008.5.1.4.1.1.66", "MR"), ("1.3.12.2.1107.5.9.1", "CT"), ("1.2.840.10008.5.1.4.38.1", "")],
+    ids=["raw data", "private", "hanging protocol"],
+)
+def test_an_object_that_is_no_image_is_passed_over(kind, modality, tmp_path) -> None:
+    """Scanners give raw data the modality of their images. An image without rows is damaged."""
+    write_series(tmp_path, VOXELS, AFFINE)
+    for name, of in (("raw", kind), ("cut", exports.CLASSES["MR"])):
+        made = exports.header(f"p/{name}", modality, of, 1, {})
+        if not modality:
+            del made.Modality
+        made.save_as(tmp_path / f"{name}.dcm", enforce_file_format=True)
+    found = dicom.find([tmp_path])
+    assert (len(found.series), found.others) == (1, 1)
+    assert [(file.name, told) for file, told in found.damaged] == [("cut.dcm", "its header is cut off")]
+
+
+def test_a_folder_that_cannot_be_read_is_damaged(tmp_path, monkeypatch) -> None:
+    """A series within it would be missed."""
+    write_series(tmp_path / "a", VOXELS, AFFINE)
+    (tmp_path / "b").mkdir()
+    scandir = os.scandir
+
+    def refused(path):
+        if Path(path).name == "b":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert damaged(tmp_path) == [("b", "its folder cannot be read: Permission denied")]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [(6, b"\x63\0", "zip file version 9.9"), (46, b"\xe9\xe9", "UnicodeDecodeError")],
+    ids=["version", "name"],
+)
+def test_an_archive_whose_list_is_damaged(place, value, told, tmp_path) -> None:
+    (file, *_) = write_series(tmp_path / "s", VOXELS, AFFINE)
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.write(file, "é.dcm")
+    packed = bytearray((tmp_path / "a.zip").read_bytes())
+    start = packed.index(b"PK\1\2") + place
+    packed[start : start + 2] = value
+    (tmp_path / "a.zip").write_bytes(packed)
+    assert damaged(tmp_path) == [("a.zip", f"no archive that can be read ({told})")]
 
 
 def test_a_site_with_a_damaged_file_says_so_and_names_no_patient(tmp_path) -> None:

@@ -39,6 +39,9 @@ SAME_PLACE = 1e-3
 """Millimetres up to which slices lie at one place."""
 HEAD = 132
 """Bytes at the beginning of a DICOM file, the last four of which are its mark."""
+FIRST = (b"\2\0", b"\x08\0")
+"""How elements begin of the groups that come first in a DICOM object."""
+NO_MARK = "it lacks the mark of DICOM at its beginning"
 LARGEST = 1 << 32
 """Bytes of one object in an archive, at most."""
 DEFERRED = 1 << 12
@@ -276,12 +279,10 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
                 drawings.append(_drawing(header, part))
             except Exception as error:
                 damaged.append((part.path, f"{modality}: {reason(error)}"))
-        elif not modality or (
-            modality in IMAGES and not (header.get("Rows") and header.get("SeriesInstanceUID"))
-        ):
-            damaged.append((part.path, "its header is cut off"))
-        elif modality in IMAGES:
+        elif modality in IMAGES and header.get("Rows") and header.get("SeriesInstanceUID"):
             images.setdefault(str(header.SeriesInstanceUID), []).append((number, header, part))
+        elif modality in ("", *IMAGES) and _read_by_us(header):
+            damaged.append((part.path, "its header is cut off"))
         else:
             others += 1
     frames: dict[str, list[str]] = {}
@@ -322,6 +323,14 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
     return Found(tuple(sorted(found, key=lambda of: of.name)), tuple(stray), others, tuple(damaged))
 
 
+def _read_by_us(header: Any) -> bool:
+    """Is an object an image or a drawing by its class, or does it say none. A DICOMDIR is neither, nor are raw data of a scanner, which
+    have the modality of its images."""
+    meta = getattr(header, "file_meta", None) or {}
+    kind = str(header.get("SOPClassUID") or meta.get("MediaStorageSOPClassUID") or "")
+    return not kind or bool(re.search("Image|Segmentation|Structure Set", pydicom().uid.UID(kind).name))
+
+
 def _issuer(header: Any) -> str:
     return str(header.get("IssuerOfPatientID") or "")
 
@@ -359,7 +368,7 @@ def _headers(
             kept = kept and str(header.get("Modality")) in IMAGES
             yield number, header, replace(part, content=header) if kept else part
     for part, told in blank:
-        if _named_as_dicom(part) or _shape(part) in shapes:
+        if told == NO_MARK or _named_as_dicom(part) or _shape(part) in shapes:
             damaged.append((part.path, told))
 
 
@@ -375,7 +384,13 @@ def _lacks(reader: Reader, part: Part) -> str:
             return "it holds zeros alone"
     if len(head) < HEAD:
         return f"it ends after {len(head)} bytes"
-    return "it lacks the mark of DICOM at its beginning" if _named_as_dicom(part) else ""
+    return NO_MARK if _named_as_dicom(part) or _bare(head) else ""
+
+
+def _bare(head: bytes) -> bool:
+    """Does a file begin with two elements of DICOM in place of its mark."""
+    length = int.from_bytes(head[6:8] if head[4:6].isalpha() else head[4:8], "little")
+    return head[:2] in FIRST and head[8 + length : 10 + length] in FIRST
 
 
 def _named_as_dicom(part: Part) -> bool:
@@ -420,7 +435,11 @@ def _parts(paths: Iterable[Path], damaged: list[tuple[Path, str]]) -> Iterator[P
     for path in paths:
         if path.is_dir():
             walked = {os.path.realpath(path)}  # a link may lead back
-            for base, folders, files in os.walk(path, followlinks=True):
+
+            def closed(error: OSError) -> None:
+                damaged.append((Path(error.filename), f"its folder cannot be read: {reason(error)}"))
+
+            for base, folders, files in os.walk(path, onerror=closed, followlinks=True):
                 inside = {
                     name: os.path.realpath(Path(base, name)) for name in sorted(folders) if name[0] != "."
                 }
@@ -432,7 +451,7 @@ def _parts(paths: Iterable[Path], damaged: list[tuple[Path, str]]) -> Iterator[P
             try:
                 with zipfile.ZipFile(path) as archive:
                     members = [item.filename for item in archive.infolist() if not _hidden(item)]
-            except (OSError, zipfile.BadZipFile) as error:
+            except Exception as error:  # zipfile raises whatever it meets in a damaged archive
                 damaged.append((path, f"no archive that can be read ({reason(error)})"))
                 continue
             yield from (Part(path, name) for name in sorted(members) if Path(name).name != "DICOMDIR")
