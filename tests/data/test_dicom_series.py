@@ -246,6 +246,19 @@ def resaved(file: Path, change: Any) -> None:
     data.save_as(file)
 
 
+def with_table(data: Any) -> None:
+    table = item(ModalityLUTType="HU")
+    table.add_new("LUTDescriptor", "US", [2, 0, 16])
+    table.add_new("LUTData", "OW", bytes(4))
+    data.ModalityLUTSequence = [table]
+
+
+def looked_up(data: Any) -> None:
+    """A table in place of slope and intercept."""
+    with_table(data)
+    del data.RescaleSlope, data.RescaleIntercept
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -255,6 +268,13 @@ def resaved(file: Path, change: Any) -> None:
         ),
         (lambda d: setattr(d, "PixelSpacing", [1, 1]), "different millimetres per pixel: 1×1 and 2×2"),
         (lambda d: setattr(d, "FrameOfReferenceUID", "1.2.3"), "slices of 2 frames of reference"),
+        (lambda d: setattr(d, "PatientID", "ANOTHER"), "holds slices of 2 patients; export"),
+        (lambda d: setattr(d, "StudyInstanceUID", "1.2.3"), "holds slices of 2 studies; export"),
+        (
+            lambda d: setattr(d, "ImageType", ["ORIGINAL", "PRIMARY", "M", "ND", "MOSAIC"]),
+            "object 1 of 8 is not readable .a mosaic of slices, which do not say where they lie",
+        ),
+        (looked_up, "object 1 of 8 is not readable .a lookup table of its values"),
         (
             lambda d: d.pop("ImagePositionPatient"),
             "object 1 of 8 is not readable .without ImagePositionPatient",
@@ -275,6 +295,50 @@ def test_objects_that_do_not_fit(change, text, tmp_path) -> None:
     with pytest.raises(FileError, match=text) as told:
         dicom.load(one(tmp_path))
     assert not any(word in str(told.value) for word in (NUMBER, *NAME.split("^")))
+
+
+def test_slope_and_intercept_count_beside_a_table(tmp_path) -> None:
+    (file,) = write_series(tmp_path, voxels_of((4, 3, 1)), STRAIGHT)
+    resaved(file, with_table)
+    assert np.array_equal(dicom.load(one(tmp_path)).voxels, voxels_of((4, 3, 1)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "shift", "slope", "intercept", "wanted"),
+    [
+        ("<f4", 0.25, 1, 0, np.float32),
+        ("<f8", 0.25, 1, 0, np.float32),
+        ("<u4", 2**31, 1, 0, np.float32),
+        ("<u4", 0, 2, -(2**32), np.float32),
+        ("<i4", 70_000, 1, -70_000, np.int32),
+        ("<u2", 40_000, 1, -40_000, np.int32),
+        ("<i2", 0, 1, -(2**15), np.int16),
+        ("<i2", 0, 1, -(2**15) - 1, np.int32),
+        ("<i2", 2**15 - 1 - 20, 1, 10, np.int16),
+        ("<i2", 2**15 - 1 - 20, 1, 11, np.int32),
+        ("<i2", 0, 2.5, 0.5, np.float32),
+    ],
+)
+def test_values_of_every_kind_are_what_the_header_says(
+    kind, shift, slope, intercept, wanted, tmp_path
+) -> None:
+    """None is cut to whole numbers, and none is another one because its bits were too few."""
+    (file,) = write_series(tmp_path, np.zeros((2, 3, 1)), STRAIGHT)
+    stored = (np.array([[0, 1], [2, 3], [4, 10]]) + shift).astype(kind)
+    data = pydicom.dcmread(file)
+    bits = 8 * stored.itemsize
+    data.BitsAllocated, data.RescaleSlope, data.RescaleIntercept = bits, slope, intercept
+    if stored.dtype.kind == "f":
+        del data.PixelData, data.BitsStored, data.HighBit, data.PixelRepresentation
+        setattr(data, "FloatPixelData" if bits == 32 else "DoubleFloatPixelData", stored.tobytes())
+    else:
+        data.BitsStored, data.HighBit, data.PixelRepresentation = bits, bits - 1, int(kind[1] == "i")
+        data.PixelData = stored.tobytes()
+    data.save_as(file)
+    volume = dicom.load(one(tmp_path))
+    exact = slope * stored.T.astype(float)[..., None] + intercept
+    assert volume.voxels.dtype == wanted and np.allclose(volume.voxels, exact, rtol=1e-7)
+    assert not any("PixelData" in element.keyword for element in volume.headers[0])
 
 
 def wrong(name: str, kind: str, value: bytes) -> Any:

@@ -673,7 +673,7 @@ def load(series: Series) -> Volume:
     """The volume of a series, of one object per slice or of objects with many frames.
 
     Raises FileError, which names the series, for objects that cannot be read, for slices of different size, spacing,
-    direction or frame of reference, for slices at one place that differ, for missing ones, and for a stack whose
+    direction, patient, study or frame of reference, for slices at one place that differ, for missing ones, and for a stack whose
     slices are shifted against each other. Slices that are tilted against their stack, as by a gantry, stay so: the affine is
     skew.
     """
@@ -685,8 +685,9 @@ def load(series: Series) -> Volume:
             try:
                 data = reader.read(part)
                 planes += _planes(data)
-                if "PixelData" in data:
-                    del data["PixelData"]
+                for name in ("PixelData", "FloatPixelData", "DoubleFloatPixelData"):
+                    if name in data:
+                        del data[name]
                 headers.append(data)
             except (DataError, MemoryError):
                 raise
@@ -720,6 +721,10 @@ def _planes(data: Any) -> Iterator[_Plane]:
         raise Unfit(f"photometric interpretation {interpretation or 'not given'}, and MONOCHROME2 is read")
     if not data.get("PerFrameFunctionalGroupsSequence") and int(data.get("NumberOfFrames") or 1) > 1:
         raise Unfit(f"{data.NumberOfFrames} frames that do not say where they lie")
+    if "MOSAIC" in (data.get("ImageType") or ()):
+        raise Unfit("a mosaic of slices, which do not say where they lie")
+    if data.get("ModalityLUTSequence") and data.get("RescaleSlope") is None:
+        raise Unfit("a lookup table of its values, and a slope and an intercept are read")
     # unlike `data.pixel_array` it keeps no copy in the header
     pixels = importlib.import_module("pydicom.pixels").pixel_array(data)
     frames = pixels.reshape(-1, *pixels.shape[-2:])
@@ -767,9 +772,11 @@ def _plane(data: Any, place: Any, turn: Any, size: Any, scale: Any, pixels: np.n
     slope = 1.0 if slope is None else float(slope)
     if not (rows > 0 and columns > 0 and math.isfinite(rows * columns * slope * intercept) and slope):
         raise Unfit(f"pixel spacing {rows:g}, {columns:g}, rescale slope {slope:g}, intercept {intercept:g}")
-    if slope == int(slope) and intercept == int(intercept):
-        ends = int(slope) * np.array([int(pixels.min()), int(pixels.max())]) + int(intercept)
-        kind = np.int16 if ends.min() >= -(2**15) and ends.max() < 2**15 else np.int32
+    whole = pixels.dtype.kind in "iu" and slope == int(slope) and intercept == int(intercept)
+    ends = [slope * value + intercept for value in (float(pixels.min()), float(pixels.max()))]
+    least, most = min(*ends, slope, intercept), max(*ends, slope, intercept)
+    if whole and least >= -(2**31) and most < 2**31:
+        kind = np.int16 if least >= -(2**15) and most < 2**15 else np.int32
         values = pixels.astype(kind) * kind(slope) + kind(intercept)
     else:
         values = pixels.astype(np.float32) * np.float32(slope) + np.float32(intercept)
@@ -784,7 +791,7 @@ def _plane(data: Any, place: Any, turn: Any, size: Any, scale: Any, pixels: np.n
 
 
 def _require_alike(where: Path, planes: Sequence[_Plane], headers: Sequence[Any]) -> None:
-    """Raises FileError unless all slices have one direction, size, spacing and frame of reference."""
+    """Raises FileError unless all slices have one direction, size, spacing, patient, study and frame of reference."""
     groups: list[list[_Plane]] = []
     for plane in planes:
         if not np.isfinite(plane.place).all() or not np.allclose(
@@ -810,6 +817,10 @@ def _require_alike(where: Path, planes: Sequence[_Plane], headers: Sequence[Any]
         if len(values) > 1:
             shown = " and ".join("×".join(f"{n:g}" for n in value) for value in values[:2])
             raise FileError(where, f"holds slices of different {what}: {shown}", _EXPORT)
+    for what, name in (("patients", "PatientID"), ("studies", "StudyInstanceUID")):
+        count = len({str(header.get(name) or "") for header in headers})
+        if count > 1:
+            raise FileError(where, f"holds slices of {count} {what}", _EXPORT)
     frames = {str(header.get("FrameOfReferenceUID") or "") for header in headers}
     if len(frames) > 1:
         what = (
