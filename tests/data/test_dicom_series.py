@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pydicom
 import pytest
-from dicom_series import NAME, NUMBER, sample, write_enhanced, write_series
+from dicom_series import NAME, NUMBER, item, sample, write_enhanced, write_series
 from pydicom.dataelem import RawDataElement
 from pydicom.tag import Tag
 from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian
@@ -551,6 +551,50 @@ def test_what_is_written_keeps_to_the_standard(kind, empty, volume, tmp_path) ->
     assert [line for line in told.splitlines() if line.startswith("Error")] == [] and kind[
         :2
     ].upper() in told.upper()
+
+
+@pytest.mark.parametrize("kind", ["seg", "rtstruct"])
+@pytest.mark.parametrize(
+    ("letters", "name"),
+    [
+        (["", "ISO 2022 IR 87"], "Yamada^Tarou=山田^太郎"),
+        ("ISO_IR 100", "Müller^Jürgen"),
+        ("ISO_IR 192", "Ж^Ω"),
+        (None, "Plain^Name"),
+    ],
+)
+def test_names_of_patients_and_classes_keep_their_letters(letters, name, kind, tmp_path) -> None:
+    """Those of a class need not be in the letters of the patient's name."""
+    for file in write_series(tmp_path / "scan", voxels_of(), STRAIGHT):
+        data = pydicom.dcmread(file)
+        data.PatientName, data.StudyDescription = name, name.partition("=")[2]
+        # an item is encoded as its object is
+        code = item(CodeValue="1", CodingSchemeDesignator="99X", CodeMeaning=name)
+        data.ProcedureCodeSequence = [code]
+        if letters is None:
+            del data.SpecificCharacterSet
+        else:
+            data.SpecificCharacterSet = letters
+        data.save_as(file)
+    volume = dicom.load(one(tmp_path / "scan"))
+    space = LabelSpace(("background", "肝臓", "Größe"))
+    labels = np.minimum(labels_of(volume.voxels.shape), 2)
+    codes, _ = drawings.meanings(space, {})
+    drawings.WRITERS[kind](tmp_path / "scan" / "made.dcm", labels, volume, space, codes, "run")
+    made = pydicom.dcmread(tmp_path / "scan" / "made.dcm")
+    assert (str(made.PatientName), made.StudyDescription) == (name, name.partition("=")[2])
+    if kind == "seg":
+        assert made.ProcedureCodeSequence[0].CodeMeaning == name
+    assert [found.name for found in one(tmp_path / "scan").drawings[0].items] == ["肝臓", "Größe"]
+
+
+def test_what_a_header_lacks_is_named(tmp_path) -> None:
+    for file in write_series(tmp_path, voxels_of(), STRAIGHT):
+        resaved(file, lambda data: data.pop("SliceThickness"))
+    volume = dicom.load(one(tmp_path))
+    codes, _ = drawings.meanings(SPACE, {})
+    with pytest.raises(FileError, match=r"its headers lack what a SEG needs \(SliceThickness\); export"):
+        drawings.write_seg(None, labels_of(volume.voxels.shape), volume, SPACE, codes, "run")
 
 
 def test_codes_of_classes() -> None:

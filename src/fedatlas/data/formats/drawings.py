@@ -402,7 +402,11 @@ def write_seg(
             content_label="FEDATLAS",
             content_creator_name="FedAtlas^",
             omit_empty_frames=bool(labels.any()),
+            specific_character_set="ISO_IR 192",  # that of the source may lack letters of a class
         )
+        # read all items of the source, or they would be written in its letters
+        for _ in made.iterall():
+            pass
         made.SeriesDescription = "FedAtlas segmentation"
         if path is not None:
             with saved(path) as temporary:
@@ -463,7 +467,8 @@ def _of_headers(volume: Volume, what: str) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         where = Path(pseudonym(str(volume.headers[0].SeriesInstanceUID)))
-        told = f"its headers lack what {what} needs ({reason(error)})"
+        lacking = error.name if isinstance(error, AttributeError) else None
+        told = f"its headers lack what {what} needs ({lacking or reason(error)})"
         raise FileError(where, told, "export the series again, or take --as nifti") from None
 
 
