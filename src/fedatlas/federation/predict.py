@@ -95,7 +95,8 @@ def predict_scans(
     trained = Trained(path, model, device, warn)
     if pacs is not None:
         found = dicom.received(pacs.fetch(series), pacs.url)
-        given = [Given((), one.name, one) for one in _chosen(found, series, pacs.url)]
+        (chosen,) = _chosen([(pacs.url, found)], series)
+        given = [Given((), one.name, one) for one in chosen]
     else:
         given = _given(scans, series, trained)
     if form != "nifti" and (files := next((g for g in given if g.series is None), None)):
@@ -141,53 +142,79 @@ def predict_scans(
 def _given(scans: Sequence[Sequence[Path]], series: Sequence[str], trained: Trained) -> list[Given]:
     """What was given, series in DICOM told apart. Files of one frame are slices to a model of scans, else pictures."""
     of_scans = (trained.inputs or {}).get("kinds") == ["scan"]
-    slices = [
-        files[0] for files in scans if of_scans and not dicom.is_series(files[0]) and dicom.is_dicom(files[0])
-    ]
-    given = []
     for files in scans:
-        if len(files) == 1 and dicom.is_series(files[0]):
-            chosen = _chosen(dicom.find(files, keep=True), series, str(files[0]))
-        elif files[0] in slices:
-            chosen = (
-                _chosen(dicom.find(slices, keep=True), series, f"{len(slices)} files")
-                if files[0] == slices[0]
-                else []
-            )
-        else:
+        for file in files if len(files) > 1 else ():
+            if dicom.is_series(file) or (of_scans and _is_slice(file)):
+                raise DataError(
+                    f"{file}: is joined by a comma, as the channels of a scan in NIfTI are, and is none; give folders, archives "
+                    "and DICOM one by one"
+                )
+    # each once, and all of them in the place of the first
+    slices = dict.fromkeys(
+        files[0] for files in scans if of_scans and not dicom.is_series(files[0]) and _is_slice(files[0])
+    )
+    first = next((number for number, files in enumerate(scans) if files[0] in slices), None)
+    found: dict[int, tuple[str, dicom.Found]] = {}
+    for number, files in enumerate(scans):
+        if number == first:
+            found[number] = (_count(len(slices), "file"), dicom.find(slices, keep=True))
+        elif files[0] not in slices and dicom.is_series(files[0]):
+            found[number] = (str(files[0]), dicom.find(files, keep=True))
+    chosen = dict(zip(found, _chosen(list(found.values()), series), strict=True))
+    given = []
+    for number, files in enumerate(scans):
+        if number in chosen:
+            where = str(files[0]) if len(chosen[number]) == 1 and files[0] not in slices else ""
+            given += [Given((), f"{where} {one.name}".strip(), one) for one in chosen[number]]
+        elif files[0] not in slices:
             given.append(Given(tuple(files), str(files[0])))
-            continue
-        where = str(files[0]) if len(chosen) == 1 and files[0] not in slices else ""
-        given += [Given((), f"{where} {one.name}".strip(), one) for one in chosen]
-    if series and not any(one.series for one in given):
-        raise FederationError("--series: chooses among series in DICOM, and none was given; leave it out")
     return given
 
 
-def _chosen(found: dicom.Found, wanted: Sequence[str], where: str) -> list[dicom.Series]:
-    """The series that are asked for, by UID or pseudonym; the only one where nothing is. Raises DataError where there is
-    none, or several to choose from, or a file that is damaged."""
-    if found.damaged:
-        count = len(found.damaged)
-        raise DataError(
-            f"{where}: {count} file{'s' if count > 1 else ''} not readable as DICOM ({found.damaged[0][1]}); export the "
-            "series again, as a whole"
-        )
-    there = "; ".join(map(str, found.series))
-    if not found.series:
-        what = "a folder" if Path(where).is_dir() else "DICOM"
-        raise DataError(
-            f"{where}: {what} without a series of CT, MR or PET ({found.others} other DICOM objects); of scans in other "
-            "formats give the files themselves"
-        )
-    if not wanted and len(found.series) > 1:
-        raise DataError(
-            f"{where}: holds {len(found.series)} series; choose with --series, once for each. There are: {there}"
-        )
+def _is_slice(file: Path) -> bool:
+    """Is a file an object in DICOM, or was it, by its name, so that a series lacks it."""
+    return file.suffix.lower() in flat.DICOM or dicom.is_dicom(file)
+
+
+def _chosen(places: Sequence[tuple[str, dicom.Found]], wanted: Sequence[str]) -> list[list[dicom.Series]]:
+    """The series of each place that are asked for, by UID or pseudonym; the only one where nothing is. places: how messages call
+    each, and what it holds. Raises DataError where there is none, or several to choose from, or a file that is damaged;
+    FederationError where there is nothing to choose from."""
+    for where, found in places:
+        if found.damaged:
+            raise DataError(
+                f"{where}: {_count(len(found.damaged), 'file')} not readable as DICOM ({found.damaged[0][1]}); export the "
+                "series again, as a whole"
+            )
+        if not found.series:
+            what = "a folder" if Path(where).is_dir() else "DICOM"
+            others = _count(found.others + len(found.stray), "other DICOM object")
+            raise DataError(
+                f"{where}: {what} without a series of CT, MR or PET ({others}); of scans in other formats give the files "
+                "themselves, of a DICOMDIR its folder"
+            )
+        if not wanted and len(found.series) > 1:
+            raise DataError(
+                f"{where}: holds {len(found.series)} series; choose with --series, once for each. There are: "
+                f"{'; '.join(map(str, found.series))}"
+            )
+    if wanted and not places:
+        raise FederationError("--series: chooses among series in DICOM, and none was given; leave it out")
+    there = [one for _, found in places for one in found.series]
     for name in wanted:
-        if not any(name in (one.uid, one.name) for one in found.series):
-            raise DataError(f"{where}: --series {dicom.shown_uid(name)}: not there. There are: {there}")
-    return [one for one in found.series if not wanted or one.uid in wanted or one.name in wanted]
+        if not any(name in (one.uid, one.name) for one in there):
+            raise DataError(
+                f"{', '.join(where for where, _ in places)}: --series {dicom.shown_uid(name)}: not there. There are: "
+                f"{'; '.join(map(str, there))}"
+            )
+    return [
+        [one for one in found.series if not wanted or one.uid in wanted or one.name in wanted]
+        for _, found in places
+    ]
+
+
+def _count(number: int, of: str) -> str:
+    return f"{number} {of}{'' if number == 1 else 's'}"
 
 
 def _codes(trained: Trained, warn: Warn) -> dict[str, drawings.Meaning]:
