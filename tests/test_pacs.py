@@ -1,6 +1,7 @@
 # ruff: noqa: F401, F811 (fixtures of test_dicom)
 """A PACS by DICOMweb: what goes wrong with one, and Orthanc, a real one (slow)."""
 
+import base64
 import contextlib
 import json
 import os
@@ -38,6 +39,8 @@ SERIES = uid("p0/ct")
         ("usr: secret-word", 0o600, "has a key 'usr'; allowed: user, password, token"),
         ("secret-word", 0o600, "holds no keys; write"),
         ("a: [secret-word", 0o600, "not readable as YAML"),
+        ("user: a\npassword: 0123", 0o600, "password is no text to YAML; put it into quotes"),
+        ("token: yes", 0o600, "token is no text to YAML; put it into quotes"),
         (None, 0o600, "cannot be read (No such file or directory)"),
     ],
 )
@@ -60,6 +63,13 @@ def test_credentials_of_the_environment(tmp_path) -> None:
     assert "secret" not in repr(Credentials("u", "secret", "secret"))
     with pytest.raises(FederationError, match=f"the environment: gives user; allowed.*{PASSWORD}"):
         Credentials.read(None, {USER: "u"})
+
+
+def test_credentials_end_before_their_line(tmp_path) -> None:
+    """As secrets are handed over that were written by echo: no header may hold the end of a line."""
+    assert Credentials.read(None, {TOKEN: "t\n"}) == Credentials(token="t")
+    told = {USER: "u\n", PASSWORD: " p w \r\n", TOKEN: "\n"}
+    assert Credentials.read(None, told) == Credentials("u", " p w ")
 
 
 class Fake(BaseHTTPRequestHandler):
@@ -154,6 +164,19 @@ def test_a_pacs_that_does_not_do_its_part(ways, text, fake, monkeypatch) -> None
     with pytest.raises(PacsError) as told:
         list(Pacs(fake, timeout=0.3).fetch([SERIES]))
     assert text in str(told.value) and str(told.value).startswith(fake)
+
+
+def test_a_password_may_have_any_letters(fake, monkeypatch) -> None:
+    sent: list[str] = []
+
+    def kept(self: Fake) -> None:
+        sent.append(self.headers["Authorization"])
+        self.send_error(401)
+
+    monkeypatch.setattr(Fake, "ways", {"/series": kept})
+    with pytest.raises(PacsError, match="refused the credentials"):
+        list(Pacs(fake, Credentials("Jürgen", "пароль")).fetch([SERIES]))
+    assert base64.b64decode(sent[0].removeprefix("Basic ")).decode() == "Jürgen:пароль"
 
 
 def test_fewer_objects_than_there_are(fake, monkeypatch, tmp_path) -> None:

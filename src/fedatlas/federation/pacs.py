@@ -49,7 +49,8 @@ class Credentials:
         found["token"] = environment.get(TOKEN)
         if file is not None:
             where, found = f"--credentials {file}", _yaml(file)
-        known = {key: str(value) for key, value in found.items() if value}
+        # a secret that was written as a line ends with it
+        known = {key: text for key, value in found.items() if (text := (value or "").rstrip("\r\n"))}
         if set(known) not in (set(), {"user", "password"}, {"token"}):
             raise FederationError(
                 f"{where}: gives {', '.join(sorted(known))}; allowed: user and password, or token (in the environment: "
@@ -80,6 +81,9 @@ def _yaml(file: Path) -> dict[str, Any]:
         raise FederationError(
             f"--credentials {file}: has a key {strange[0]!r}; allowed: user, password, token"
         )
+    other = [key for key, value in found.items() if not isinstance(value, str | None)]
+    if other:  # 0123 would be 83, and yes True
+        raise FederationError(f"--credentials {file}: {other[0]} is no text to YAML; put it into quotes")
     return found
 
 
@@ -128,7 +132,7 @@ class Pacs:
         session = requests.Session()
         session.trust_env = True
         if self.credentials.user:
-            session.auth = (self.credentials.user, self.credentials.password)
+            session.auth = (self.credentials.user.encode(), self.credentials.password.encode())
         headers = {"Authorization": f"Bearer {self.credentials.token}"} if self.credentials.token else None
         client = api.DICOMwebClient(self.url, session=session, headers=headers, timeout=self.timeout)
         client.set_http_retry_params(retry=False)
