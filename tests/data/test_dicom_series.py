@@ -588,12 +588,33 @@ def test_names_of_patients_and_classes_keep_their_letters(letters, name, kind, t
     assert [found.name for found in one(tmp_path / "scan").drawings[0].items] == ["肝臓", "Größe"]
 
 
-def test_what_a_header_lacks_is_named(tmp_path) -> None:
+@pytest.mark.parametrize("kind", ["seg", "rtstruct"])
+def test_what_images_without_a_name_lack_is_added_to_a_result(kind, tmp_path) -> None:
+    """The result fits the images, and reads back."""
+    absent = "PatientID PatientName PatientBirthDate PatientSex AccessionNumber StudyID StudyDate StudyTime"
     for file in write_series(tmp_path, voxels_of(), STRAIGHT):
-        resaved(file, lambda data: data.pop("SliceThickness"))
+        for name in [*absent.split(), "ReferringPhysicianName", "FrameOfReferenceUID", "SliceThickness"]:
+            resaved(file, lambda data, name=name: data.pop(name, None))
     volume = dicom.load(one(tmp_path))
     codes, _ = drawings.meanings(SPACE, {})
-    with pytest.raises(FileError, match=r"its headers lack what a SEG needs \(SliceThickness\); export"):
+    labels = labels_of(volume.voxels.shape)
+    drawings.WRITERS[kind](tmp_path / "made.dcm", labels, volume, SPACE, codes, "run")
+    made = pydicom.dcmread(tmp_path / "made.dcm")
+    assert all(not str(made[name].value or "") for name in absent.split())
+    assert made.FrameOfReferenceUID.startswith("2.25.")
+    if kind == "seg":
+        (measures,) = made.SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
+        assert float(measures.SliceThickness) == pytest.approx(np.linalg.norm(STRAIGHT[:3, 2]))
+    (drawn,) = one(tmp_path).drawings
+    assert {found.name for found in drawn.items} == set(SPACE.names) - {"background"}
+
+
+def test_what_a_header_lacks_is_named(tmp_path) -> None:
+    for file in write_series(tmp_path, voxels_of(), STRAIGHT):
+        resaved(file, lambda data: data.pop("StudyInstanceUID"))
+    volume = dicom.load(one(tmp_path))
+    codes, _ = drawings.meanings(SPACE, {})
+    with pytest.raises(FileError, match=r"its headers lack what a SEG needs \(StudyInstanceUID\); export"):
         drawings.write_seg(None, labels_of(volume.voxels.shape), volume, SPACE, codes, "run")
 
 

@@ -385,6 +385,7 @@ def write_seg(
         frames = placed
     place = volume.headers[0].SeriesInstanceUID, _digest(labels), model
     with _of_headers(volume, "a SEG"):
+        _complete(volume)
         made = hd.seg.Segmentation(
             source_images=list(volume.headers),
             pixel_array=frames,
@@ -430,9 +431,7 @@ def write_rtstruct(
     """
     with _of_headers(volume, "an RTSTRUCT"):
         made = _structure_set(volume, model, _digest(labels))
-        frame = str(
-            volume.headers[0].get("FrameOfReferenceUID") or _uid("frame", volume.headers[0].SeriesInstanceUID)
-        )
+        frame = _frame_of_reference(volume)
         made.FrameOfReferenceUID, made.PositionReferenceIndicator = frame, ""
         made.ReferencedFrameOfReferenceSequence = [_reference(volume, frame)]
         slices = np.ascontiguousarray(np.moveaxis(labels, -1, -3))  # [Z, X, Y], or [C, Z, X, Y]
@@ -470,6 +469,24 @@ def _of_headers(volume: Volume, what: str) -> Iterator[None]:
         lacking = error.name if isinstance(error, AttributeError) else None
         told = f"its headers lack what {what} needs ({lacking or reason(error)})"
         raise FileError(where, told, "export the series again, or take --as nifti") from None
+
+
+def _complete(volume: Volume) -> None:
+    """Adds to the headers, in memory, what a SEG is made of and images may lack, as those without a name do: what the standard lets be
+    empty, a frame of reference, and the thickness of slices, which is the distance between them."""
+    for header in volume.headers:
+        for name in _REQUIRED.split():
+            if name not in header:
+                setattr(header, name, "")
+        if not header.get("FrameOfReferenceUID"):
+            header.FrameOfReferenceUID = _frame_of_reference(volume)
+        if not (_frames_of_one(volume) or header.get("SliceThickness")):
+            header.SliceThickness = f"{np.linalg.norm(volume.affine[:3, 2]):.6g}"
+
+
+def _frame_of_reference(volume: Volume) -> str:
+    source = volume.headers[0]
+    return str(source.get("FrameOfReferenceUID") or _uid("frame", source.SeriesInstanceUID))
 
 
 def _item(**values: Any) -> Any:
