@@ -786,6 +786,49 @@ def test_who_gave_a_key_is_blamed(verb, given, text, small, tmp_path, capsys) ->
 
 
 @pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("seed: 2020-13-45", "'2020-13-45' is no timestamp that can be used"),
+        ("seed: 0x" + "f" * 5000, "is no int that can be used"),
+        ("seed: " + "9" * 5000, "is no int that can be used"),
+        ("seed: !!bool x", "'x' is no bool that can be used"),
+        ("seed: !!timestamp x", "'x' is no timestamp that can be used"),
+        ('sites: [{name: a, path: "a\\0b"}]', "'a\\x00b' is no str that can be used"),
+        ('sites: [{name: a, path: "\\ud800"}]', "'\\ud800' is no str that can be used"),
+        (
+            "sites: [{name: a, path: ~nobody-here/ct}]",
+            "~nobody-here is the folder of a user whom this machine",
+        ),
+        ("init_from: ~nobody-here/run", "~nobody-here is the folder of a user whom this machine"),
+        ("sites: [{name: a, path: loop}]", "loop': is no path that can be followed"),
+        ("extends: loop", "loop': is no path that can be followed"),
+        ("extends: [a.yaml, b.yaml]", "extends: got ['a.yaml', 'b.yaml']; the name of one file is expected"),
+        ("extends: ''", "extends: got ''; the name of one file is expected"),
+    ],
+)
+def test_values_and_paths_that_can_be_none(written, text, tmp_path, capsys) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    file = tmp_path / "federation.yaml"
+    file.write_text(f"name: trial\n{written}\n")
+    status, error = asked(capsys, "check", file)
+    assert status == 1 and error.startswith("error: ") and text in error
+    assert ("line 2" in error) == ("can be used" in text)
+
+
+def test_a_cache_of_an_unknown_user_and_links_in_a_loop(small, tmp_path, capsys) -> None:
+    file = tmp_path / "federation.yaml"
+    file.write_text(yaml.safe_dump(small))
+    status, error = asked(capsys, "check", file, "-o", "engine.cache=~nobody-here/x")
+    assert status == 1 and "error: ~nobody-here/x: ~nobody-here is the folder of a user" in error
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    for verb in (["init", loop], ["describe", loop], ["compare", loop]):
+        out = [] if verb[0] == "compare" else ["-o", tmp_path / "out"]
+        status, error = asked(capsys, *verb, *out)
+        assert status == 1 and error.startswith("error: ") and str(loop) in error
+
+
+@pytest.mark.parametrize(
     ("change", "written"),
     [
         ({"local.steps": 3}, "the key 'local.steps' does not exist; write local: {steps: …}"),

@@ -64,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a folder that cannot be written, a disk that is full
         print(f"error: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if not str(error).startswith("Symlink loop"):  # pathlib's, of links that lead to themselves
+            raise
+        print(f"error: {error}; correct the path", file=sys.stderr)
+        return 1
 
 
 def parser(argv: Sequence[str]) -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ from fedatlas.federation.file import (
     parse_federation,
     selects,
 )
-from fedatlas.federation.yaml import CHOICES, COMPARISON, FILE, is_choice, read_yaml
+from fedatlas.federation.yaml import CHOICES, COMPARISON, FILE, expanded, from_folder, is_choice, read_yaml
 from fedatlas.report.comparison import MILLIMETRES
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -762,7 +762,7 @@ def _from_data(path: Path, base: Mapping[str, Any], data: Path) -> Any:
             and not given.startswith(("bundled:", "~"))
             and not Path(given).is_absolute()
         ):
-            site = {**site, "path": str((data.expanduser() / given).resolve())}
+            site = {**site, "path": from_folder(expanded(data))(given)}
         found.append(site)
     return found
 

@@ -29,6 +29,7 @@ from fedatlas.evaluation.evaluate import own_score
 from fedatlas.federation import initial as first
 from fedatlas.federation.file import Federation, hash_of, make_method, make_terms, selects
 from fedatlas.federation.tasks import task_of
+from fedatlas.federation.yaml import expanded
 from fedatlas.transport.egress import EgressLog
 from fedatlas.transport.host import Host
 from fedatlas.transport.pipeline import Policy
@@ -415,7 +416,7 @@ def space_of(federation: Federation, brings: Mapping[str, Sequence[str]]) -> Lab
 
 def cache_folder(federation: Federation, runs: Path) -> Path:
     """Where preprocessed cases are kept."""
-    return Path(federation.engine.cache).expanduser() if federation.engine.cache else runs / ".cache"
+    return expanded(federation.engine.cache) if federation.engine.cache else runs / ".cache"
 
 
 def egress_log(federation: Federation, path: Path, run: str) -> EgressLog:

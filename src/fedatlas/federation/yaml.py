@@ -87,7 +87,27 @@ def with_weights(net: Any, change: Callable[[str], str]) -> Any:
 
 def from_folder(base: Path) -> Callable[[str], str]:
     """A path of a file of weights, absolute; relative ones are taken from `base`."""
-    return lambda path: str((base / Path(path).expanduser()).resolve())
+    return lambda path: str(followed(base / expanded(path)))
+
+
+def expanded(path: str | Path) -> Path:
+    """A path with the folder of a user in the place of `~`. Raises FederationError where there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        user = Path(path).parts[0]
+        raise FederationError(
+            f"{path}: {user} is the folder of a user whom this machine does not know; write ~/ for your own, or ./{user} for a folder "
+            "of that name"
+        ) from None
+
+
+def followed(path: Path) -> Path:
+    """`path`, absolute and without links. Raises FederationError for one that is none."""
+    try:
+        return path.resolve()
+    except (RuntimeError, ValueError) as error:  # links that lead to themselves; a letter that no path has
+        raise FederationError(f"{str(path)!r}: is no path that can be followed ({error})") from None
 
 
 def with_path(given: Any, base: Path) -> Any:
@@ -104,11 +124,24 @@ def absolute(site: Any, base: Path) -> Any:
     given = site["path"]
     if given.startswith("bundled:"):
         return {**site, "path": str(bundled_path() / given.removeprefix("bundled:"))}
-    return {**site, "path": str((base / Path(given).expanduser()).resolve())}
+    return {**site, "path": from_folder(base)(given)}
 
 
 class _Strict(yaml.SafeLoader):
-    """YAML in which a key given twice is an error."""
+    """YAML in which a key given twice is an error. A value that cannot be what it is written as is one of YAML, which names
+    its line: a date that does not exist, a number that no float can hold, a text that no file or name can."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            value = super().construct_object(node, deep)
+            if isinstance(value, int):
+                float(value)
+            elif isinstance(value, str) and b"\0" in value.encode():
+                raise ValueError
+        except (ValueError, KeyError, AttributeError, OverflowError):
+            what = f"{str(node.value)[:40]!r} is no {node.tag.rpartition(':')[2]} that can be used"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark) from None
+        return value
 
 
 def _mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -135,7 +168,7 @@ COMPARISON = "a comparison file, which begins with its `name`, its `base` (a fed
 
 def read_yaml(path: Path, seen: tuple[Path, ...] = (), expected: str = FILE) -> dict[str, Any]:
     """The plain values of a YAML file, with `extends` resolved. expected: what it is to be, for messages, FILE or COMPARISON."""
-    if path.resolve() in seen:
+    if followed(path) in seen:
         raise FederationError(f"{path}: extends itself, by way of {', '.join(str(p) for p in seen)}")
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Strict)
@@ -149,7 +182,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = (), expected: str = FILE) -> 
         ) from None
     except OSError as error:
         raise FederationError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
+    except yaml.YAMLError as error:
         raise FederationError(f"{path}: not valid YAML: {error}") from None
     except RecursionError:
         raise FederationError(f"{path}: cannot be read (nested too deeply)") from None
@@ -159,8 +192,10 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = (), expected: str = FILE) -> 
     parent = raw.pop("extends", None)
     if parent is None:
         return raw
-    base_path = path.parent / str(parent)
-    base = read_yaml(base_path, (*seen, path.resolve()), expected)
+    if not isinstance(parent, str) or not parent:
+        raise FederationError(f"{path}: extends: got {parent!r}; the name of one file is expected")
+    base_path = path.parent / parent
+    base = read_yaml(base_path, (*seen, followed(path)), expected)
     if isinstance(base.get("sites"), list):
         base["sites"] = [absolute(site, base_path.parent) for site in base["sites"]]
     if "net" in base:
@@ -193,7 +228,7 @@ def override(raw: dict[str, Any], text: str) -> None:
         raise FederationError(f"-o {text}: expected key.path=value, as in -o local.lr=0.01")
     try:
         parsed = yaml.load(value, _Strict)
-    except (yaml.YAMLError, ValueError):
+    except yaml.YAMLError:
         parsed = value
     parts = key.split(".")
     place: Any = raw

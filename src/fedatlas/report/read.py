@@ -600,7 +600,7 @@ def _plain(federation: str | None, source: Path) -> Mapping[str, Any]:
     """The keys of a resolved federation file; none where there is no file."""
     try:
         found = yaml.safe_load(federation or "")
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RunFolderError(
             f"{source}: not valid YAML ({error}); it was cut short or edited. Restore it, or run again"
         ) from None
