@@ -237,13 +237,21 @@ def test_a_file_where_no_server_may_run(tmp_path: Path, undrawn: None, capsys) -
     assert [path.name for path in out.parent.iterdir()] == ["page.html"]
 
 
+def test_a_run_that_stopped_before_it_had_a_record(tmp_path: Path, undrawn: None, capsys) -> None:
+    (tmp_path / "lock").write_text("")
+    (tmp_path / "stopped.json").write_text('{"why": "site a: no such folder", "when": 0}')
+    assert main(["watch", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.endswith("before its first round\n")
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (["run/rounds"], "run/rounds: not a run folder, it holds no federation.yaml"),
         (["run/run.json"], "run/run.json: no such folder"),
-        (["run", "--every", "0"], "error: --every 0: allowed are 1 second or more"),
-        (["run", "--every", "nan"], "error: --every nan: allowed are 1 second or more"),
+        (["run", "--every", "0"], "error: --every 0: allowed are 1 to 86400 seconds"),
+        (["run", "--every", "nan"], "error: --every nan: allowed are 1 to 86400 seconds"),
+        (["run", "--every", "inf"], "error: --every inf: allowed are 1 to 86400 seconds"),
         (["run", "--port", "70000"], "error: --port 70000: allowed are ports from 0 to 65535"),
         (["run", "--out", "run/run.json/page.html"], "run.json"),
     ],

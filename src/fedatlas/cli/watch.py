@@ -11,6 +11,9 @@ SENTENCE = "Show a run while it goes on, as a page on this machine."
 EXAMPLE = "fedatlas watch runs/trial"
 
 
+DAY = 24 * 60 * 60
+
+
 def options(made: argparse.ArgumentParser) -> None:
     made.add_argument("run", type=Path, help="the run folder")
     made.add_argument(
@@ -27,8 +30,8 @@ def call(arguments: argparse.Namespace) -> int:
     from fedatlas.core.errors import FedAtlasError
     from fedatlas.report.watch import Watched, server, write
 
-    if not arguments.every >= 1:
-        raise FedAtlasError(f"--every {arguments.every:g}: allowed are 1 second or more")
+    if not 1 <= arguments.every <= DAY:
+        raise FedAtlasError(f"--every {arguments.every:g}: allowed are 1 to {DAY} seconds")
     if not 0 <= arguments.port <= 65535:
         raise FedAtlasError(f"--port {arguments.port}: allowed are ports from 0 to 65535")
     shared.require_page(arguments.out)
@@ -46,5 +49,6 @@ def call(arguments: argparse.Namespace) -> int:
     print(f"{arguments.out}   (Ctrl-C ends the page, not the run)", flush=True)
     while not (now := write(watched, arguments.out)).over:
         time.sleep(arguments.every)
-    print(f"{now.state}{': ' if now.why else ''}{now.why}, {now.done} of {now.rounds} rounds")
+    rounds = f"{now.done} of {now.rounds} rounds" if now.rounds is not None else "before its first round"
+    print(f"{now.state}{': ' if now.why else ''}{now.why}, {rounds}")
     return 0
