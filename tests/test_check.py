@@ -218,6 +218,9 @@ def test_test_cases_that_are_not_scored_are_named(small, tmp_path) -> None:
     small["sites"][0]["reference"] = {**reference, "test_labels": "nope"}
     (said,) = texts(checked(small, tmp_path), fatal=False)
     assert "have no label file in the reference" in said and "`reference.test_labels`" in said
+    small["sites"][0]["reference"] = {**reference, "labels": "nope"}
+    (said,) = texts(checked(small, tmp_path), fatal=False)
+    assert said.startswith(f"site {name}: nope: no such folder; ") and "`reference.labels`" in said
 
 
 def test_a_site_without_validation_cases_is_named(small, tmp_path) -> None:

@@ -607,7 +607,12 @@ def _with_reference(reference: Reference, index: SiteIndex) -> SiteIndex:
             f"site {index.name}: the reference folders {reference.labels} and {reference.test_labels} hold no "
             f"label file of any case; looked for names like {index.cases[0].name}.nii.gz"
         )
-    return replace(index, cases=tuple(cases), reference_table=table)
+    missing = []
+    if reference.labels != Reference().labels and not (index.root / reference.labels).is_dir():  # type: ignore[call-arg]
+        what = "no such folder; training and validation cases are scored by what is annotated alone"
+        missing.append(Problem(index.name, reference.labels, what, "correct `reference.labels`", False))
+    problems = (*index.problems, *missing)
+    return replace(index, cases=tuple(cases), reference_table=table, problems=problems)
 
 
 def naming_of(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
