@@ -308,6 +308,34 @@ def test_a_site_without_its_federation_file_does_not_start(kit, tmp_path) -> Non
     assert not (folder / "began").exists() and not (folder / "logs" / "site.log").exists()
 
 
+@pytest.mark.parametrize(
+    ("party", "data", "said"),
+    [
+        ("s0", ["s1=DATA"], "s0 is the folder of s0; give --data DATA"),
+        ("server", ["DATA"], "server is the server's folder, which has no data; leave it out"),
+        (
+            "s0",
+            ["DATA", "s0=other"],
+            "--data s0=other: DATA was given before; one folder holds the data of s0",
+        ),
+    ],
+)
+def test_data_of_another_party(party, data, said, kit, tmp_path, capsys) -> None:
+    """A site that serves the data of another one, or of two folders the second alone, is not what was meant."""
+    given = [f"--data={text.replace('DATA', str(tmp_path))}" for text in data]
+    assert main(["deploy", "start", str(kit(party)), *given]) == 1
+    assert said.replace("DATA", str(tmp_path)) in capsys.readouterr().err
+
+
+def test_a_file_that_says_what_was_agreed_to_differs_in_nothing(small, tmp_path, capsys) -> None:
+    file = tmp_path / "federation.yaml"
+    file.write_text(yaml.safe_dump(small))
+    (tmp_path / "kit.yaml").write_text("party: s0\nengine: flower\n")
+    deploy.write_shared(load_federation(file), file)
+    assert main(["deploy", "accept", str(tmp_path), str(file)]) == 0
+    assert capsys.readouterr().out == "nothing differs\n"
+
+
 def test_a_site_whose_folder_cannot_be_written_does_not_start(kit, tmp_path) -> None:
     folder, data = kit("s0"), {"s0": str(tmp_path)}
     (tmp_path / "file").write_text("")

@@ -112,10 +112,16 @@ def call_init(arguments: argparse.Namespace) -> int:
 def call_start(arguments: argparse.Namespace) -> int:
     from fedatlas.federation.deploy import read_kit, start
 
-    data = {}
+    data: dict[str, str] = {}
     for text in arguments.data:
         name, equals, path = text.partition("=")
-        data |= {name: path} if equals and "/" not in name else {read_kit(arguments.kit)["party"]: text}
+        if not equals or "/" in name:
+            name, path = read_kit(arguments.kit)["party"], text
+        if name in data:
+            raise FedAtlasError(
+                f"--data {text}: {data[name]} was given before; one folder holds the data of {name}"
+            )
+        data[name] = path
     start(
         arguments.kit,
         data,

@@ -170,14 +170,16 @@ def read_kit(kit: Path) -> dict[str, Any]:
 
 def accept(kit: Path, file: Path, tell: Tell) -> None:
     """Puts another federation file into a kit: what this party agrees to run from now on. Tells the difference."""
-    from fedatlas.federation.file import flat_difference, load_federation, resolved
+    from fedatlas.federation.file import differences, flat_difference, load_federation, resolved
     from fedatlas.federation.yaml import read_yaml
 
     about, federation = read_kit(kit), load_federation(file)
     names = [site.name for site in federation.sites]
     if about["party"] != "server" and about["party"] not in names:
         raise FederationError(f"{file}: does not name {about['party']}; its sites are {', '.join(names)}")
-    tell(flat_difference(read_yaml(kit / "federation.yaml"), resolved(federation), "before", "now"))
+    before, now = read_yaml(kit / "federation.yaml"), resolved(federation)
+    same = not differences(before, now)
+    tell("nothing differs" if same else flat_difference(before, now, "before", "now"))
     write_shared(federation, kit / "federation.yaml")
 
 
@@ -211,6 +213,12 @@ def start(
             f"{kit}: says nothing about where the data are; give --data /path/at/the/hospital"
         )
     for name, path in (data or {}).items():
+        if not site:
+            raise FederationError(
+                f"--data {path}: {kit} is the server's folder, which has no data; leave it out"
+            )
+        if name != party and party != "pooled":
+            raise FederationError(f"--data {name}={path}: {kit} is the folder of {party}; give --data {path}")
         if not Path(path).is_dir():
             raise FederationError(f"--data {path}: no such folder (the data of {name})")
     _require_writable(kit, f"{kit}")
