@@ -256,6 +256,9 @@ def test_scores_of_the_runs_own_data_are_called_so(trained: Path, phantom: Path,
     shutil.copytree(phantom / "site-2", tmp_path / "elsewhere")
     assert main(["evaluate", str(trained), "--data", str(tmp_path / "elsewhere"), "--json"]) == 0
     assert "own site" not in capsys.readouterr().err
+    there = ["--data", str(tmp_path / "elsewhere"), "--test-labels", "nope"]
+    assert main(["evaluate", str(trained), *there]) == 0
+    assert "have no label and are not scored; see that `test_labels` is" in capsys.readouterr().err
     assert main(["evaluate", str(trained), "--data", "nope"]) == 1
     assert "error: --data nope: no such folder" in capsys.readouterr().err
 
@@ -466,6 +469,14 @@ def test_errors_are_sentences(arguments, text, capsys, monkeypatch, tmp_path) ->
             "mine: exists already; give another name with --out",
         ),
         (["evaluate", "RUN", "--data", ".", "--out", "."], "--out .: is a folder"),
+        (["evaluate", "RUN", "--data", ".", "--out", "mine/x"], "--out mine/x: cannot be written (Not a dir"),
+        (["evaluate", "RUN", "--data", ".", "--out", "/dev/null"], "--out /dev/null: is a device or a pipe"),
+        (["report", "RUN", "--out", "/dev/null"], "--out /dev/null: is a device or a pipe"),
+        (
+            ["evaluate", "RUN", "--data", ".", "--alias", "a=liver", "--alias", "a=spleen"],
+            "--alias a=spleen: a was given as liver before; leave one out",
+        ),
+        (["evaluate", "RUN", "--data", ".", "--alias", "=liver"], "--alias =liver: expected THEIRS=OURS"),
         (
             ["deploy", "init", "FILE", "-o", "d", "--days", "0"],
             "--days 0: certificates can be valid for 1 to 36500",

@@ -196,6 +196,7 @@ def test_codes_may_be_added_to_a_finished_run(trained, tmp_path) -> None:
         (["--dicomweb", "http://localhost:1/", "--series", "x y"], "--series: not a UID"),
         (["--dicomweb", "http://localhost:1/", "--series", "1.2"], "could not be reached; see that it runs"),
         (["--dicomweb", "http://localhost:1/", "--series", "1.2", "--timeout", "-1"], "seconds are above 0"),
+        (["--dicomweb", "http://localhost:1/", "--series", "1.2", "--timeout", "inf"], "and 86400 at most"),
     ],
 )
 def test_what_is_asked_wrongly_is_a_sentence(given, text, trained, hospital, tmp_path, capsys) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,10 @@ def pairs(flag: str, given: Sequence[str], form: str, example: str) -> dict[str,
     result = {}
     for text in given:
         left, equals, right = text.partition("=")
-        if not equals:
+        if not (left and equals):
             raise FedAtlasError(f"{flag} {text}: expected {form}, as in {flag} {example}")
+        if left in result:
+            raise FedAtlasError(f"{flag} {text}: {left} was given as {result[left]} before; leave one out")
         result[left] = right
     return result
 
@@ -111,7 +114,7 @@ def values(flag: str, given: Sequence[str], example: str) -> dict[str, Any]:
     def plain(text: str) -> Any:
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):  # ValueError: a date that does not exist
             return text
 
     return {key: plain(value) for key, value in pairs(flag, given, "KEY=VALUE", example).items()}
@@ -155,19 +158,27 @@ def require_positive(arguments: argparse.Namespace, *names: str) -> None:
 
 
 def require_out(out: Path, overwrite: bool, flag: str = "-o") -> None:
-    """Raises FedAtlasError where a file would be replaced that nobody gave up. flag: by which it was named."""
-    _require_no_folder(out, flag)
+    """Raises FedAtlasError where a file would be replaced that nobody gave up, or cannot be written. flag: by which it was
+    named."""
+    _require_file(out, flag)
     if out.exists() and not overwrite:
         raise FedAtlasError(
             f"{out}: exists already; give another name with {flag}, or replace it with --overwrite"
         )
+    try:
+        with tempfile.TemporaryFile(dir=next(folder for folder in out.absolute().parents if folder.exists())):
+            pass
+    except OSError as error:
+        raise FedAtlasError(
+            f"{flag} {out}: cannot be written ({error.strerror or error}); give another name"
+        ) from None
 
 
 def require_page(out: Path | None) -> None:
     """Raises FedAtlasError where a file would be replaced, by a page, that is none itself."""
     if out is None:
         return
-    _require_no_folder(out, "--out")
+    _require_file(out, "--out")
     if out.exists():
         with out.open("rb") as file:
             begins = file.read(64).lstrip().lower()
@@ -175,9 +186,10 @@ def require_page(out: Path | None) -> None:
             raise FedAtlasError(f"--out {out}: exists already, and is no page; give another name")
 
 
-def _require_no_folder(out: Path, flag: str) -> None:
-    if out.is_dir():
-        raise FedAtlasError(f"{flag} {out}: is a folder; give the name of a file")
+def _require_file(out: Path, flag: str) -> None:
+    if out.exists() and (not out.is_file() or out.absolute().parent == Path("/dev")):
+        what = "a folder" if out.is_dir() else "a device or a pipe, which a file would replace"
+        raise FedAtlasError(f"{flag} {out}: is {what}; give the name of a file")
 
 
 def warn(text: str) -> None:

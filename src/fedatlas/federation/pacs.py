@@ -68,7 +68,7 @@ def _yaml(file: Path) -> dict[str, Any]:
         found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise FederationError(f"--credentials {file}: cannot be read ({error.strerror or error})") from None
-    except (yaml.YAMLError, UnicodeDecodeError):  # its message would quote the file
+    except (yaml.YAMLError, ValueError):  # its message would quote the file
         raise FederationError(
             f"--credentials {file}: not readable as YAML; write `user: …` and `password: …`"
         ) from None
@@ -85,6 +85,10 @@ def _yaml(file: Path) -> dict[str, Any]:
     if other:  # 0123 would be 83, and yes True
         raise FederationError(f"--credentials {file}: {other[0]} is no text to YAML; put it into quotes")
     return found
+
+
+LONGEST = 24 * 60 * 60
+"""Seconds for which an archive may be waited for."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,8 @@ class Pacs:
             raise FederationError(
                 f"--dicomweb {self.url}: not a URL of a DICOMweb service, as https://pacs.example.org/dicom-web"
             )
-        if not self.timeout > 0:
-            raise FederationError(f"--timeout {self.timeout:g}: seconds are above 0")
+        if not 0 < self.timeout <= LONGEST:
+            raise FederationError(f"--timeout {self.timeout:g}: seconds are above 0, and {LONGEST} at most")
 
     @property
     def in_the_clear(self) -> bool:

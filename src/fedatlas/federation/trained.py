@@ -22,6 +22,7 @@ from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
 from fedatlas.data import datasets
+from fedatlas.data.checks import unscored_cases
 from fedatlas.data.datasets.shared.listing import Split, Splitting
 from fedatlas.data.formats.flat import Note
 from fedatlas.data.images import ImageData
@@ -240,7 +241,7 @@ def evaluate_folder(
             )
     own = _own_site(federation.sites, data, warn)
     index, unknown = _read_folder(trained, data, format, reading or {}, aliases or {}, tables, own)
-    for problem in index.problems:
+    for problem in (*index.problems, *unscored_cases(index)):
         if not problem.fatal:
             warn(str(replace(problem, offer="")))
     cache = cache_folder(federation, path.parent)
