@@ -631,6 +631,8 @@ def test_the_page_changes_between_the_marks_only(done, tmp_path, capsys) -> None
     )
     assert call(file, *arguments, page, "--arms", "fedavg") == 1
     assert "--only-table trains nothing" in capsys.readouterr().err
+    assert call(file, "--data", data, "--runs", tmp_path / "typo", "--arms", "") == 1
+    assert "the arm '' does not exist; known: fedavg, prox" in capsys.readouterr().err
     mixed = Path(shutil.copytree(runs, tmp_path / "mixed"))
     for name in ("run.json", "federation.yaml"):
         shutil.copy(mixed / "tiny-full" / "fedavg-s0" / name, mixed / "tiny-full" / "prox-s0" / name)

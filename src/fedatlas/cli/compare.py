@@ -75,14 +75,14 @@ def call(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and value < (1 if name == "seeds" else 0):
             raise FedAtlasError(f"--{name} {value}: must be at least {1 if name == 'seeds' else 0}")
-    if arguments.only_table and arguments.arms:
+    if arguments.only_table and arguments.arms is not None:
         raise FedAtlasError(
             f"--arms {arguments.arms}: chooses what is trained, and --only-table trains nothing; leave one of them out"
         )
     looks = [f"--against {arguments.against}"] if arguments.against is not None else []
     looks += [f"--measure {each}" for each in arguments.measure]
     for flag, given in (("--table", arguments.table), ("--arms", arguments.arms)) if looks else ():
-        if given:
+        if given is not None:
             raise FedAtlasError(
                 f"{flag} {given}: with {looks[0]} tables are shown, nothing is trained and no page is written; leave one of "
                 "them out"
@@ -105,7 +105,7 @@ def call(arguments: argparse.Namespace) -> int:
     progress = Progress(0, sys.stderr if arguments.json else sys.stdout)
     after_run = use_records(comparison, arguments.records, progress.tell)
     if not only_table:
-        arms = arguments.arms.split(",") if arguments.arms else None
+        arms = None if arguments.arms is None else arguments.arms.split(",")
         try:
             failed = run_comparison(
                 comparison, arms=arms, tell=progress.tell, passing=progress.passing, after_run=after_run
