@@ -658,6 +658,7 @@ def less(trained: Path, folder: Path) -> Path:
             "run.json, labels: findings is 7; a list or null is expected",
         ),
         ("run.json", nested(), "run.json: not valid JSON ("),
+        ("run.json", {"sites": {"\ud800": {}}}, "run.json: not valid JSON ("),
         ("rounds/0001/log.json", "[]", "log.json: holds a list; an object is expected"),
         ("rounds/0001/log.json", '{"round": "x"}', 'round is "x"; a whole number or null is expected'),
         ("rounds/0001/log.json", '{"cost": 3}', "log.json, cost: holds 3; an object is expected"),
@@ -813,6 +814,16 @@ def test_values_and_paths_that_can_be_none(written, text, tmp_path, capsys) -> N
     status, error = asked(capsys, "check", file)
     assert status == 1 and error.startswith("error: ") and text in error
     assert ("line 2" in error) == ("can be used" in text)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_terminal_without_our_letters(encoding) -> None:
+    command = [sys.executable, "-m", "fedatlas", "run", "--help"]
+    said = subprocess.run(
+        command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, check=False
+    )
+    assert said.returncode == 0 and said.stderr == b""
+    assert ("\u2026" in said.stdout.decode(encoding)) == (encoding == "utf-8")
 
 
 def test_a_cache_of_an_unknown_user_and_links_in_a_loop(small, tmp_path, capsys) -> None:

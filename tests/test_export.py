@@ -427,6 +427,19 @@ def test_errors_say_what_is_allowed_and_leave_what_is_there(
     assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["mine.txt"]
 
 
+def test_a_card_needs_a_record_that_is_whole(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = shutil.copytree(run, tmp_path / "run")
+    for key, wanted in {"id": "a text", "seed": "a whole number", "n_parameters": "a whole number"}.items():
+        info = json.loads((run / "run.json").read_text())
+        del info[key]
+        (cut / "run.json").write_text(json.dumps(info))
+        assert main(["export", str(cut), "--to", "safetensors", "-o", str(tmp_path / "out")]) == 1
+        assert f"run.json: has no {key}; {wanted} is expected" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+
+
 def test_several_nets_are_refused_and_a_sites_own_is_offered(
     phantom: Path, phantom_cache: Path, tmp_path: Path
 ) -> None:

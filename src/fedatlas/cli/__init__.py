@@ -17,6 +17,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any
 
 from fedatlas import __version__
@@ -48,6 +49,10 @@ VERBS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a verb; returns the exit status: 0, 1 for an error the user can mend, 2 for wrong usage."""
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a terminal, or a path, without the letters that we print
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser(argv).parse_args(argv)
     try:

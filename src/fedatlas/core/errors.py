@@ -117,8 +117,11 @@ def _shown(value: Any) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """JSON. Raises ValueError also for a whole number that no float can hold."""
-    return json.loads(text, parse_int=_whole)
+    """JSON. Raises ValueError also for a whole number that no float can hold, and for half a letter, which no file can."""
+    found = json.loads(text, parse_int=_whole)
+    if "\\ud" in text.lower():
+        json.dumps(found, ensure_ascii=False).encode()
+    return found
 
 
 def _whole(digits: str) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedatlas import __version__
+from fedatlas.core.errors import require_object
 from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.statistics import bootstrap_interval, select
 from fedatlas.export.subject import Subject
@@ -22,6 +23,8 @@ FILES = {
 def card(subject: Subject, form: str, found: Mapping[str, Any], out: Path) -> str:
     """The text, Markdown. found: what writing the form came to, see `forms`."""
     run = read.read(subject.trained.folder.path)
+    counted = {"rounds": int, "seed": int, "n_parameters": int}
+    require_object(run.folder / "run.json", run.info, id=str, method=str, net=str, **counted)
     federation = subject.trained.federation
     blocks = [
         f"# {federation.name}",
