@@ -50,9 +50,8 @@ VERBS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a verb; returns the exit status: 0, 1 for an error the user can mend, 2 for wrong usage."""
     if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a terminal, or a path, without the letters that we print
+        # a terminal may lack letters that we print, and a path may hold what is no letter
+        sys.stdout.reconfigure(errors="backslashreplace")
     argv = sys.argv[1:] if argv is None else argv
     arguments = parser(argv).parse_args(argv)
     try:
