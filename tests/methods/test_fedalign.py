@@ -70,7 +70,20 @@ def test_a_slimmed_block_is_the_block_of_the_first_channels(norm: str) -> None:
     assert (
         kept(8, 0.25) == 2 and kept(3, 0.25) == 1 and not any(m._forward_pre_hooks for m in block.modules())
     )
-    assert not torch.allclose(block(x), y, atol=1e-2)
+    full = block(x)
+    assert not torch.allclose(full, y, atol=1e-2)
+    # the sub-block gives a quarter of the channels, too
+    small = F.conv2d(x[:, :2], one.weight[:4, :2], one.bias if one.bias is None else one.bias[:4], 2, 1)
+    small = F.conv2d(
+        normal(small, block.norm1, 4),
+        two.weight[:4, :4],
+        two.bias if two.bias is None else two.bias[:4],
+        1,
+        1,
+    )
+    small = normal(small, block.norm2, 4)
+    expected = F.mse_loss(K(x[:, :2], small), K(x, full))
+    torch.testing.assert_close(L_lip(Call(block, x, [full]), 0.25, 10), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_the_local_objective() -> None:

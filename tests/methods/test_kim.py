@@ -239,8 +239,10 @@ def test_local_models_go_to_the_other_sites_once() -> None:
         }
 
 
-def test_a_local_model_is_the_site_trained_alone() -> None:
-    _, server = federation(dataclasses.replace(KIM, pretrain_rounds=2), rounds=1)
+@pytest.mark.parametrize("lambda_gt", [1.0, 0.1])
+def test_a_local_model_is_the_site_trained_alone(lambda_gt: float) -> None:
+    """The weight of the supervised loss is one beside the teachers' terms, of which there are none yet."""
+    _, server = federation(dataclasses.replace(KIM, pretrain_rounds=2, lambda_gt=lambda_gt), rounds=1)
     site = VoxelSite("b", ANNOTATED["b"])
     net = site.network()
     loss = KIM.L(None, [], SPACE, site.rng)

@@ -15,9 +15,9 @@ so that the term is always mu times the supervised loss in value, and only its g
 
 Reconstruction: the block. In the paper's classifier it is the deepest one, and of a U-Net it is that, too: the module with
 which the encoder ends, its bottleneck; of several encoders the mean over theirs. What is slimmed are the inputs of all
-convolutions in it: each is given the first share of its channels, and zeros for the rest, which for norms that treat each
-channel by itself is the sub-block that keeps these channels. Its input is not trained by the term, and the full block is
-the target, a constant.
+convolutions in it: each is given the first share of its channels, and zeros for the rest; of the block's output the first
+share is taken. For norms that treat each channel by itself that is the sub-block that keeps these channels. Its input is not
+trained by the term, and the full block is the target, a constant.
 
 Differences from the paper: all sites take part in every round.
 
@@ -102,8 +102,9 @@ def L_lip(block: Call, width: float, iterations: int) -> Tensor:
     with slimmed(block.module, width):
         made = functional_call(block.module, statistics, (F_in,))
     F_slim = made if isinstance(made, Tensor) else made[-1]
+    a, b = (maps[:, : kept(maps.shape[1], width)] for maps in (F_in, F_slim))
     with torch.autocast(F_in.device.type, enabled=False):
-        K_slim = K(F_in[:, : kept(F_in.shape[1], width)], F_slim, iterations)
+        K_slim = K(a, b, iterations)
         return mse_loss(K_slim, K(F_in, block.maps[-1].detach(), iterations))
 
 

@@ -27,6 +27,10 @@ Differences from the official code, which follow the paper: there, neither the d
 momentum update takes effect, because both are assigned to the variables of a loop. Its mean over sites is not
 weighted, as with `weights: equal`.
 
+Differences from the official code, which follow UFPS (an encoder is personal, all else is common): there, the shared encoder alone is
+common, and attention, decoder and head stay with the site. There, the momentum model learns from labels, too, and KL is
+divided by the number of channels as well.
+
 Reconstruction: the momentum model moves once a round, after training. A site that has none yet, in its first round,
 leaves out the terms that need it. The supervised loss is one that respects missing labels. KL is of the softmax over
 channels, MSE and KL are means over samples and voxels, and p_mo is soft. Where classes overlap, the cross-entropy is

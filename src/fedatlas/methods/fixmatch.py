@@ -10,7 +10,8 @@ strongly varied view is to agree with it.
 Differences from the paper: every class is a yes or no of its own; p, the confidence max(p, 1 - p) and the pseudo label
 1[p > 1/2] are per sample and class. Labelled and unlabelled samples are not separate batches: a sample is labelled for
 some classes and unlabelled for the others. The weak view serves the supervised term too. tau is 0.75, FedMatch's, as
-FedPSL states; the paper has 0.95. As in the official code the mean is over all unlabelled pairs, sure or not.
+FedPSL states; the paper has 0.95. As in the official code the mean is over all unlabelled pairs, sure or not. The result is
+the net as trained, where the official code evaluates the moving mean of its weights, of which FedPSL says nothing.
 
 Shapes: B batch, C classes.
 """

@@ -145,7 +145,8 @@ class Kim(Weighted):
     def pretrain_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
         """A model of the site alone, from the common start."""
         net, memory = site.network(model), "teacher optimizer"
-        loss = self.L(None, [], with_groups_of(net, site.labels.space), site.rng)
+        alone = dataclasses.replace(self, lambda_gt=1.0)  # here is no other term to weigh it against
+        loss = alone.L(None, [], with_groups_of(net, site.labels.space), site.rng)
         length = self.pretrain_rounds or rounds
         for round in range(length):
             train(site, net, loss, self.local, round=round, rounds=length, memory=memory)

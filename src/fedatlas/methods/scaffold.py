@@ -13,7 +13,7 @@ server their mean c; c - c_i is added to each local gradient, so that all sites 
 Differences from the paper: all sites take part in every round; S are those that answered. Local training is any
 optimizer with any schedule: c - c_i is added to the gradient before it is clipped and before the optimizer sees it.
 Option II is then no gradient any more; the default `control: steps` is the mean of g_i over the local steps, which is
-option II exactly for plain SGD with a constant rate. A parameter that gets no gradient from a batch is not moved by
+option II exactly for plain SGD with a constant rate, no weight decay and no clipping. A parameter that gets no gradient from a batch is not moved by
 that batch, and one that a site never trains is not part of its answer: c is the mean over the other sites, of which one that has
 never answered counts with a c_i of 0, as in Eq. (5). Buffers have no control; they are averaged plainly.
 

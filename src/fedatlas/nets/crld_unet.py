@@ -13,7 +13,8 @@ decoder.
 
 Reconstruction: the papers say that there are two encoders, cross-attention and self-attention. That they meet at the
 bottom with z as above, without positions, and that the decoder's skips and the heads of deep supervision read the mean
-of both encoders' maps, is chosen here.
+of both encoders' maps, is chosen here. The official code has other choices: skips of the private encoder alone, and the private
+maps' self-attention beside cross-attention, both joined.
 
 Shapes: B batch, I input channels, C classes with the background, d channels and n voxels of the lowest maps, *S spatial.
 """

@@ -7,7 +7,8 @@ through which no gradient flows. Labels are not looked at. The extractor and bot
 
 Differences from the paper: the views are made of images that the federation's augmentation has varied already.
 Differences from the official code: lr is the rate itself, not one for batches of 256; `hidden` is as wide as the
-projector's output, where the code has it as wide as the features (equal for its ResNet-50).
+projector's output, where the code has it as wide as the features (equal for its ResNet-50); the predictor's rate falls with
+all others, where the command that the code recommends holds it (`schedule: constant` holds all).
 
 Shapes: B batch, d features.
 """
