@@ -371,16 +371,21 @@ def test_the_card_names_the_sites_that_trained_the_model(
             "what each site sent was made differentially private for a site's data: ε 4.5 at δ 1e-05 by",
         ),
         (
+            {"privacy": {"mode": "central", "noise": 1.0, "delta": 1e-5}},
+            "the sum of what sites sent, against the server, was made differentially private for a site's data: ε 4.5",
+        ),
+        (
             {"privacy": {"mode": "local", "noise": 0.0, "delta": 1e-5}},
             "private for a site's data, but with noise 0, which promises nothing.",
         ),
         (
             {"dp_sgd": {"noise": 2.0, "delta": 1e-6, "randomness": "system"}},
-            "on; sites trained by DP-SGD, for a case: ε 7 at δ 1e-06 by",
+            "on; sites trained by DP-SGD, for a case, trainings that were repeated after a fault or a resume not counted: "
+            "ε 7 at δ 1e-06 by",
         ),
         (
             {"dp_sgd": {"noise": 0.0, "delta": 1e-6, "randomness": "system"}},
-            "on; sites trained by DP-SGD, for a case, but with noise 0",
+            "a fault or a resume not counted, but with noise 0, which promises nothing",
         ),
         (
             {"teachers": {"dp_sgd": {"noise": 2.0, "delta": 1e-6, "randomness": "seed"}}},

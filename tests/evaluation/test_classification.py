@@ -370,6 +370,7 @@ def test_bins_are_finer_where_scores_of_rare_findings_crowd() -> None:
     assert finer.error < 0.1
     for bins in (1, 3, 1000):
         assert set(equal_edges(bins)) <= set(score_edges(bins)) and len(score_edges(bins)) <= bins + 41
+    assert all(score_edges(bins) == equal_edges(bins) for bins in (1, 2, 10, 99)), "few bins tell little"
     with pytest.raises(ValueError, match="at least 1"):
         score_edges(0)
 

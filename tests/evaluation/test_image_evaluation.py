@@ -371,7 +371,7 @@ def test_histograms_of_the_kind_may_leave() -> None:
         ({"mass": histogram(1001)}, "bounds of 1 to 1000 bins"),
         ({"mass": histogram(edges=torch.rand(5))}, "edges are a tensor"),
         ({"mass": histogram(edges=[0.0, 0.31, 0.5, 0.75, 1.0])}, "not those of `score_edges`"),
-        ({"mass": histogram(edges=[0.0, 0.25, 0.5, 0.75, 1.0])}, "not those of `score_edges`"),
+        ({"mass": histogram(edges=[0.0, 2.0**-20, 0.25, 0.5, 0.75, 1.0])}, "not those of `score_edges`"),
         ({"mass": histogram(edges=["0.0", 0.25, 0.5, 0.75, 1.0])}, "not those of `score_edges`"),
         ({"mass": histogram(edges=[False, 0.25, 0.5, 0.75, True])}, "not those of `score_edges`"),
         ({"mass": histogram(positives=torch.ones(4))}, "counts that are a tensor"),

@@ -251,14 +251,18 @@ def equal_edges(bins: int) -> tuple[float, ...]:
     return tuple((np.arange(bins + 1) / bins).tolist())
 
 
+FINE = 100
+"""Bins from which on histograms have further ones near 0 and 1. Whoever asks for fewer wants scores to be told less closely."""
+
+
 def score_edges(bins: int) -> tuple[float, ...]:
-    """The bounds of the histograms that sites send: 0, 1/bins, ..., 1, and within the first and the last of these bins
+    """The bounds of the histograms that sites send: 0, 1/bins, ..., 1, and from `FINE` bins on, within the first and the last of these,
     further ones, each at half the distance of the one before to 0, or to 1, down to 2^-20.
 
     So the bins near 0 and 1 are even in the logit, as the scores of a rare finding need it. The bounds follow from
     `bins` alone, so that the sites agree on them without looking at data. Raises ValueError for fewer than one bin.
     """
-    ends = [2.0**-k for k in range(1, 21) if 2.0**-k < 1 / bins] if bins > 0 else []
+    ends = [2.0**-k for k in range(1, 21) if 2.0**-k < 1 / bins] if bins >= FINE else []
     return tuple(sorted({*equal_edges(bins), *ends, *(1 - end for end in ends)}))
 
 

@@ -62,7 +62,7 @@ class Evaluation:
     histogram: int = option(
         100,
         "Whole images: bins of equal width in which a site counts its positives and negatives by score, for curves over all "
-        "sites; the first and the last are split further, by halves towards 0 and 1.",
+        "sites; of 100 or more the first and the last are split further, by halves towards 0 and 1.",
         ge=1,
         le=1000,
     )

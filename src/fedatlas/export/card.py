@@ -208,7 +208,8 @@ def _privacy(subject: Subject, run: read.Run) -> Iterator[str]:
     plain, method = subject.plain, subject.plain["method"]
     if private := plain.get("privacy"):
         spent = [entry.epsilon for entry in run.rounds if entry.epsilon is not None]
-        what = "the sum of what sites sent" if private["mode"] == "central" else "what each site sent"
+        central = "the sum of what sites sent, against the server,"
+        what = central if private["mode"] == "central" else "what each site sent"
         yield _promise(f"{what} was made differentially private for a site's data", private, spent)
     for options, key, whose in (
         (method, "epsilon", "sites"),
@@ -222,8 +223,10 @@ def _privacy(subject: Subject, run: read.Run) -> Iterator[str]:
                 if name in entry.sites
             ]
             spent = [epsilon for value in logged if (epsilon := read.number(value)) is not None]
-            seed = ", by noise that whoever knows the federation's seed can take off"
-            how = seed if private["randomness"] == "seed" else ""
+            how = {
+                "seed": ", by noise that whoever knows the federation's seed can take off",
+                "system": ", trainings that were repeated after a fault or a resume not counted",
+            }[private["randomness"]]
             yield _promise(f"{whose} trained by DP-SGD, for a case{how}", private, spent)
 
 

@@ -25,7 +25,9 @@ What is not. Cases are drawn in a shuffled order, epoch by epoch, not each by it
 follows from the federation's seed: nobody may count on not knowing who is in a batch. `epsilon_poisson`, the number that
 is commonly given for DP-SGD, counts on it: it is that of Poisson sampling at the rate batch / cases, and here no
 guarantee. With the noise from the seed (`randomness: seed`) there is a guarantee only against those who do not know the
-seed, which the server and all sites do: that is for studies, whose bits repeat. `randomness: system` is for protection;
+seed, which the server and all sites do, and for one run on one set of data: another run, or a round that is done again on changed
+data, has the same noise, so that it cancels in the difference of their models. That is for studies, whose bits repeat.
+`randomness: system` is for protection;
 then a call that is repeated after a fault, or a resumed run, is a training of its own, which the site's count, kept with
 its memory, does not hold.
 
