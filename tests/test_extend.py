@@ -340,7 +340,7 @@ def test_what_the_new_file_says_stands_before_the_run(
         ("", (), "is empty; expected a federation file, which begins as `name: trial`"),
         ("- a", (), "holds a list; expected a federation file"),
         ("hello", (), "holds 'hello'; expected a federation file"),
-        ("a: 2020-13-45", (), "not valid YAML: month must be in 1..12"),
+        ("a: 2020-13-45", (), "not valid YAML: '2020-13-45' is no timestamp that can be used"),
         ("{}", (), "says nothing new; give `sites`"),
         ("a: [", (), "not valid YAML"),
         ({"roundz": 3}, (), "'roundz' does not exist; did you mean 'rounds'"),
