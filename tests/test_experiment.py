@@ -76,7 +76,9 @@ def test_files_that_are_none(tmp_path) -> None:
         load_federation(tmp_path / "x.yaml")
     with pytest.raises(FederationError, match=f": is a folder{expected}"):
         load_federation(tmp_path)
-    with pytest.raises(FederationError, match="not valid YAML: '2020-13-45' is no timestamp that can be used"):
+    with pytest.raises(
+        FederationError, match="not valid YAML: '2020-13-45' is no timestamp that can be used"
+    ):
         load_federation(write(tmp_path / "x.yaml", "name: 2020-13-45"))
     with pytest.raises(FederationError, match="not valid YAML"):
         load_federation(write(tmp_path / "x.yaml", "a: [1"))
