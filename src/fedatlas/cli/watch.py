@@ -12,6 +12,7 @@ EXAMPLE = "fedatlas watch runs/trial"
 
 
 DAY = 24 * 60 * 60
+"""Seconds that a page may be waited for at most."""
 
 
 def options(made: argparse.ArgumentParser) -> None:

@@ -355,7 +355,7 @@ def load_comparison(
     """
     raw = read_yaml(files[0], expected=COMPARISON if len(files) == 1 else FILE)
     if len(files) == 1 and ("arms" in raw or "base" in raw):
-        given = _from_file(files[0], _seen(files[0], raw, against, measure or {}), profile, data, seeds)
+        given = _from_file(files[0], _seen(raw, against, measure or {}), profile, data, seeds)
     elif against is not None or measure:
         asked = f"--against {against}" if against is not None else "--measure"
         raise FederationError(
@@ -384,7 +384,9 @@ def load_comparison(
     words += ["--data DIR"] if data else []
     words += [f"--seeds {seeds}"] if seeds else []
     words += [f"--against {against}"] if against is not None else []
-    words += [f"--measure {shlex.quote(f'{key}={_plain(value)}')}" for key, value in (measure or {}).items()]
+    words += [
+        f"--measure {shlex.quote(f'{key}={_in_one_line(value)}')}" for key, value in (measure or {}).items()
+    ]
     found = replace(
         given,
         federations=federations,
@@ -403,9 +405,7 @@ def load_comparison(
     return found
 
 
-def _seen(
-    file: Path, raw: Mapping[str, Any], against: str | None, measure: Mapping[str, Any]
-) -> dict[str, Any]:
+def _seen(raw: Mapping[str, Any], against: str | None, measure: Mapping[str, Any]) -> dict[str, Any]:
     """What a comparison file holds, with another reference and other keys of `measure`, as of `load_comparison`."""
     seen = dict(raw)
     arms = raw.get("arms")
@@ -424,8 +424,8 @@ def _seen(
     return seen
 
 
-def _plain(value: Any) -> str:
-    """A value of YAML in one line."""
+def _in_one_line(value: Any) -> str:
+    """A value as YAML writes it."""
     return yaml.safe_dump(value, default_flow_style=True, width=10**6).removesuffix("\n...\n").strip()
 
 
