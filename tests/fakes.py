@@ -36,6 +36,7 @@ class FakeSite:
         self.labels = SiteLabels(space, frozenset(annotated))
         self.n_labelled = self.n_positive = torch.tensor([n * known for known in self.labels.known])
         self.memory: dict[str, Any] = {}
+        self.lasting: dict[str, Any] = {}
         self.rng: Any = generator(name)
         self.logged: dict[str, float] = {}
         self.round = 0

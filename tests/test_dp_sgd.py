@@ -334,3 +334,23 @@ def test_each_training_of_a_site_goes_on_counting_under_its_own_name() -> None:
                 private.spent.add(["0", "1"])
     assert {name: kept["steps"] for name, kept in site.memory.items()} == {"teacher": 3, "other": 5}
     assert site.memory["teacher"]["squares"] == {"0": 3, "1": 3}
+
+
+@pytest.mark.parametrize(("randomness", "steps"), [("seed", 2), ("system", 3)])
+def test_a_training_that_is_done_again_counts_again_where_its_noise_is_another(
+    randomness: Any, steps: int
+) -> None:
+    pytest.importorskip("opacus")
+    site: Any = LoggingSite("a", {1}, 3)
+    how = DPSGD(noise=1, randomness=randomness)
+    for _ in ("the first, whose round is done again", "the same round"):
+        site.memory = {}
+        with accounted(how, site, unet(), LOCAL) as private:
+            assert private is not None
+            private.spent.add(["0", "1"])
+    with accounted(how, site, unet(), LOCAL) as private:
+        assert private is not None
+        private.spent.add(["0", "2"])
+    book = site.memory if randomness == "seed" else site.lasting
+    assert book[dp_sgd.MEMORY]["steps"] == steps
+    assert site.logged["epsilon"] == epsilon(how, steps)

@@ -380,12 +380,12 @@ def test_the_card_names_the_sites_that_trained_the_model(
         ),
         (
             {"dp_sgd": {"noise": 2.0, "delta": 1e-6, "randomness": "system"}},
-            "on; sites trained by DP-SGD, for a case, trainings that were repeated after a fault or a resume not counted: "
+            "on; sites trained by DP-SGD, for a case, trainings that were repeated after a fault or a resume counted each time: "
             "ε 7 at δ 1e-06 by",
         ),
         (
             {"dp_sgd": {"noise": 0.0, "delta": 1e-6, "randomness": "system"}},
-            "a fault or a resume not counted, but with noise 0, which promises nothing",
+            "a fault or a resume counted each time, but with noise 0, which promises nothing",
         ),
         (
             {"teachers": {"dp_sgd": {"noise": 2.0, "delta": 1e-6, "randomness": "seed"}}},

@@ -314,6 +314,21 @@ def test_a_damaged_payload_is_refused_at_the_site(tmp_path) -> None:
     assert reply["error"]["code"] == "WireError"
 
 
+def test_what_lasts_at_a_site_outlives_a_round_that_is_done_again(tmp_path) -> None:
+    counts = []
+
+    def count(site, **_: object) -> dict[str, object]:
+        for book in (site.memory, site.lasting):
+            book["calls"] = book.get("calls", 0) + 1
+        counts.append((site.memory["calls"], site.lasting["calls"]))
+        return {}
+
+    host = Host("a", Source(1), {"count": count}, lambda _: net(), tmp_path, Policy({"count": {}}), seed=1)
+    for round, x in ((1, 0), (2, 0), (2, 1)):
+        assert "error" not in wire.decode(host.handle("count", round, 0, wire.encode({"x": x})))
+    assert counts == [(1, 1), (2, 2), (2, 3)]
+
+
 def test_a_method_that_does_not_count_is_told(tmp_path) -> None:
     class Stuck(Walk):
         def round(self, state, clients):

@@ -72,3 +72,16 @@ def test_what_came_of_a_call_that_did_not_count_is_forgotten(tmp_path) -> None:
     assert store.after(1, 2) == "000001-000" and store.versions() == ["000001-000"]
     store.save(1, 3, {"moment": 3}, "000001-000")
     assert store.versions() == ["000001-000", "000001-003"] and store.before(2, 0) == {"moment": 3}
+
+
+def test_what_lasts_is_not_taken_back(tmp_path) -> None:
+    store = MemoryStore(tmp_path)
+    store.save_lasting({})
+    assert store.lasting() == {} and list(tmp_path.iterdir()) == [], "nothing is written for nothing"
+    store.save_lasting({"spent": 3})
+    store.save(2, 0, {"n": 2})
+    store.save(1, 0, {"n": 1})
+    assert store.lasting() == {"spent": 3} and store.versions() == ["000001-000"]
+    (tmp_path / "lasting.fa").write_bytes(b"?")
+    with pytest.raises(RunFolderError, match=r"lasting\.fa.*cannot be read"):
+        store.lasting()

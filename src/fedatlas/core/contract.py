@@ -110,7 +110,10 @@ class Site(Protocol):
     n_positive: Tensor
     """[C] int64: training cases in which class c is annotated and present."""
     memory: dict[str, Tree]
-    """Private; kept between calls, never sent."""
+    """Private; kept between calls, never sent. A round that is done again begins with what it had the first time."""
+    lasting: dict[str, Tree]
+    """As `memory`, but never taken back: a round that is done again finds what the first time left. For counts of what
+    was released, not for what training goes on from, whose bits would depend on faults."""
     rng: torch.Generator
     """Seeded from the experiment's seed, the site's name, the round and the number of the call in the round."""
     device: torch.device

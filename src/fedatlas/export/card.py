@@ -225,7 +225,7 @@ def _privacy(subject: Subject, run: read.Run) -> Iterator[str]:
             spent = [epsilon for value in logged if (epsilon := read.number(value)) is not None]
             how = {
                 "seed": ", by noise that whoever knows the federation's seed can take off",
-                "system": ", trainings that were repeated after a fault or a resume not counted",
+                "system": ", trainings that were repeated after a fault or a resume counted each time",
             }[private["randomness"]]
             yield _promise(f"{whose} trained by DP-SGD, for a case{how}", private, spent)
 

@@ -70,6 +70,7 @@ class HostedSite:
     device: torch.device
     folder: Path
     seed_parts: tuple[str | int, ...]
+    lasting: dict[str, Tree] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
     along: Any = None
     own_score: Callable[["HostedSite", nn.Module], float | None] | None = None
@@ -245,10 +246,13 @@ class Host:
             device=self.device,
             folder=self.folder,
             seed_parts=parts,
+            lasting=self.memory.lasting() if self.remembers else {},
             own_score=self.own_score,
         )
         with keeping_freed_blocks(), isolated(*parts, "libraries"):
             value = to_tree(self.functions[to.function](site, **received.arguments))
+        if self.remembers:  # before anything leaves
+            self.memory.save_lasting(site.lasting)
         answer = self.pipeline.protect(received, value, site.logged, site.memory)
         if self.remembers:
             self.memory.save(to.round, to.call, site.memory, version)

@@ -212,7 +212,8 @@ class MemoryStore:
     """A site's private memory between calls: one file per call that changed it.
 
     Calls are numbered (round, call). A call starts from the newest version that is older than itself, so a
-    round that is done again, after a lost reply or by a server that resumed, starts from the same memory.
+    round that is done again, after a lost reply or by a server that resumed, starts from the same memory. One more
+    file holds what lasts whatever is done again.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -229,17 +230,25 @@ class MemoryStore:
             return {}
         path = self._path(start)
         try:
-            tree = wire.decode(read_whole(path), copy=False)
+            return self._read(path)
         except FileNotFoundError:
             raise RunFolderError(
                 f"{path}: missing; it is the site's private memory of this run, without which it cannot go on"
             ) from None
-        except (WireError, OSError) as error:
-            raise RunFolderError(
-                f"{path}: the site's memory cannot be read ({error}); remove the run folder or restore the file"
-            ) from error
-        assert isinstance(tree, dict)
-        return tree
+
+    def lasting(self) -> dict[str, Tree]:
+        """What was kept by `save_lasting`; empty if nothing was. Raises RunFolderError where the file is damaged."""
+        try:
+            return self._read(self._lasting)
+        except FileNotFoundError:
+            return {}
+
+    def save_lasting(self, kept: dict[str, Tree]) -> None:
+        """Keeps what the next call finds, of whatever round; it is on disk when this returns."""
+        data = wire.encode(kept)
+        before = self._lasting.read_bytes() if self._lasting.exists() else wire.encode({})
+        if data != before:
+            write_atomic(self._lasting, data)
 
     def save(self, round: int, call: int, memory: dict[str, Tree], version: str | None = None) -> None:
         """Keeps the memory after a call, unless it is what the call began with, from `version` as in `before`;
@@ -258,6 +267,23 @@ class MemoryStore:
         for old in self._versions():
             if needed is not None and old < needed:
                 self._path(old).unlink()
+
+    @property
+    def _lasting(self) -> Path:
+        return self.folder / "lasting.fa"
+
+    def _read(self, path: Path) -> dict[str, Tree]:
+        """Raises FileNotFoundError, or RunFolderError where it is damaged."""
+        try:
+            tree = wire.decode(read_whole(path), copy=False)
+        except FileNotFoundError:
+            raise
+        except (WireError, OSError) as error:
+            raise RunFolderError(
+                f"{path}: the site's memory cannot be read ({error}); remove the run folder or restore the file"
+            ) from error
+        assert isinstance(tree, dict)
+        return tree
 
     def _start(self, round: int, call: int, version: str | None) -> tuple[int, int] | None:
         if version is None:

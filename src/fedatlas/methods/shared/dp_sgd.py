@@ -27,9 +27,8 @@ is commonly given for DP-SGD, counts on it: it is that of Poisson sampling at th
 guarantee. With the noise from the seed (`randomness: seed`) there is a guarantee only against those who do not know the
 seed, which the server and all sites do, and for one run on one set of data: another run, or a round that is done again on changed
 data, has the same noise, so that it cancels in the difference of their models. That is for studies, whose bits repeat.
-`randomness: system` is for protection;
-then a call that is repeated after a fault, or a resumed run, is a training of its own, which the site's count, kept with
-its memory, does not hold.
+`randomness: system` is for protection. Then a training that is done again, after a fault or by a run that was resumed, has
+other noise, and is counted beside the first one, whoever saw that: so ε is of all that may have left the site in this run.
 
 Not covered: the order of cases (with class-balanced sampling it follows from the labels), their number, counts that a loss
 takes from a site (`pos_weight: balanced`), statistics of preprocessing, validation scores, time, that a site fails; and
@@ -184,7 +183,8 @@ def accounted(
     """What `train` takes, for all trainings of a net within one call of a site; None: plain steps.
 
     At the end the site keeps what was spent, by all calls so far, under `memory`, and logs it as `epsilon` and
-    `epsilon_poisson`; without noise it logs nothing. prefix: begins their names.
+    `epsilon_poisson`; without noise it logs nothing. With noise of the system calls that are done again are counted each
+    time (`Site.lasting`), with noise of the seed, which is the same then, once (`Site.memory`). prefix: begins their names.
 
     Raises FederationError as `examine`.
     """
@@ -192,10 +192,11 @@ def accounted(
         yield None
         return
     examine(how, net, local)
-    normal = _system() if how.randomness == "system" else _seeded(site.rng)
-    spent = Spent(site.memory.get(memory))
+    repeats = how.randomness == "seed"
+    normal, book = (_seeded(site.rng), site.memory) if repeats else (_system(), site.lasting)
+    spent = Spent(book.get(memory, site.memory.get(memory)))  # a run of before `lasting` kept it there
     yield Private(how, normal, spent)
-    site.memory[memory] = spent.tree()
+    book[memory] = spent.tree()
     if how.noise > 0:
         rate = min(1.0, local.batch / site.n_train)
         told = {
