@@ -147,9 +147,26 @@ def test_the_momentum_model_stays_and_the_private_encoder_is_used_by_its_site_al
         assert same(again["model"], reply["model"])
 
 
+def test_the_encoder_alone_is_common() -> None:
+    """As in the official code: a site goes on from the mean of the shared encoders, and from all else of its own."""
+    method, server, known = FedCRLD(local=LOCAL, common="encoder"), federation(), parts(net())
+    state = dataclasses.replace(play(method, server, rounds=1), rounds=2)
+    assert set(state.private) == {name for part in known if part != "encoder" for name in known[part]}
+    before = {site: dict(server.members[site].memory) for site in ANNOTATED}
+    after = method.round(state, server)
+    for n, (name, own) in enumerate(ANNOTATED.items()):
+        site = Site(name, own, 3 + n, net)
+        site.memory, site.round = dict(before[name]), 1
+        only = {key: state.model[key] for key in known["encoder"]}
+        begin = only | {key: torch.zeros_like(state.model[key]) for key in state.private}
+        reply = method.local_update(cast(Any, site), begin, list(state.private), 1, 2)
+        assert same(reply["model"], after.models[name])
+
+
+@pytest.mark.parametrize("common", ["all_but_private_encoder", "encoder"])
 @pytest.mark.parametrize("evaluate", ["before", "after"])
-def test_what_is_evaluated(evaluate: Any) -> None:
-    method, server = FedCRLD(local=LOCAL, evaluate=evaluate), federation()
+def test_what_is_evaluated(evaluate: Any, common: Any) -> None:
+    method, server = FedCRLD(local=LOCAL, evaluate=evaluate, common=common), federation()
     state = play(method, server)
     models = {site: offered(method, state, site) for site in ANNOTATED}
     for site, model in models.items():

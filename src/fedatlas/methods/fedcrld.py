@@ -17,7 +17,7 @@ Where sites annotate different classes, as in UFPS, every class is asked of the 
 (Table S2) demand it. `speaks: site` is the protocol of FedCRLD's own paper, whose sites annotate all classes: a site's own
 model says all of them.
 
-A site sends the private encoder all the same, with the rest of its model, because the server asks for evaluations and must
+A site sends what is private all the same, with the rest of its model, because the server asks for evaluations and must
 have the site's model for that; other sites are given it for evaluation alone. For training a site takes it from its own
 memory. The momentum model is never sent.
 
@@ -27,9 +27,11 @@ Differences from the official code, which follow the paper: there, neither the d
 momentum update takes effect, because both are assigned to the variables of a loop. Its mean over sites is not
 weighted, as with `weights: equal`.
 
-Differences from the official code, which follow UFPS (an encoder is personal, all else is common): there, the shared encoder alone is
-common, and attention, decoder and head stay with the site. There, the momentum model learns from labels, too, and KL is
-divided by the number of channels as well.
+What sites have in common is all but the private encoder, as UFPS has it. In the official code it is the shared encoder
+alone: `common: encoder`, with which attention, decoder and head are private, too.
+
+Differences from the official code: there, the momentum model learns from labels, too, and KL is divided by the number of
+channels as well.
 
 Reconstruction: the momentum model moves once a round, after training. A site that has none yet, in its first round,
 leaves out the terms that need it. The supervised loss is one that respects missing labels. KL is of the softmax over
@@ -64,7 +66,7 @@ PRIVATE = "private_encoder"
 """The part of a net that stays with the site."""
 
 OWN, MOMENTUM = "fedcrld.own", "fedcrld.momentum"
-"""The keys of a site's memory with its private encoder and with its momentum model."""
+"""The keys of a site's memory with what of its net is private and with its momentum model."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,14 @@ class FedCRLD(Weighted):
     )
     lambda_kl: float = option(1.0, "Weight of the divergence of shared and private lowest maps.", ge=0)
     momentum: float = option(0.5, "Share of itself that the momentum model keeps in a round.", ge=0, le=1)
+    common: Literal["all_but_private_encoder", "encoder"] = option(
+        "all_but_private_encoder",
+        "What the sites have in common: all but the private encoder, as in UFPS, or the shared encoder alone, as in the "
+        "official code.",
+    )
     evaluate: Literal["before", "after"] = option(
         "before",
-        "Whether a site is evaluated before averaging, as it was trained, or after, with the mean of all but its private "
-        "encoder.",
+        "Whether a site is evaluated before averaging, as it was trained, or after, with the mean of what is common.",
     )
     speaks: Speaks = option("owners", WHO_SPEAKS)
     weights: Weighting = option(
@@ -103,7 +109,7 @@ class FedCRLD(Weighted):
     )
 
     def start(self, net: nn.Module, clients: Clients) -> CRLDState:
-        return CRLDState(tensors_of(net), private=private_of(net))
+        return CRLDState(tensors_of(net), private=private_of(net, self.common))
 
     def round(self, state: CRLDState, clients: Clients) -> CRLDState:
         replies = clients.call(
@@ -163,7 +169,7 @@ class FedCRLD(Weighted):
 
     def examine(self, net: nn.Module, sites: Sequence[str]) -> list[str]:
         """Raises FederationError for a net without a private encoder."""
-        private_of(net)
+        private_of(net, self.common)
         return []
 
 
@@ -194,10 +200,12 @@ def moved(history: Tensors | None, model: Tensors, momentum: float) -> Tensors:
     }
 
 
-def private_of(net: nn.Module) -> tuple[str, ...]:
-    """The names of the tensors of the private encoder. Raises FederationError for a net that has none."""
+def private_of(net: nn.Module, common: str) -> tuple[str, ...]:
+    """The names of the tensors that stay with a site, see `FedCRLD.common`. Raises FederationError for a net without a
+    private encoder."""
     if PRIVATE not in parts(net):
         raise FederationError(
             f"method fedcrld: the net {type(net).__name__} has no private encoder; set net.name to crld_unet"
         )
-    return names_of_parts(net, [PRIVATE], "method fedcrld")
+    own = [PRIVATE] if common != "encoder" else [part for part in parts(net) if part != "encoder"]
+    return names_of_parts(net, own, "method fedcrld")
