@@ -792,6 +792,8 @@ def test_who_gave_a_key_is_blamed(verb, given, text, small, tmp_path, capsys) ->
         ("seed: 2020-13-45", "'2020-13-45' is no timestamp that can be used"),
         ("seed: 0x" + "f" * 5000, "is no int that can be used"),
         ("seed: " + "9" * 5000, "is no int that can be used"),
+        ("seed: 1:2:3", "'1:2:3' is no int that can be used"),
+        ("local: {lr: 1:30.5}", "'1:30.5' is no float that can be used"),
         ("seed: !!bool x", "'x' is no bool that can be used"),
         ("seed: !!timestamp x", "'x' is no timestamp that can be used"),
         ('sites: [{name: a, path: "a\\0b"}]', "'a\\x00b' is no str that can be used"),

@@ -129,11 +129,13 @@ def absolute(site: Any, base: Path) -> Any:
 
 class _Strict(yaml.SafeLoader):
     """YAML in which a key given twice is an error. A value that cannot be what it is written as is one of YAML, which names
-    its line: a date that does not exist, a number that no float can hold, a text that no file or name can."""
+    its line: a date that does not exist, a number that no float can hold or that has colons, a text that no file or name can."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             value = super().construct_object(node, deep)
+            if isinstance(value, int | float) and ":" in node.value:  # YAML 1.1 counts by sixties: 1:30 is 90
+                raise ValueError
             if isinstance(value, int):
                 float(value)
             elif isinstance(value, str) and b"\0" in value.encode():
