@@ -30,7 +30,6 @@ RECORDED = sorted(path for path in ROOT.glob("experiments/*/records/*") if path.
 BEGUN = (
     "head-neck-others",
     "head-neck-pilots-rounds",
-    "phantom-abdomen-menu-rounds",
     "phantom-abdomen-strategies",
     "phantom-abdomen-ufps",
 )
