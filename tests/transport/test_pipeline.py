@@ -533,6 +533,60 @@ def test_a_site_does_not_send_its_model_in_the_open(tmp_path) -> None:
         run(Drift(), net(), clients, 1)
 
 
+@dataclass(frozen=True)
+class Counting(Even):
+    """Every site tells how often it has trained, by its own memory."""
+
+    @at_site
+    def step(self, site, model) -> dict:
+        times = site.memory["times"] = site.memory.get("times", 0) + 1
+        site.log(times=float(times))
+        return {"model": dict(model), "n": site.n_train}
+
+
+def times_of(clients: SiteClients, round: int) -> dict[str, float | None]:
+    clients.begin(round)
+    Counting().round(State(tensors_of(net()), round=round - 1), clients)
+    return {site: log.get("times") for site, log in clients.calls[-1].logs.items()}
+
+
+@pytest.mark.parametrize("terms", [{}, {"secure": Secure()}])
+def test_a_round_that_is_done_again_begins_with_the_memory_of_then(tmp_path, terms) -> None:
+    clients = federation(tmp_path, method=Counting(), **terms)
+    assert times_of(clients, 1) == dict.fromkeys(SITES, 1.0)
+    remembered = dict(clients.remembered)
+    assert times_of(clients, 2) == dict.fromkeys(SITES, 2.0)
+    resumed = federation(tmp_path, method=Counting(), **terms)
+    resumed.remembered = remembered  # as a run does that goes on after round 1
+    assert times_of(resumed, 2) == dict.fromkeys(SITES, 2.0)
+
+
+@pytest.mark.parametrize("terms", [{}, {"secure": Secure()}])
+def test_a_lost_site_begins_with_the_memory_of_its_last_answer_that_counted(tmp_path, terms) -> None:
+    clients = federation(tmp_path, method=Counting(), faults=Faults(on_lost="drop"), **terms)
+
+    def late(question) -> None:
+        if (question.site, question.round, question.function) == ("d", 2, "step"):
+            question.reply.unlink()
+
+    clients.transport = Tampered(clients.transport, late)
+    for round, expected in ((1, 1.0), (2, None), (3, 2.0)):
+        assert times_of(clients, round).get("d") == expected, round
+
+
+@dataclass(frozen=True)
+class Odd(Drift):
+    @at_site
+    def step(self, site, model) -> dict:
+        site.log(series=math.nan)
+        return {"model": dict(model), "n": site.n_train}
+
+
+def test_a_number_that_is_called_as_the_series_of_releases_is_a_number(tmp_path) -> None:
+    _, clients = go(tmp_path, rounds=1, method=Odd())
+    assert math.isnan(clients.calls[-1].logs["a"]["series"])
+
+
 def test_all_together(tmp_path) -> None:
     private = Privacy(clip=1e6, noise=0.0, mode="central")
     plain, _ = go(tmp_path / "plain", method=Even())

@@ -23,7 +23,7 @@ from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.pipeline import ServerPipeline
 from fedatlas.transport.reply import Passing, Refused, Spool
-from fedatlas.transport.stages import KEPT_REPLIES, LIFTS_MASKS, SERIES, NotHeld, Payload
+from fedatlas.transport.stages import KEPT_REPLIES, LIFTS_MASKS, SERIES, STEPS, NotHeld, Payload
 from fedatlas.transport.store import lacked_room, make_room
 
 
@@ -388,10 +388,13 @@ class SiteClients:
             with contextlib.suppress(OSError):
                 question.reply.unlink()
             raise refusal from None
-        if (series := tree["log"].pop(SERIES, None)) is not None:
-            self.series[site] = int(series)
+        if self.pipeline.terms.private(question.function):
+            self.series[site] = int(tree["log"].pop(SERIES))
         self.answering[site] = tree["from"]
-        self.remembered[site] = tree["memory"]
+        if (
+            question.function not in STEPS
+        ):  # a step of a sum begins with no memory: it names the newest that is there
+            self.remembered[site] = tree["memory"]
         cost = {**tree["cost"], "bytes_down": sent, "bytes_up": size}
         spent = record.cost.setdefault(site, {})
         for key, value in cost.items():
