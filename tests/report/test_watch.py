@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,12 +44,16 @@ def lock(run: Path, process: int, host: str = "") -> None:
     (run / "lock").write_text(f"process {process} on {host or socket.gethostname()}, since {began},")
 
 
-def ask(run: Path, function: str, answered: list[str], age: float = 0) -> None:
-    """A question to all sites."""
+def ask(
+    run: Path, function: str, answered: list[str], age: float = 0, asked: Sequence[str] | None = None
+) -> None:
+    """A question to some sites; None: to all."""
     folder = run / "scratch" / "train" / "000003-000" / function
     folder.mkdir(parents=True)
     for name in ("to-all", *answered):
         (folder / f"{name}.fa").write_text("")
+    sites = asked or sorted(json.loads((run / "run.json").read_text())["sites"])
+    (folder / "asked.txt").write_text("\n".join(sites))
     os.utime(folder / "to-all.fa", (time.time() - age,) * 2)
 
 
@@ -67,6 +71,18 @@ def test_a_run_that_goes_on(unfinished: Path) -> None:
     now, page = Watched(unfinished).look()
     assert now.call and now.call.answered == (sites[0],) and set(now.call.waits) == set(sites[1:])
     assert f"{sites[0]} answered; waiting for {', '.join(now.call.waits)}" in words(page)
+
+
+def test_nobody_waits_for_a_site_that_was_not_asked(unfinished: Path) -> None:
+    """As in the validation of a round sites without validation cases, and all sites where their cases are merged."""
+    sites = sorted(json.loads((unfinished / "run.json").read_text())["sites"])
+    ask(unfinished, "local_update", [], age=1e6, asked=["pooled"])
+    now, page = Watched(unfinished).look()
+    assert now.call and now.call.waits == ("pooled",) and now.call.late
+    assert not any(f"{site} late" in words(page) for site in sites)
+    ask(unfinished, "evaluate", sites[:1], asked=sites[:2])
+    now, _ = Watched(unfinished).look()
+    assert now.call and now.call.answered == (sites[0],) and now.call.waits == (sites[1],)
 
 
 def test_a_call_that_ends_while_it_is_looked_for(unfinished: Path, monkeypatch) -> None:

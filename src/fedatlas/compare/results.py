@@ -69,7 +69,7 @@ def finished(comparison: Comparison) -> Finished:
 def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[str, Any]:
     """What the finished runs came to, as plain values; runs that are not finished have none.
 
-    As `means` gives it, and budget: arm -> rounds, steps, epochs, total steps. compared: arm -> its reference, the arm that
+    As `means` gives it, and budget: arm -> rounds, steps, epochs, steps before the first round, total steps. compared: arm -> its reference, the arm that
     its difference is to. differences: arm -> against that, over `pairs`:
     "case", or "patient" where `sites[].patient` is set, each the mean over its classes and the seeds (and a patient's cases), or, where labels are of whole images, "cell" of site, class
     and seed. bootstrap: arm -> an interval of the difference of the table's means, by these cases or patients, and by patient where labels
@@ -475,12 +475,20 @@ def _classes(comparison: Comparison, found: Mapping[str, Any]) -> list[str]:
 
 
 def _budget_of(federation: Federation) -> dict[str, Any]:
-    """rounds; steps or epochs of a round; total: optimizer steps of all sites together, None where epochs are given."""
-    local = federation.local
-    pooled = make_method(federation).pooled
-    training = 1 if pooled else sum(site.role == "train" for site in federation.sites)
-    total = None if local.steps is None else federation.rounds * local.steps * training
-    return {"rounds": federation.rounds, "steps": local.steps, "epochs": local.epochs, "total": total}
+    """rounds; steps or epochs of a round; before: steps of a site before the first; total: optimizer steps of all sites together, None where epochs
+    are given."""
+    local, method = federation.local, make_method(federation)
+    training = 1 if method.pooled else sum(site.role == "train" for site in federation.sites)
+    before = method.steps_before(federation.rounds, training)
+    known = local.steps is not None and before is not None
+    total = (federation.rounds * local.steps + before) * training if known else None
+    return {
+        "rounds": federation.rounds,
+        "steps": local.steps,
+        "epochs": local.epochs,
+        "before": before,
+        "total": total,
+    }
 
 
 def _hours(path: Path) -> float:

@@ -270,6 +270,11 @@ class Method(ABC):
         """Notes on the number of rounds, for `fedatlas check`. Raises FederationError where it does not fit."""
         return []
 
+    def steps_before(self, rounds: int, sites: int) -> int | None:
+        """Optimizer steps of a site beyond those of `rounds` rounds, as of teachers that are trained before the first; None
+        where they are given in epochs. sites: how many train."""
+        return 0
+
     @abstractmethod
     def start(self, net: nn.Module, clients: Clients) -> State:
         """The state before the first round. net: the federation's net with its first values."""

@@ -233,8 +233,6 @@ def _measure(trial: Federation, folder: RunFolder, found: Measured) -> None:
         def validate(state: Any) -> list[dict[str, Any]]:
             if not last or state.round < ROUNDS:
                 return []
-            if running.evaluators is not running.clients:
-                running.evaluators.begin(state.round)
             metrics = trial.evaluation.round_metrics
             return running.evaluate(model(state), split="validation", grid="federation", metrics=metrics).rows
 
@@ -266,6 +264,7 @@ def _measure(trial: Federation, folder: RunFolder, found: Measured) -> None:
             running.clients,
             ROUNDS,
             evaluate=validate,
+            evaluators=running.evaluators,
             after_round=keep,
         )
         if last:

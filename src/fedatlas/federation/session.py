@@ -560,8 +560,6 @@ def _rounds(
         def validate(state: State) -> list[dict[str, Any]]:
             if state.round % evaluation.every and state.round != federation.rounds:
                 return []
-            if running.evaluators is not running.clients:
-                running.evaluators.begin(state.round)
             if chosen == "best":
                 scores.update(running.own_scores(state.round, evaluation.round_metrics, selects(federation)))
             model = _state_model("global", state, design.method)
@@ -590,6 +588,7 @@ def _rounds(
             federation.rounds,
             state=state,
             evaluate=validate,
+            evaluators=running.evaluators,
             after_round=keep,
         )
         folder.keep_model("last", state.round)

@@ -117,6 +117,11 @@ class Kim(Weighted):
     def summed(self) -> Weighting | None:
         return None if self.lambda_local else self.weights
 
+    def steps_before(self, rounds: int, sites: int) -> int | None:
+        if not self.lambda_local or sites < 2:
+            return 0
+        return None if self.local.steps is None else self.local.steps * (self.pretrain_rounds or rounds)
+
     def start(self, net: nn.Module, clients: Clients) -> KimState:
         return KimState(model=tensors_of(net))
 

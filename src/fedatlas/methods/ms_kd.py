@@ -164,6 +164,9 @@ class MSKD(Weighted):
         with watched(net):
             return self.teachers.notes(len(sites), net, self.local)
 
+    def steps_before(self, rounds: int, sites: int) -> int | None:
+        return self.teachers.steps(self.local, rounds, sites)
+
 
 def region(masks: Tensor, speaks: Tensor) -> Tensor:
     """R_t [B, *S] bool: where the pseudo labels, masks [B, C, *S] bool, have a class that speaks [C], or the background of

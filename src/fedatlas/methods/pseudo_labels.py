@@ -230,6 +230,9 @@ class PseudoLabels(Method):
             )
         return [*notes, *self.teachers.notes(len(sites), net, self.local)]
 
+    def steps_before(self, rounds: int, sites: int) -> int | None:
+        return self.teachers.steps(self.local, rounds, sites)
+
     def plan(self, rounds: int) -> list[str]:
         """What `check` should tell. Raises as the method within does."""
         return self.method.plan(rounds)

@@ -350,6 +350,9 @@ class UFPS(Weighted):
             )
         return self.teachers.notes(len(sites), net, self.local)
 
+    def steps_before(self, rounds: int, sites: int) -> int | None:
+        return self.teachers.steps(self.local, rounds, sites)
+
     def plan(self, rounds: int) -> list[str]:
         """What `check` should tell: the rounds of every module. Raises FederationError for one that would never begin."""
         modules = {"ws": self.ws, "rce": self.rce, "gmt": self.gmt, "ua": self.ua, "sam": self.sam}

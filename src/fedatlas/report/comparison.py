@@ -709,7 +709,8 @@ def _footer(found: Mapping[str, Any]) -> str:
     budgets: dict[str, list[str]] = {}
     for arm, budget in found["budget"].items():
         unit = f"{budget['steps']} steps" if budget["steps"] is not None else f"{budget['epochs']:g} epochs"
-        budgets.setdefault(f"{budget['rounds']} rounds of {unit}", []).append(arm)
+        before = f", after {budget['before']} for teachers" if budget["before"] else ""
+        budgets.setdefault(f"{budget['rounds']} rounds of {unit}{before}", []).append(arm)
     told = "; ".join(
         text if len(budgets) == 1 else f"{', '.join(arms)}: {text}" for text, arms in budgets.items()
     )

@@ -265,6 +265,8 @@ class SiteClients:
     def _ask(self, function: str, chosen: Sequence[str], payload: Payload, record: Call) -> Spool:
         """Asks sites for one answer each; those that can be used."""
         questions, sizes = self._questions(function, chosen, payload.sent, payload.own)
+        with contextlib.suppress(OSError):  # for who watches the run, `report.watch`
+            (self._folder() / function / "asked.txt").write_text("\n".join(chosen), encoding="utf-8")
         arguments = {site: payload.at(site) for site in chosen}
         unmended = self._collect(questions, sizes, arguments, record)
         behind = sorted(site for site, reason in record.lost.items() if reason.startswith(NotHeld.__name__))

@@ -23,7 +23,7 @@ from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError, WireE
 from fedatlas.core.tensors import Tree, from_tree, to_tree
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Call
-from fedatlas.transport.host import peak_mb, reset_peak
+from fedatlas.transport.host import ADDED, peak_mb, reset_peak
 from fedatlas.transport.reply import Spool
 from fedatlas.transport.store import not_waiting, read_whole, sync_folder, with_room, write_atomic
 
@@ -62,12 +62,14 @@ def run(
     *,
     state: State | None = None,
     evaluate: Callable[[State], list[dict[str, Any]]] | None = None,
+    evaluators: RoundClients | None = None,
     after_round: Callable[[Round], None] | None = None,
 ) -> State:
     """Runs a method for `rounds` rounds and returns the last state.
 
     state: where to go on; None begins with `method.start(net, clients)`.
     evaluate: called on the state of every complete round; its rows go into the round's record.
+    evaluators: whom `evaluate` asks, whose calls go into the record, too; None: `clients`.
     after_round: is given the record of every complete round, and of the start as round 0.
 
     Raises SiteLost as `clients` does, and FedAtlasError where a method does not count its rounds.
@@ -80,7 +82,9 @@ def run(
             after_round(Round(0, state, _log(0, clients.calls, {}, 0.0, clients.remembered), []))
     while state.round < rounds:
         number = state.round + 1
-        clients.begin(number)
+        asked = [clients] if evaluators is None or evaluators is clients else [clients, evaluators]
+        for each in asked:
+            each.begin(number)
         reset_peak()
         began = time.perf_counter()
         with _explained(method, number):
@@ -95,9 +99,8 @@ def run(
         rows = evaluate(state) if evaluate else []
         phases = {"round": trained - began, "evaluate": time.perf_counter() - trained}
         if after_round:
-            after_round(
-                Round(number, state, _log(number, clients.calls, phases, peak, clients.remembered), rows)
-            )
+            calls = [call for each in asked for call in each.calls]
+            after_round(Round(number, state, _log(number, calls, phases, peak, clients.remembered), rows))
     return state
 
 
@@ -131,7 +134,11 @@ def _log(
             lost.setdefault(site, f"{call.function}: {reason}")
         prefix = "evaluate_" if call.function == "evaluate" else ""
         for site, numbers in call.logs.items():
-            sites.setdefault(site, {}).update(numbers)
+            logged = sites.setdefault(site, {})
+            before = {key: logged.get(key, 0.0) for key in ADDED if key in numbers}
+            logged.update(numbers)
+            for key, value in before.items():  # teachers are trained by a call of their own
+                logged[key] += value
         for site, spent in call.cost.items():
             total = cost.setdefault(site, {})
             for key, value in spent.items():

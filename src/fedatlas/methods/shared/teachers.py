@@ -111,6 +111,13 @@ class Teaching:
                     "set teachers.exclusive to true"
                 )
 
+    def steps(self, local: Local, rounds: int, sites: int) -> int | None:
+        """`Method.steps_before` of a method with these teachers."""
+        if sites < 2:
+            return 0
+        steps = self.training(local).steps
+        return None if steps is None else steps * (self.rounds or rounds)
+
     def notes(self, sites: int, net: nn.Module, local: Local) -> list[str]:
         """What `check` should tell of teachers at so many sites. Raises FederationError where they cannot be trained so."""
         if sites < 2:
