@@ -1283,6 +1283,25 @@ def test_costs_stand_beside_those_of_the_first_arm(tmp_path) -> None:
     assert "the mean over seeds. MB and GB" in markdown(collect(comparison)), "nothing to be over"
 
 
+def test_steps_of_teachers_count_in_the_budget_and_in_costs(tmp_path) -> None:
+    arms = {"fedavg": {}, "kim": {"method.name": "kim"}, "pooled": {"method.name": "centralized"}}
+    comparison = chest(tmp_path, seeds=[0], arms=arms)
+    for arm in arms:
+        pretend(comparison, arm, 0, {"best": {"jsrt/heart": 0.5}}, seconds=3600)
+    found = collect(comparison)
+    assert found["budget"]["kim"] == {"rounds": 2, "steps": 100, "epochs": None, "before": 200, "total": 1600}
+    text = markdown(found)
+    assert "fedavg, pooled: 2 rounds of 100 steps; kim: 2 rounds of 100 steps, after 200 for teachers" in text
+    assert "Optimizer steps of all sites together: fedavg 800; kim 1,600; pooled 200." in text
+    assert found["costs"]["kim"]["step_hours"] is None, "an earlier log, without the steps of teachers"
+    assert (found["costs"]["fedavg"]["evaluation"], found["costs"]["pooled"]["evaluation"]) == (0, None)
+    file = comparison.path("kim", 0) / "rounds" / "0001" / "log.json"
+    log = json.loads(file.read_text())
+    sites = {site: numbers | {"steps": 300.0} for site, numbers in log["sites"].items()}
+    file.write_text(json.dumps(log | {"sites": sites}))
+    assert collect(comparison)["costs"]["kim"]["step_hours"] == found["costs"]["fedavg"]["step_hours"]
+
+
 def test_the_how_to_shows_a_comparison_that_loads(small_images, tmp_path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "how-to" / "compare.md").read_text()
     shown = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])

@@ -97,6 +97,18 @@ def test_a_swing_is_told_from_a_rise(tmp_path) -> None:
     assert curves(comparison, dict.fromkeys(comparison.arms, ())) == {}
 
 
+def test_findings_do_not_enter_the_curves_of_voxels(tmp_path) -> None:
+    comparison = menu(tmp_path, layout=dict(PLAIN))
+    for arm in ("localized", "menu"):
+        finish(comparison, arm, 0.5)
+        validate(comparison, arm, [0.5, 0.6])
+    before = collect(comparison)["curves"]
+    for file in (comparison.path("menu", 0) / "rounds").rglob("rows.json"):
+        rows = json.loads(file.read_text())
+        file.write_text(json.dumps([*rows, rows[0] | {"case": "", "class": "nodule", "value": 0.0}]))
+    assert collect(comparison)["curves"] == before
+
+
 def test_a_round_whose_validation_lost_a_site_is_no_swing(tmp_path) -> None:
     comparison = menu(tmp_path, layout=dict(PLAIN))
     for arm in ("localized", "menu"):

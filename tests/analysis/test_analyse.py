@@ -1,6 +1,7 @@
 """`fedatlas analyse`: every kind on a small run, from the command line to the report, and what it refuses."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,7 +90,10 @@ def test_every_kind_from_the_command_line_to_the_report(
     first = file.read_bytes()
     found = json.loads(first)
     assert found["kind"] == kind and found["settings"]["seed"] == 0 and found["versions"]["torch"]
-    assert f">{HEADINGS[kind]}</h3>" in section(read(run), "analyses")
+    shown = section(read(run), "analyses")
+    assert f">{HEADINGS[kind]}</h3>" in shown
+    if kind in ("hessian", "landscape"):
+        assert re.search(r"<td>global \(\w+\), round \d+</td>", shown), "which round it is of"
     assert main(["analyse", kind, str(run), *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kind"] == kind
     assert file.read_bytes() == first, "the same seed gives the same bytes"

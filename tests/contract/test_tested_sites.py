@@ -54,6 +54,9 @@ def test_a_tested_site_changes_no_bit_of_training(small: dict[str, Any], tmp_pat
         name = f"rounds/{number:04d}"
         rows = [json.loads((folder / name / "rows.json").read_text()) for folder in (without, within)]
         assert rows[0] == rows[1], "validation knows nothing of it"
+        cost = json.loads((without / name / "log.json").read_text())["cost"]
+        validated = {row["site"] for row in rows[0]}
+        assert {site for site, spent in cost.items() if spent.get("evaluate_bytes_up")} == validated != set()
     states = [(folder / "models" / "last.fa").read_bytes() for folder in (without, within)]
     assert states[0] == states[1]
     training = ["pooled"] if method == "centralized" else [site["name"] for site in small["sites"]]

@@ -656,6 +656,14 @@ def test_the_conclusion_is_of_test_cases_and_counts_each_sites_cases(tmp_path: P
     assert " and " not in sentences(replace(run, rows=never))[1].partition("reaches")[2]
 
 
+def test_validation_cases_are_said_to_choose_the_round_where_one_was_chosen(finished: Path) -> None:
+    run = read.read(finished)
+    rows = tuple(row | {"split": "validation"} for row in run.rows or () if row["model"] == "best")
+    assert sentences(replace(run, rows=rows))[-1].endswith("so the numbers are optimistic.")
+    last = tuple(row | {"model": "last"} for row in rows)
+    assert sentences(replace(run, rows=last))[-1] == "There are no test cases: these cases are of validation."
+
+
 def test_charts_tell_their_values_and_fit_a_phone(finished: Path) -> None:
     text = (finished / "report.html").read_text(encoding="utf-8")
     charts = re.findall(r'<svg class="plot wide".*?<div class="slim"(.*?)</figure>', text, flags=re.S)

@@ -738,6 +738,16 @@ def test_the_largest_memory_of_a_rounds_calls_is_kept_and_their_seconds_add_up()
     assert _log(1, calls, {}, 0.0, {})["cost"] == {"a": {"seconds": 6.0, "peak_mb": 500.0}}
 
 
+def test_the_steps_of_a_rounds_calls_add_up_and_of_other_numbers_the_last_is_kept() -> None:
+    """As where a call trains teachers, and the next one the model."""
+    of_site = (
+        {"steps": 40.0, "step_seconds": 3.0, "loss": 1.0},
+        {"steps": 20.0, "step_seconds": 2.0, "loss": 0.5},
+    )
+    calls = [Call("step", {"a": numbers}, {}, {}) for numbers in of_site]
+    assert _log(1, calls, {}, 0.0, {})["sites"] == {"a": {"steps": 60.0, "step_seconds": 5.0, "loss": 0.5}}
+
+
 def test_a_site_that_was_lost_in_one_validation_is_not_lost_in_the_next(small, tmp_path, monkeypatch) -> None:
     small |= {"rounds": 2, "faults": {"on_lost": "drop"}}
     small["evaluation"] |= {"models": ["last"]}

@@ -25,7 +25,7 @@ def costs(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[st
     seeds: arm -> those of which the run is finished. rounds; sites: that trained; megabytes: of a model, 2**20 bytes;
     formula: `formula_gigabytes`; wire: training messages of all rounds and of the start as they were sent, in GB of 2**30
     bytes; start: those of the start alone; these three are None where a method merges the data. evaluation: messages
-    of validation, None where no log has any.
+    of validation, None where a method merges the data and logs have none, as before 2026-11-28.
     step_hours: all sites' optimizer steps, None where logs lack those of teachers, as before 2026-11-28; site_hours: all that the sites did for training in the rounds; start_hours:
     the same before the first round, as pre-training; *_relative: over the first arm. server_seconds: of the rounds,
     without what sites did; None where sites ran beside each other.
@@ -62,11 +62,12 @@ def _of_run(path: Path, comparison: Comparison, arm: str, seed: int) -> dict[str
     def spent(records: Sequence[Mapping[str, Any]], *keys: str) -> float:
         return sum(cost.get(key) or 0.0 for log in records for cost in log["cost"].values() for key in keys)
 
-    method = make_method(comparison.federations[arm][seed])
+    federation = comparison.federations[arm][seed]
+    method = make_method(federation)
 
     def steps() -> float | None:
         first = rounds[0]["sites"].values() if rounds else ()
-        before = method.steps_before(len(rounds), len(training))
+        before = method.steps_before(federation.rounds, len(training))
         if before and any(site.get("steps", 0) <= before for site in first):
             return None
         found = [
@@ -92,7 +93,7 @@ def _of_run(path: Path, comparison: Comparison, arm: str, seed: int) -> dict[str
         "formula": None if pooled else formula_gigabytes(len(rounds), len(training), megabytes),
         "wire": None if pooled else spent(logs, *ways) / GIGABYTE,
         "start": None if pooled else spent(start, *ways) / GIGABYTE,
-        "evaluation": evaluation / GIGABYTE if evaluation else None,
+        "evaluation": None if pooled and not evaluation else evaluation / GIGABYTE,
         "step_hours": steps(),
         "site_hours": sites / 3600,
         "start_hours": spent(start, "seconds") / 3600,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedatlas.compare.cells import Counted
-from fedatlas.compare.plan import Comparison
+from fedatlas.compare.plan import Comparison, of_cases
 from fedatlas.compare.running import average
 from fedatlas.evaluation.statistics import cell_means, class_means, select
 from fedatlas.federation.best import LACKING
@@ -42,7 +42,9 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
     for arm in comparison.arms:
         of_seeds: dict[int, list[tuple[int, float]]] = {}
         of_classes: dict[str, dict[int, list[list[float]]]] = {}
-        validated = {seed: _rows(comparison.path(arm, seed), metric) for seed in seeds[arm]}
+        validated = {
+            seed: _rows(comparison.path(arm, seed), metric, of_cases(comparison)) for seed in seeds[arm]
+        }
         if not counted.seeds:
             of_all = {seed: chain.from_iterable(of_rounds.values()) for seed, of_rounds in validated.items()}
             counted = Counted(of_all, comparison.measure.known)
@@ -75,11 +77,12 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
     return found
 
 
-def _rows(path: Path, metric: str) -> dict[int, list[Mapping[str, Any]]]:
-    """Round -> its rows, of every round that was validated at all sites: a mean over others is another number."""
+def _rows(path: Path, metric: str, by_case: bool) -> dict[int, list[Mapping[str, Any]]]:
+    """Round -> its rows, of every round that was validated at all sites: a mean over others is another number. by_case: those of
+    cases alone, without what findings are scored by."""
     found = {}
     for file in RunFolder(path).files("rows.json"):
-        rows = select(read_json(file), metric=metric)
+        rows = [row for row in select(read_json(file), metric=metric) if row["case"] or not by_case]
         if rows and not read_json(file.with_name("log.json")).get(LACKING):
             found[int(file.parent.name)] = rows
     return found

@@ -12,7 +12,7 @@ from fedatlas.compare.running import all_rows, kept_model
 from fedatlas.core.contract import sends_of
 from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.statistics import mean_of_defined, select
-from fedatlas.federation.file import make_method
+from fedatlas.federation.file import local_models, make_method
 from fedatlas.report.tables import has_truth
 from fedatlas.transport.rounds import read_run
 
@@ -21,7 +21,7 @@ def forgetting(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> di
     """arm -> how its local models do on what they never saw; {} where no finished run scored local models by case, or sites are
     left out in turn. An arm whose local models may not speak for other classes (standalone) has nothing to forget and is left out.
 
-    seeds: arm -> those of which the run is finished. global, local: the mean of the metric of the model of `measure`,
+    seeds: arm -> those of which the run is finished. models: which local ones, as `evaluation.local`. global, local: the mean of the metric of the model of `measure`,
     and of the local ones, over cells of seed, local model, site and class, each the mean over the site's cases where
     the class is there; the classes of a local model are those that its site does not annotate for the first finished
     arm. value, low, high, n, reason: of local - global, see `interval_of`. sites: site of the local model ->
@@ -88,6 +88,7 @@ def _of_arm(comparison: Comparison, arm: str, both: Sequence[tuple[str, _Both]])
         )
 
     return {
+        "models": local_models(comparison.federation(arm)),
         "global": mean(lambda of: of[1]),
         "local": mean(lambda of: of[0]),
         "sites": {

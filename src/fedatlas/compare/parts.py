@@ -17,7 +17,7 @@ from fedatlas.compare.curves import class_figure, curve_figure, lacks_curves
 from fedatlas.compare.grid import picture_grid
 from fedatlas.compare.overlays import Shown, Subject, overlays, subjects
 from fedatlas.compare.pictures import box_plots
-from fedatlas.compare.plan import Comparison, of_findings
+from fedatlas.compare.plan import Comparison, of_cases
 from fedatlas.compare.radar import dots, lacks_dots, lacks_radar, radars
 from fedatlas.compare.running import Tell
 from fedatlas.compare.sweep import lacks_sweeps, sweeps
@@ -74,7 +74,7 @@ def _always(comparison: Comparison) -> str:
 
 def of_voxels(comparison: Comparison) -> str:
     """Why a plan has no outlines of cases to show; "" where it has them."""
-    if comparison.first.task == "segmentation" and not of_findings(comparison):
+    if of_cases(comparison):
         return ""
     return f"{comparison.metric} has no values by case, or there are no outlines to show"
 

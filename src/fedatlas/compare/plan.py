@@ -822,6 +822,11 @@ def of_findings(comparison: Comparison) -> bool:
     )
 
 
+def of_cases(comparison: Comparison) -> bool:
+    """Is the metric one of cases, each of which has a row: that of voxels?"""
+    return comparison.first.task == "segmentation" and not of_findings(comparison)
+
+
 def _check_measure(comparison: Comparison, file: Path) -> None:
     """FederationError where the runs will not hold what the tables average."""
     measure = comparison.measure

@@ -29,7 +29,7 @@ from fedatlas.core.errors import FedAtlasError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.statistics import LEAST_PAIRS, class_means, differences, mean_of_defined, mean_ranks
-from fedatlas.federation.file import Federation, local_models, make_method
+from fedatlas.federation.file import Federation, make_method
 from fedatlas.federation.record import git_revision
 from fedatlas.report.comparison import LOWER
 from fedatlas.transport.rounds import RunFolder, read_json, read_run
@@ -75,7 +75,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     and seed. bootstrap: arm -> an interval of the difference of the table's means, by these cases or patients, and by patient where labels
     are of whole images. ranks: of each family of arms that are compared with one another, those of which every seed is
     finished, over cells of site and class, each the mean over seeds; with fewer than LEAST_PAIRS cases or patients no test. tables: `means` of the further tables. costs,
-    forgetting, curves: as the functions of these names give them; local: which local models those are, as `evaluation.local`.
+    forgetting, curves: as the functions of these names give them.
     """
     done = finished(comparison)
     found, values = means(comparison, done)
@@ -99,7 +99,6 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     found["costs"] = costs(comparison, done.seeds)
     found["forgetting"] = forgetting(comparison, done.seeds)
     found["curves"] = curves(comparison, done.seeds)
-    found["local"] = local_models(comparison.first)
     return found
 
 
@@ -480,8 +479,9 @@ def _budget_of(federation: Federation) -> dict[str, Any]:
     local, method = federation.local, make_method(federation)
     training = 1 if method.pooled else sum(site.role == "train" for site in federation.sites)
     before = method.steps_before(federation.rounds, training)
-    known = local.steps is not None and before is not None
-    total = (federation.rounds * local.steps + before) * training if known else None
+    total = None
+    if local.steps is not None and before is not None:
+        total = (federation.rounds * local.steps + before) * training
     return {
         "rounds": federation.rounds,
         "steps": local.steps,

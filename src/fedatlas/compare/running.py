@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from fedatlas.compare.plan import Comparison, of_findings
+from fedatlas.compare.plan import Comparison, of_cases
 from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError
 from fedatlas.core.options import not_known
 from fedatlas.evaluation.statistics import (
@@ -246,8 +246,7 @@ def all_rows(comparison: Comparison, arm: str, seed: int) -> list[dict[str, Any]
     path = comparison.path(arm, seed)
     rows = read_rows(path / "rows.csv")
     require_rows(path / "rows.csv", read_run(path), len(rows))
-    of_cases = comparison.first.task == "segmentation" and not of_findings(comparison)
-    if of_cases:
+    if of_cases(comparison):
         rows = [row for row in rows if row["case"]]
     if comparison.measure.postprocess:
         after = [row for row in rows if row["model"].startswith(POST)]

@@ -574,8 +574,14 @@ def _forgetting(found: Mapping[str, Any]) -> list[str | Table]:
         both = [f"{scale * of_arm[which]:.{digits}f}" for which in ("global", "local")]
         apart = [signed(of_arm["value"]), _range(of_arm, scale, digits)]
         lines.append([arm, *both, *apart, *(signed(of_arm["sites"].get(owner)) for owner in owners)])
+    kinds: dict[str, list[str]] = {}
+    for arm, of_arm in of_arms.items():
+        kinds.setdefault(LOCAL[of_arm["models"]], []).append(arm)
+    which = "; ".join(
+        kind if len(kinds) == 1 else f"{', '.join(arms)}: {kind}" for kind, arms in kinds.items()
+    )
     told = (
-        f"Forgetting: {metric} of each site's local model ({LOCAL[found.get('local', 'last')]}) on the classes that the site does not "
+        f"Forgetting: {metric} of each site's local model ({which}) on the classes that the site does not "
         "annotate, and of the global model on the same: the mean over seeds, local models, classes and the sites of the "
         f"test cases, where the class is there; the interval resamples {drawn}s. On the right the difference of every local "
         "model alone."
@@ -709,7 +715,7 @@ def _footer(found: Mapping[str, Any]) -> str:
     budgets: dict[str, list[str]] = {}
     for arm, budget in found["budget"].items():
         unit = f"{budget['steps']} steps" if budget["steps"] is not None else f"{budget['epochs']:g} epochs"
-        before = f", after {budget['before']} for teachers" if budget["before"] else ""
+        before = f", after {budget['before']} for teachers" if budget.get("before") else ""
         budgets.setdefault(f"{budget['rounds']} rounds of {unit}{before}", []).append(arm)
     told = "; ".join(
         text if len(budgets) == 1 else f"{', '.join(arms)}: {text}" for text, arms in budgets.items()

@@ -85,9 +85,9 @@ def sentences(run: Run) -> list[str]:
             )
         )
     if found.split == "validation" and not found.provisional:
-        lines.append(
-            f"There are no test {run.unit}s: these {run.unit}s also chose the round, so the numbers are optimistic."
-        )
+        chose = f"these {run.unit}s also chose the round, so the numbers are optimistic"
+        which = chose if found.model == read.GLOBAL else f"these {run.unit}s are of validation"
+        lines.append(f"There are no test {run.unit}s: {which}.")
     return lines
 
 

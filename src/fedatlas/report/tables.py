@@ -34,6 +34,9 @@ BOOKKEEPING = frozenset(
         "teacher_seconds",
         "teacher_round",
         "teacher_score",
+        "predicted_windows",
+        "predicting_seconds",
+        *(f"{of}{kind}" for of in ("", "teacher_") for kind in ("epsilon", "epsilon_poisson")),
     }
 )
 """Numbers that a site logs beside its loss terms."""

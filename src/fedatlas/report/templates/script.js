@@ -19,8 +19,14 @@ const made = (tag, kind, text) => Object.assign(document.createElement(tag), {cl
 const save = (name, href) => Object.assign(document.createElement("a"), {download: name, href}).click();
 const named = text => text.trim().toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 60) || "fedatlas";
 const words = cell => { const c = cell.cloneNode(true); c.querySelectorAll("sup,.sr,.get").forEach(n => n.remove()); return c.textContent.trim(); };
-const csv = table => [table.tHead.rows[table.tHead.rows.length - 1], ...table.tBodies[0].rows].map(row => [...row.cells].map(cell =>
-  `"${(cell.dataset.v ?? words(cell)).replaceAll('"', '""')}"`).join(",")).join("\n") + "\n";
+const quoted = text => `"${text.replaceAll('"', '""')}"`;
+const csv = table => {
+  const head = [...table.tHead.rows], titles = [...head.pop().cells].map(words);
+  const groups = head.flatMap(row => [...row.cells].flatMap(cell => Array(cell.colSpan).fill(words(cell))));
+  const lines = [...table.tBodies[0].rows].map(row => [...row.cells].map(cell => cell.dataset.v ?? words(cell)));
+  const first = titles.map((title, place) => groups[place] ? `${groups[place]}: ${title}` : title);
+  return [first, ...lines].map(line => line.map(quoted).join(",")).join("\n") + "\n";
+};
 for (const table of document.querySelectorAll("table")) {
   const title = table.caption?.textContent ?? table.closest("section").id, button = made("button", "get", "CSV");
   button.type = "button";
