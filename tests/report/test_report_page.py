@@ -1057,6 +1057,22 @@ def test_tables_sort_on_a_click(finished: Path, tmp_path: Path) -> None:
     assert values == sorted(values, reverse=True)
 
 
+@needs_browser
+def test_the_csv_of_a_table_names_the_groups_of_its_columns(finished: Path, tmp_path: Path) -> None:
+    table = (
+        "<thead><tr><td colspan=2></td><th colspan=2>a, b</th></tr><tr><th>arm</th><th>seeds</th><th>liver</th><th>spleen</th>"
+        "</tr></thead><tbody><tr><th>x</th><td>1</td><td data-v=0.5>0.50</td><td>0.4</td></tr></tbody>"
+    )
+    told = (
+        f"<script>const made_ = document.createElement('table'); made_.innerHTML = '{table}';"
+        "document.title = csv(made_).replaceAll('\\n', '|')</script></body>"
+    )
+    changed, text = tmp_path / "table.html", (finished / "report.html").read_text(encoding="utf-8")
+    changed.write_text(text.replace("</body>", told), encoding="utf-8")
+    found = re.search(r"<title>([^<]*)</title>", _browser(tmp_path / "profile", changed, "--dump-dom"))
+    assert found and found[1] == '"arm","seeds","a, b: liver","a, b: spleen"|"x","1","0.5","0.4"|'
+
+
 def scored(values: dict[tuple[str, str], float], reason: str = "") -> list[dict]:
     """Rows of one class at two sites, of (site, model) -> Dice."""
     plain = {"split": "test", "grid": "original", "round": 3, "case": "a", "class": "liver", "metric": "dice"}
