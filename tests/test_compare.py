@@ -36,7 +36,7 @@ from fedatlas.evaluation.classification import Predictions, score
 from fedatlas.evaluation.statistics import differences, mean_ranks, rows_text
 from fedatlas.federation.file import hash_of, resolved
 from fedatlas.federation.trained import Trained
-from fedatlas.report.comparison import LOWER, MILLIMETRES, html, markdown
+from fedatlas.report.comparison import LOWER, MILLIMETRES, html, markdown, of_table
 from fedatlas.report.tables import METRICS
 from fedatlas.transport.store import write_atomic
 
@@ -751,7 +751,7 @@ def results(metric: str = "auroc", **arms: list[float]) -> dict[str, Any]:
     return {
         "name": "made", "profile": "full", "command": "fedatlas compare made.yaml", "task": "segmentation",
         "seeds": [0, 1], "metric": metric, "split": "test", "model": "best", "sites": None, "known": None,
-        "classes": ["a"], "title": None, "pairs": "cell", "costs": {}, "forgetting": {},
+        "pixels": False, "classes": ["a"], "title": None, "pairs": "cell", "costs": {}, "forgetting": {},
         "columns": [{"key": "a", "title": "a", "group": "", "starred": False}],
         "layout": asdict(compare.Layout()), "own": [], "rows": {}, "families": [list(arms)],
         "budget": {arm: {"rounds": 2, "steps": 3, "epochs": None, "total": 6} for arm in arms},
@@ -1281,6 +1281,21 @@ def test_costs_stand_beside_those_of_the_first_arm(tmp_path) -> None:
     )
     shutil.rmtree(comparison.path("fedavg", 0))
     assert "the mean over seeds. MB and GB" in markdown(collect(comparison)), "nothing to be over"
+
+
+def test_lengths_of_pictures_whose_pixels_nobody_measured_are_pixels(tmp_path) -> None:
+    arms = {arm: {"evaluation.metrics": ["dice", "hd95"]} for arm in ("fedavg", "again")}
+    comparison = chest(tmp_path, seeds=[0], measure={"metric": "hd95"}, arms=arms)
+    for arm in comparison.arms:
+        pretend(comparison, arm, 0, {"best": {"jsrt/heart": 0.5}})
+        file = comparison.path(arm, 0) / "run.json"
+        about = json.loads(file.read_text())
+        for site in about["sites"].values():
+            site |= {"inputs": {"kinds": ["picture"]}, "spacing": [[1, 1, 1]]}
+        file.write_text(json.dumps(about))
+    found = collect(comparison)
+    assert found["pixels"] and of_table(found).label == "HD95, px"
+    assert of_table(found | {"pixels": False}).label == "HD95, mm"
 
 
 def test_steps_of_teachers_count_in_the_budget_and_in_costs(tmp_path) -> None:

@@ -104,7 +104,7 @@ def curve_figure(found: Mapping[str, Any]) -> str:
     of_arms = found["curves"]
     if not of_arms:
         return ""
-    metric, label = _metric(of_arms)
+    metric, label = _metric(found)
     lines = {
         arm: Curve(
             [
@@ -127,7 +127,7 @@ def class_figure(found: Mapping[str, Any]) -> str:
     of_arms = found["curves"]
     if not of_arms:
         return ""
-    metric, label = _metric(of_arms)
+    metric, label = _metric(found)
     names = dict.fromkeys(name for told in of_arms.values() for name in told["classes"])
     order = {name: place for place, name in enumerate(found["classes"])}
     panels = {
@@ -145,7 +145,7 @@ def class_figure(found: Mapping[str, Any]) -> str:
     return markup.figure(class_panels(panels, label), caption)
 
 
-def _metric(of_arms: Mapping[str, Mapping[str, Any]]) -> tuple[str, str]:
+def _metric(found: Mapping[str, Any]) -> tuple[str, str]:
     """The title of the curves' metric, without and with its unit."""
-    metric = next(iter(of_arms.values()))["metric"]
-    return described(metric).title, described(metric).label
+    metric = described(next(iter(found["curves"].values()))["metric"], pixels=found["pixels"])
+    return metric.title, metric.label

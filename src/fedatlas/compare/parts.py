@@ -26,6 +26,7 @@ from fedatlas.core.options import not_known
 from fedatlas.report import markup
 from fedatlas.report.analysis import TITLES, together
 from fedatlas.report.comparison import Claims, Section
+from fedatlas.report.tables import described
 
 
 @dataclass
@@ -103,7 +104,8 @@ def _analysed(comparison: Comparison, *, kind: str) -> str:
 
 
 def _boxes(page: Page) -> str:
-    boxes = box_plots(page.comparison, page.seeds)
+    metric = described(page.found["metric"], pixels=page.found["pixels"])
+    boxes = box_plots(page.comparison, page.seeds, metric)
     caption = (
         f"{page.found['metric']} over {page.found['split']} cases in which the class is there, of all finished seeds, for the "
         "global model and every local one. A star: not annotated at that site."

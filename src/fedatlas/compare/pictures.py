@@ -6,16 +6,16 @@ from fedatlas.compare.plan import Comparison
 from fedatlas.compare.running import all_rows, kept_model
 from fedatlas.evaluation.statistics import select
 from fedatlas.report.figures import Box, Panel, distributions
-from fedatlas.report.tables import has_truth
+from fedatlas.report.tables import Metric, has_truth
 from fedatlas.transport.rounds import read_run
 
 
-def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str:
+def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]], metric: Metric) -> str:
     """The metric over the cases of `measure` per class and site, for the model of `measure` and every local one, all arms beside
     each other; as SVG, or "" where nothing is scored by case.
 
     seeds: arm -> those of which the run is finished; their cases stand in one box. A case in which the class is not
-    there is left out.
+    there is left out. metric: how it is printed.
     """
     values: dict[tuple[str, str], dict[tuple[str, str, str], list[float]]] = {}
     trained: dict[tuple[str, str], set[str]] = {}
@@ -48,7 +48,7 @@ def box_plots(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> str
         # a site that is left out annotates nothing in that run
         mark = "" if comparison.left_out or name in sites[site] else " *"
         panels.append(Panel(f"{name}, {site}{mark}", boxes))
-    return distributions(panels, list(sites), comparison.metric, "boxes") if panels else ""
+    return distributions(panels, list(sites), metric, "boxes") if panels else ""
 
 
 def _place(

@@ -27,6 +27,7 @@ from fedatlas.compare.resampling import Cell, interval_of
 from fedatlas.compare.running import Cells, Tell, average, local_rows, rows_of, state_of
 from fedatlas.core.errors import FedAtlasError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.core.pictures import lengths_in_pixels
 from fedatlas.core.seeds import seed_of
 from fedatlas.evaluation.statistics import LEAST_PAIRS, class_means, differences, mean_of_defined, mean_ranks
 from fedatlas.federation.file import Federation, make_method
@@ -158,6 +159,7 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
         "folds": comparison.folds,
         "known": measure.known,
         "known_of": scored.known_of,
+        "pixels": _in_pixels(comparison, done),
         "postprocess": measure.postprocess,
         "classes": _classes(comparison, arms | own_rows),
         "arms": arms,
@@ -170,6 +172,12 @@ def means(comparison: Comparison, done: Finished) -> tuple[dict[str, Any], dict[
     replaced = {row.partition("/")[0] for row in own}
     table |= _by_cases(comparison, {a: of for a, of in values.items() if a not in replaced} | own, values)
     return table, values
+
+
+def _in_pixels(comparison: Comparison, done: Finished) -> bool:
+    """Are lengths those of pixels, in the runs of the first arm that has any?"""
+    first = next(((comparison.trained(arm)[0], seeds[0]) for arm, seeds in done.seeds.items() if seeds), None)
+    return first is not None and lengths_in_pixels(read_run(comparison.path(*first))["sites"])
 
 
 class _Scored(NamedTuple):

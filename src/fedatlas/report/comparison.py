@@ -402,7 +402,7 @@ def unit(found: Mapping[str, Any]) -> tuple[float, int]:
 
 def of_table(found: Mapping[str, Any]) -> Metric:
     """How figures print the metric of a table, in the table's unit."""
-    metric = described(found["metric"])
+    metric = described(found["metric"], pixels=found["pixels"])
     return metric._replace(unit="%", decimals=1) if found["layout"]["percent"] else metric
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from fedatlas.core.errors import RunFolderError, WireError, parse_json, require_object, require_run
 from fedatlas.core.labels import BACKGROUND
-from fedatlas.core.pictures import in_pixels, of_pictures
+from fedatlas.core.pictures import in_pixels, lengths_in_pixels, of_pictures
 from fedatlas.evaluation.classification import Histogram, Threshold
 from fedatlas.evaluation.statistics import (
     COLUMNS,
@@ -263,7 +263,7 @@ class Run:
     @property
     def in_pixels(self) -> bool:
         """Are lengths those of pixels, at any site?"""
-        return any(self.lengthless(name) for name in self.info["sites"])
+        return lengths_in_pixels(self.info["sites"])
 
     def lengthless(self, site: str) -> bool:
         """Are a site's images pictures of which nobody says how wide a pixel is?"""

@@ -88,11 +88,12 @@ METRICS = {
 }
 
 
-def described(metric: str, run: Run | None = None) -> Metric:
+def described(metric: str, run: Run | None = None, *, pixels: bool = False) -> Metric:
     """How to print a metric; one that is not in METRICS has its own name. run: where its lengths are those of pixels, so are
-    those of the metric."""
+    those of the metric. pixels: the same, where that is known otherwise."""
     found = METRICS.get(metric, Metric(metric, "", 3, True))
-    return found._replace(unit="px") if run and run.in_pixels and found.unit == "mm" else found
+    pixels = pixels or bool(run and run.in_pixels)
+    return found._replace(unit="px") if pixels and found.unit == "mm" else found
 
 
 # ---------------------------------------------------------------------------------------------- numbers

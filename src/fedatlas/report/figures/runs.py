@@ -493,20 +493,22 @@ def site_boxes(run: Run, rows: Sequence[RowDict], split: str) -> Markup:
         ]
         if boxes:
             panels.append(Panel(run.title(class_), boxes))
-    return distributions(panels, list(run.sites), "dice", f"site-boxes-{split}") if panels else Markup("")
+    dice = tables.described("dice")
+    return distributions(panels, list(run.sites), dice, f"site-boxes-{split}") if panels else Markup("")
 
 
-def distributions(panels: Sequence[Panel], sites: Sequence[str], metric: str, name: str) -> Markup:
+def distributions(
+    panels: Sequence[Panel], sites: Sequence[str], described: tables.Metric, name: str
+) -> Markup:
     """In every panel groups side by side, as arms or sites, each with a box for the global model and one per local model.
 
-    sites: all of the federation, in their order, which gives local models their colours. metric: a key of METRICS.
+    sites: all of the federation, in their order, which gives local models their colours. described: the metric.
     """
     order = {f"local/{site}": place for place, site in enumerate(sites)}
     models = sorted({box.model for panel in panels for box in panel.boxes}, key=lambda m: order.get(m, -1))
     most, step = max(len({box.group for box in panel.boxes}) for panel in panels), 0.84 / len(models)
     columns = max(1, min(3, 48 // (most * len(models)), len(panels)))
     pointed = sum(len(box.values) for panel in panels for box in panel.boxes) <= 4000
-    described = tables.described(metric)
 
     def colour(model: str) -> str:
         return site_colour(order[model]) if model in order else INK
