@@ -265,6 +265,16 @@ def test_a_class_of_which_annotated_leaves_out_a_label_is_refused(tmp_path: Path
     naming_of(index_of(root, aliases=aliases, annotated=("left kidney",), role="test"), space)
 
 
+def test_a_listed_name_is_the_sites_own_where_names_are_exchanged(tmp_path: Path) -> None:
+    """Both sides were taken, as the other side's alias is the listed name."""
+    root = nnunet(tmp_path / "s", ["a"], labels={"background": 0, "left kidney": 1, "right kidney": 2})
+    aliases = {"left kidney": "right kidney", "right kidney": "left kidney"}
+    index = index_of(root, aliases=aliases, annotated=("left kidney",))
+    assert index.used == ("left kidney",) and index.brings == ("right kidney",)
+    index = replace(index, findings=("left kidney", "right kidney"))
+    assert index.used_findings == ("left kidney",)
+
+
 def test_a_finding_of_which_annotated_leaves_out_a_column_is_refused(tmp_path: Path) -> None:
     """An image with the other one would be taken for verified without it."""
     (tmp_path / "a.png").touch()

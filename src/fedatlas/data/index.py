@@ -180,6 +180,17 @@ class SiteConfig:
             )
 
 
+def chosen_names(own: Iterable[str], annotated: Iterable[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
+    """Those of a site's own names that `annotated` lists, by themselves or by ours. A name of ours that is the site's own
+    name of another class, as where left and right are exchanged, is taken for its own."""
+    chosen, found = set(annotated), []
+    for name in own:
+        ours = aliases.get(name, name)
+        if name in chosen or (ours in chosen and aliases.get(ours, ours) == ours):
+            found.append(name)
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class SiteIndex:
     """The layout of a site. table, reference_table: its label names, background included, to integers.
@@ -222,14 +233,12 @@ class SiteIndex:
         own = [name for name in self.names if name != BACKGROUND]
         if self.annotated is None:
             return tuple(own)
-        return tuple(n for n in own if n in self.annotated or self.aliases.get(n, n) in self.annotated)
+        return chosen_names(own, self.annotated, self.aliases)
 
     @property
     def used_findings(self) -> tuple[str, ...]:
         """Findings listed in `annotated`; all findings of the site if none is listed."""
-        chosen = self.annotated or ()
-        named = [n for n in self.findings if n in chosen or self.aliases.get(n, n) in chosen]
-        return tuple(named) or self.findings
+        return chosen_names(self.findings, self.annotated or (), self.aliases) or self.findings
 
     @property
     def brings(self) -> tuple[str, ...]:
