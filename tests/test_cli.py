@@ -248,6 +248,24 @@ def test_evaluate_a_folder(trained: Path, phantom: Path, tmp_path, capsys) -> No
     assert {row["class"] for row in found["rows"]} == {"kidney", "tumour"}
 
 
+def test_evaluate_scores_the_cases_that_a_folder_lists_for_validation(
+    trained: Path, phantom: Path, tmp_path, capsys
+) -> None:
+    folder = shutil.copytree(phantom / "site-2", tmp_path / "listed")
+    table = json.loads((folder / "dataset.json").read_text())
+    scans = sorted((folder / "imagesTr").iterdir())[:3]
+    cases = [
+        {"image": f"imagesTr/{scan.name}", "label": f"labelsTr/{scan.name.replace('_0000', '')}"}
+        for scan in scans
+    ]
+    lists = {"training": cases[:1], "validation": cases[1:2], "test": cases[2:]}
+    (folder / "dataset.json").write_text(json.dumps({"labels": table["labels"], **lists}))
+    found = json.loads(output(capsys, "evaluate", trained, "--data", folder, "--format", "monai", "--json"))
+    names = [scan.name.removesuffix("_0000.nii.gz") for scan in scans]
+    scored = {(row["case"], row["split"]) for row in found["rows"]}
+    assert scored == set(zip(names, ("train", "validation", "test"), strict=True))
+
+
 def test_scores_of_the_runs_own_data_are_called_so(trained: Path, phantom: Path, tmp_path, capsys) -> None:
     assert main(["evaluate", str(trained), "--data", str(phantom / "site-2"), "--json"]) == 0
     told = capsys.readouterr().err

@@ -246,7 +246,7 @@ def evaluate_folder(
             warn(str(replace(problem, offer="")))
     cache = cache_folder(federation, path.parent)
     evaluation, extra = federation.evaluation, dict[str, Any]()
-    splits: tuple[Split, ...] = ("test",) if whole else ("train", "test")
+    splits: tuple[Split, ...] = ("test",) if whole else ("train", "validation", "test")
     if whole:
         source: SiteData = ImageData(index, space, federation.images, cache=cache)
         extra["thresholds"] = [limit.value for limit in trained.thresholds().values()]
@@ -447,11 +447,12 @@ def _findings_table(rows: Sequence[Mapping[str, Any]]) -> str:
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     places = list(dict.fromkeys((row["class"], row["split"]) for row in rows))
     width = max(len("finding"), *(len(name) for name, _ in places))
-    lines = [f"{'finding':{width}}  {'cases':5}  " + "  ".join(f"{m:>11}" for m in metrics)]
+    wide = max(len("cases"), *(len(split) for _, split in places))
+    lines = [f"{'finding':{width}}  {'cases':{wide}}  " + "  ".join(f"{m:>11}" for m in metrics)]
     for name, split in places:
         of = {row["metric"]: row["value"] for row in rows if (row["class"], row["split"]) == (name, split)}
         cells = [f"{of[m]:11.3f}" if of.get(m) is not None else f"{'not defined':>11}" for m in metrics]
-        lines.append(f"{name:{width}}  {split:5}  " + "  ".join(cells))
+        lines.append(f"{name:{width}}  {split:{wide}}  " + "  ".join(cells))
     return "\n".join(lines)
 
 
