@@ -266,6 +266,31 @@ def test_evaluate_scores_the_cases_that_a_folder_lists_for_validation(
     assert scored == set(zip(names, ("train", "validation", "test"), strict=True))
 
 
+def test_evaluate_scores_a_folder_without_training_cases(
+    trained: Path, phantom: Path, tmp_path, capsys
+) -> None:
+    """Neither one whose training cases annotate nothing, nor one of test cases alone."""
+    folder = shutil.copytree(phantom / "site-2", tmp_path / "external")
+    shutil.rmtree(folder / "labelsTr")
+    (test,) = (folder / "labelsTs").iterdir()
+    case = test.name.removesuffix(".nii.gz")
+    table = json.loads((folder / "dataset.json").read_text())
+    silent = {scan.name.removesuffix("_0000.nii.gz"): [] for scan in (folder / "imagesTr").iterdir()}
+    listed = {"annotated": silent | {case: ["kidney"]}}
+    (folder / "dataset.json").write_text(json.dumps(table | listed))
+    for _ in range(2):
+        found = json.loads(output(capsys, "evaluate", trained, "--data", folder, "--json"))
+        assert {(row["case"], row["class"], row["split"]) for row in found["rows"]} == {
+            (case, "kidney", "test")
+        }
+        shutil.rmtree(folder / "imagesTr", ignore_errors=True)
+        (folder / "dataset.json").write_text(json.dumps(table | {"annotated": {case: ["kidney"]}}))
+    test.unlink()
+    (folder / "dataset.json").write_text(json.dumps(table))
+    assert main(["evaluate", str(trained), "--data", str(folder)]) == 1
+    assert "holds no case with a label or a finding that the model knows" in capsys.readouterr().err
+
+
 def test_scores_of_the_runs_own_data_are_called_so(trained: Path, phantom: Path, tmp_path, capsys) -> None:
     assert main(["evaluate", str(trained), "--data", str(phantom / "site-2"), "--json"]) == 0
     told = capsys.readouterr().err

@@ -114,6 +114,14 @@ def test_predict_and_evaluate(ran, tmp_path) -> None:
     counts = [row["value"] for row in rows if row["metric"] in ("n_positive", "n_negative")]
     assert sum(counts) == 3 * 16  # every image of the folder, whatever its split
     assert evaluate_folder(path, folder / "site-1") == (rows, []), "as the federation file says of the site"
+    copy = shutil.copytree(folder / "site-1", tmp_path / "tested")
+    head, *lines = (copy / "labels.csv").read_text().splitlines()
+    place = head.split(",").index("split")
+    tests = [line for line in lines if line.split(",")[place] == "test"]
+    (copy / "labels.csv").write_text("\n".join([head, *tests, ""]))
+    few, _ = evaluate_folder(path, copy, reading=reading)
+    counts = [row["value"] for row in few if row["metric"] in ("n_positive", "n_negative")]
+    assert sum(counts) == 3 * len(tests), "a folder of test images alone"
     with pytest.raises(FederationError, match="none of its classes"):
         evaluate_folder(
             path, folder / "site-1", format="csv", reading=reading | {"classes": ["split"], "split": None}

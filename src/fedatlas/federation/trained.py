@@ -22,8 +22,8 @@ from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
 from fedatlas.data import datasets
-from fedatlas.data.checks import unscored_cases
-from fedatlas.data.datasets.shared.listing import Split, Splitting
+from fedatlas.data.checks import layout_problems, unscored_cases
+from fedatlas.data.datasets.shared.listing import Problem, Split, Splitting
 from fedatlas.data.formats.flat import Note
 from fedatlas.data.images import ImageData
 from fedatlas.data.index import AUTO, SiteConfig, SiteIndex, read_image_site, read_site
@@ -251,7 +251,7 @@ def evaluate_folder(
         source: SiteData = ImageData(index, space, federation.images, cache=cache)
         extra["thresholds"] = [limit.value for limit in trained.thresholds().values()]
     else:
-        source = VoxelData(index, space, trained.preprocessing, validation=0.0, cache=cache)
+        source = Scored(index, space, trained.preprocessing, validation=0.0, cache=cache)
         if post:
             evaluation = replace(evaluation, postprocess=trained.postprocess)
     if source.channels != trained.channels:
@@ -376,6 +376,18 @@ def require_kind(trained: Trained, source: SiteData, anyway: bool, warn: Warn) -
             )
     for texts in found.values():
         warn(texts[0] + (f" (and {len(texts) - 1} more such images)" if len(texts) > 1 else ""))
+
+
+class Scored(VoxelData):
+    """The data of a folder that is scored and trains nothing, whatever its layout lists its cases for."""
+
+    def _layout_problems(self, index: SiteIndex) -> list[Problem]:
+        found = layout_problems(index)
+        if not any(item.scored or any(self._scored_findings(item)) for item in self.everything):
+            what = f"empty: {index.root} holds no case with a label or a finding that the model knows"
+            remedy = "see that labels are where the layout has them, and what its table lists per case"
+            found.append(Problem(index.name, "", what, remedy))
+        return found
 
 
 class Visitor:
