@@ -235,6 +235,19 @@ def test_what_is_inside_a_mask(tmp_path: Path) -> None:
     assert "covers the whole" in read_mask(picture(tmp_path / "f.png", np.ones((2, 2), bool)))[1][0].what
 
 
+@pytest.mark.parametrize("ending", ["png", "jpg", "tif"])
+def test_a_mask_is_turned_as_its_picture_is(tmp_path: Path, ending: str) -> None:
+    corner = np.zeros((16, 16), np.uint8)
+    corner[:8, :8] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    file = tmp_path / f"a.{ending}"
+    Image.fromarray(corner).save(file, exif=exif)
+    seen = lying(read_flat([file]).image)[0] > 0.5
+    assert seen[8:, 8:].all() and not seen[:8].any()
+    assert np.array_equal(read_mask(file)[0], seen)
+
+
 def test_masks_that_cannot_be_meant(tmp_path: Path) -> None:
     for values, text in (
         ([[0, 1, 2]], "the values 0, 1, 2, none above half of 255: it looks like a label map"),

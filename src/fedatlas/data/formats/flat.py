@@ -16,7 +16,15 @@ from scipy import ndimage
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data.datasets.shared.listing import PictureMask, Runs, Side
 from fedatlas.data.formats import rle
-from fedatlas.data.formats.picture import PIXELS, Picture, read_picture, turned, upright, with_channels
+from fedatlas.data.formats.picture import (
+    PIXELS,
+    Picture,
+    exif_orientation,
+    read_picture,
+    turned,
+    upright,
+    with_channels,
+)
 from fedatlas.data.transforms import FileError, saved
 
 FORMATS = ("PNG", "JPEG", "TIFF", "BMP", "GIF")
@@ -204,9 +212,11 @@ def read_mask(path: Path) -> tuple[np.ndarray, list[Note]]:
     """A mask file, bool [H, W], and what is worth a note.
 
     Of two values, one of them 0, the other is inside. Of more values, as smoothed edges or JPEG make them, those above
-    half of what the file's bits can hold. Colour counts by its brightest channel, transparency does not count. Raises
-    FileError for a file that is no picture, holds no 0, or holds several values and none above that half: a label map.
+    half of what the file's bits can hold. Colour counts by its brightest channel, transparency does not count. It is turned
+    as its EXIF orientation says, as pictures are. Raises FileError for a file that is no picture, holds no 0, or holds
+    several values and none above that half: a label map.
     """
+    said: list[str] = []
     try:
         with Image.open(path, formats=FORMATS) as image:
             if image.width * image.height > PIXELS:
@@ -215,7 +225,7 @@ def read_mask(path: Path) -> tuple[np.ndarray, list[Note]]:
                 frames = getattr(image, "n_frames", 0)
                 raise FileError(path, f"a mask of {frames} frames", "give one file per mask")
             image.load()
-            code = image.getexif().get(0x0112, 1) if image.format in ("JPEG", "TIFF") else 1
+            code = exif_orientation(image, said)
             values, largest = _mask_values(path, image)
     except FileError:
         raise
@@ -230,9 +240,8 @@ def read_mask(path: Path) -> tuple[np.ndarray, list[Note]]:
     except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FileError(path, f"truncated or damaged ({first})", _AGAIN) from None
-    notes: list[Note] = []
-    if code in range(2, 9):
-        values = turned(values, int(code))
+    notes = [Note(path, what, "see that this is meant") for what in said]
+    values = turned(values, code)
     occurring = np.unique(values)
     half = largest / 2
     if len(occurring) <= 2 and (occurring[0] == 0 or len(occurring) == 1):
