@@ -248,6 +248,17 @@ def test_a_mask_is_turned_as_its_picture_is(tmp_path: Path, ending: str) -> None
     assert np.array_equal(read_mask(file)[0], seen)
 
 
+def test_a_mask_file_of_a_picture_that_is_turned_upright_is_a_note(tmp_path: Path) -> None:
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    corner = np.zeros((8, 8), bool)
+    corner[:2, :2] = True
+    picture(tmp_path / "masks" / "heart" / "a.png", corner)
+    for towards, said in ((["R", "F"], True), (["L", "F"], False)):
+        write_dicom(tmp_path / "images" / "a.dcm", grey, PatientOrientation=towards)
+        told = "turns upright (R\\F); the mask is taken as upright already"
+        assert (told in notes(index_of(tmp_path))) is said
+
+
 def test_masks_that_cannot_be_meant(tmp_path: Path) -> None:
     for values, text in (
         ([[0, 1, 2]], "the values 0, 1, 2, none above half of 255: it looks like a label map"),

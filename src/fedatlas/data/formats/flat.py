@@ -179,7 +179,8 @@ def read_masks(
 ) -> tuple[dict[str, np.ndarray], list[Note]]:
     """Own name -> mask, bool [H, W], upright; masks of one name are united. shape: of the picture, None where it could
     not be read: the masks are then only looked at, and keep their own sizes. towards: how run lengths have to be
-    turned, which were drawn on the file's own pixels.
+    turned, which were drawn on the file's own pixels; mask files are taken as upright, with a note where the picture is
+    turned.
 
     Raises FileError for a mask that cannot be read, or is of another aspect than the picture.
     """
@@ -197,6 +198,12 @@ def read_masks(
             source = mask.path if isinstance(mask, Side) else mask
             plane, more = read_mask(source)
             notes += more
+            if towards is not None and _is_turned(towards):
+                what = (
+                    "a mask file of a DICOM picture that its patient orientation turns upright "
+                    f"({towards[0]}\\{towards[1]}); the mask is taken as upright already"
+                )
+                notes.append(Note(source, what, "if it was drawn on the pixels as stored, turn it likewise"))
             if isinstance(mask, Side):
                 plane = one_side(plane, mask.side, source)
         if shape is not None:
@@ -206,6 +213,12 @@ def read_masks(
             plane = fitted(plane, shape, source)
             found[name] = found[name] | plane if name in found else plane
     return found, [*notes, *_mirrored(found, dict(masks))]
+
+
+def _is_turned(towards: tuple[str, str]) -> bool:
+    """Does `upright` turn a picture of this orientation."""
+    corners = np.arange(4).reshape(2, 2)
+    return not np.array_equal(upright(corners, towards), corners)
 
 
 def read_mask(path: Path) -> tuple[np.ndarray, list[Note]]:
