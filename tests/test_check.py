@@ -223,6 +223,24 @@ def test_test_cases_that_are_not_scored_are_named(small, tmp_path) -> None:
     assert said.startswith(f"site {name}: nope: no such folder; ") and "`reference.labels`" in said
 
 
+@pytest.mark.parametrize("kind", ["small", "small_images"])
+def test_annotated_of_a_tested_site_is_told_to_count_for_nothing(kind, tmp_path, request) -> None:
+    federation = request.getfixturevalue(kind)
+    site = federation["sites"][1]
+    for key in ("reference", "score_all"):
+        site.pop(key, None)
+    kept, left = ("spleen", "kidney") if kind == "small" else ("blob", "bar, ring")
+    site |= {"role": "test", "annotated": [kept]}
+
+    def told() -> list[str]:
+        return [text for text in texts(checked(federation, tmp_path), fatal=False) if "leaves out" in text]
+
+    (text,) = told()
+    assert f"site s1: `annotated` leaves out {left}, and with `role: test` all of a site's labels are" in text
+    site["aliases"] = dict.fromkeys(left.split(", "), "background")
+    assert told() == []
+
+
 def test_a_site_without_validation_cases_is_named(small, tmp_path) -> None:
     (note,) = texts(checked(small, tmp_path, "evaluation.validation=0"), fatal=False)
     assert "no site has a validation case" in note and "last model" in note

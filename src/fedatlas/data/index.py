@@ -147,7 +147,9 @@ class SiteConfig:
         "the first class of the group, and only organs are scored (role test).",
     )
     annotated: tuple[str, ...] | None = option(
-        None, "Which labels of its table count as annotated; null: all. Its own names, or ours."
+        None,
+        "Which labels of its table count as annotated; null: all. Its own names, or ours. It says what training may see: "
+        "with `role: test` all are scored.",
     )
     aliases: dict[str, str] = option(
         {},
