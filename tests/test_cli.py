@@ -344,6 +344,36 @@ def test_a_site_of_the_run_is_read_as_its_federation_file_says(trained, phantom,
     assert scored(run, apart, "--table", "tables.json", "--labels", "again")["ignored"] == ["Milz"]
 
 
+def test_what_counts_at_a_site_of_the_run_counts_when_its_folder_is_evaluated(renamed, capsys) -> None:
+    run, folder = renamed
+    values = yaml.safe_load((run / "federation.yaml").read_text())
+    record = json.loads((run / "run.json").read_text())
+    first = values["sites"][0]
+
+    def scored(*more: str) -> tuple[set[str], str]:
+        (run / "federation.yaml").write_text(yaml.safe_dump(values))
+        (run / "run.json").write_text(json.dumps(record))
+        found = json.loads(output(capsys, "evaluate", run, "--data", folder, "--json", *more))
+        return {row["class"] for row in found["rows"]}, "\n".join(found["notes"])
+
+    first["annotated"] = ["spleen"]
+    classes, notes = scored()
+    assert classes == {"spleen"} and "`annotated` of the run's site s0 leaves out liver; not scored" in notes
+    full = ["--table", "all_labels.json", "--labels", "labelsTr_all", "--test-labels", "labelsTs_all"]
+    assert "liver" in scored(*full)[0], "of other label files it says nothing"
+    first["score_all"] = True
+    assert scored()[0] == {"liver", "spleen"}, "as the run scores its test cases"
+    # as if spleens were lesions of livers
+    record["labels"]["groups"] = [[record["labels"]["names"].index(name) for name in ("liver", "spleen")]]
+    del first["score_all"], first["annotated"], first["reference"]
+    first |= {"role": "test", "whole": True, "aliases": {"Milz": "spleen"}}
+    assert scored()[0] == {"liver"}
+    second = {key: value for key, value in first.items() if key not in ("role", "whole")}
+    values["sites"][1] |= second | {"name": "s1", "annotated": ["liver"]}
+    classes, notes = scored()
+    assert classes == {"liver", "spleen"} and "s0, s1 differ in which of its labels count" in notes
+
+
 def test_sites_that_read_one_folder_in_two_ways_do_not_speak_for_it(renamed, capsys) -> None:
     run, folder = renamed
     values = yaml.safe_load((run / "federation.yaml").read_text())
