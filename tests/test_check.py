@@ -221,6 +221,18 @@ def test_test_cases_that_are_not_scored_are_named(small, tmp_path) -> None:
     small["sites"][0]["reference"] = {**reference, "labels": "nope"}
     (said,) = texts(checked(small, tmp_path), fatal=False)
     assert said.startswith(f"site {name}: nope: no such folder; ") and "`reference.labels`" in said
+    assert "are scored by what is annotated alone" in said
+
+
+def test_a_tested_site_is_scored_by_its_reference_alone(small, tmp_path) -> None:
+    site = small["sites"][1]
+    site["role"], site["reference"] = "test", site["reference"] | {"test_labels": "nope"}
+    (said,) = texts(checked(small, tmp_path), fatal=False)
+    assert "have no label file in the reference and are not scored: with `role: test`" in said
+    site["reference"] |= {"labels": "nope", "test_labels": "labelsTs_all"}
+    folder, cases = texts(checked(small, tmp_path), fatal=False)
+    assert "nope: no such folder; training and validation cases are not scored" in folder
+    assert "are not scored: with `role: test`" in cases
 
 
 @pytest.mark.parametrize("kind", ["small", "small_images"])

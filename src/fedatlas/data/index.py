@@ -620,7 +620,8 @@ def _with_reference(reference: Reference, index: SiteIndex) -> SiteIndex:
         )
     missing = []
     if reference.labels != Reference().labels and not (index.root / reference.labels).is_dir():  # type: ignore[call-arg]
-        what = "no such folder; training and validation cases are scored by what is annotated alone"
+        instead = "scored by what is annotated alone" if index.trains else "not scored"
+        what = f"no such folder; training and validation cases are {instead}"
         missing.append(Problem(index.name, reference.labels, what, "correct `reference.labels`", False))
     problems = (*index.problems, *missing)
     return replace(index, cases=tuple(cases), reference_table=table, problems=problems)
