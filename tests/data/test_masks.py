@@ -650,3 +650,8 @@ def test_a_picture_of_unknown_scale_is_not_predicted_on_a_grid_in_millimetres(
         with pytest.raises(DataError) as error:
             load_picture(Trained(copy), [tmp_path / name], lambda look: None)
         assert "millimetres" not in str(error.value)
+    grey = np.arange(900, dtype=np.uint8).reshape(30, 30)
+    load_picture(Trained(copy), [write_dicom(tmp_path / "said.dcm", grey)], lambda look: None)
+    silent = write_dicom(tmp_path / "silent.dcm", grey, PixelSpacing=None)
+    with pytest.raises(DataError, match=r"silent\.dcm: does not say its millimetres per pixel"):
+        load_picture(Trained(copy), [silent], lambda look: None)

@@ -52,7 +52,8 @@ class Note:
 @dataclass(frozen=True)
 class Flat:
     """A picture. image: [I, W, H, 1] float32, 0 black to 1 white; affine: [4, 4], mm; towards: where rows and columns of
-    its file lead (DICOM's Patient Orientation), None where the file does not say it; modality, colour: see `Picture`."""
+    its file lead (DICOM's Patient Orientation), None where the file does not say it; modality, colour: see `Picture`;
+    measured: does the file say its millimetres."""
 
     image: np.ndarray
     affine: np.ndarray
@@ -60,6 +61,7 @@ class Flat:
     notes: tuple[Note, ...]
     modality: str = ""
     colour: bool = False
+    measured: bool = False
 
 
 def is_picture(path: Path) -> bool:
@@ -97,18 +99,25 @@ def read_flat(
         raise FileError(paths[1], f"one of {len(paths)} pictures of one case", "a case is one picture")
     if channels not in (1, 3):
         raise FileError(path, f"a picture, where {channels} channels are asked for", "pictures have 1 or 3")
-    towards = None
+    towards = told = None
     if path.suffix.lower() == RAW:
         picture = with_channels(_read_raw(path, raw or RAW_SIDE), channels)
     else:
         picture = read_picture(path, site=site, channels=channels, formats=FORMATS)
         if path.suffix.lower() in DICOM:
             towards, told = _header(path)
-            pixel = told or pixel
-    rows, columns = pixel or (1.0, 1.0)
+    rows, columns = told or pixel or (1.0, 1.0)
     notes = tuple(Note(path, note, "see that this is meant") for note in picture.notes)
     affine = np.diag([columns, rows, 1.0, 1.0])
-    return Flat(standing(picture.pixels), affine, towards, notes, picture.modality, picture.colour)
+    return Flat(
+        standing(picture.pixels),
+        affine,
+        towards,
+        notes,
+        picture.modality,
+        picture.colour,
+        measured=told is not None,
+    )
 
 
 def _read_raw(path: Path, side: int) -> Picture:
