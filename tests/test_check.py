@@ -221,6 +221,36 @@ def test_test_cases_that_are_not_scored_are_named(small, tmp_path) -> None:
     small["sites"][0]["reference"] = {**reference, "labels": "nope"}
     (said,) = texts(checked(small, tmp_path), fatal=False)
     assert said.startswith(f"site {name}: nope: no such folder; ") and "`reference.labels`" in said
+    assert "are scored by what is annotated alone" in said
+
+
+def test_a_tested_site_is_scored_by_its_reference_alone(small, tmp_path) -> None:
+    site = small["sites"][1]
+    site["role"], site["reference"] = "test", site["reference"] | {"test_labels": "nope"}
+    (said,) = texts(checked(small, tmp_path), fatal=False)
+    assert "have no label file in the reference and are not scored: with `role: test`" in said
+    site["reference"] |= {"labels": "nope", "test_labels": "labelsTs_all"}
+    folder, cases = texts(checked(small, tmp_path), fatal=False)
+    assert "nope: no such folder; training and validation cases are not scored" in folder
+    assert "are not scored: with `role: test`" in cases
+
+
+@pytest.mark.parametrize("kind", ["small", "small_images"])
+def test_annotated_of_a_tested_site_is_told_to_count_for_nothing(kind, tmp_path, request) -> None:
+    federation = request.getfixturevalue(kind)
+    site = federation["sites"][1]
+    for key in ("reference", "score_all"):
+        site.pop(key, None)
+    kept, left = ("spleen", "kidney") if kind == "small" else ("blob", "bar, ring")
+    site |= {"role": "test", "annotated": [kept]}
+
+    def told() -> list[str]:
+        return [text for text in texts(checked(federation, tmp_path), fatal=False) if "leaves out" in text]
+
+    (text,) = told()
+    assert f"site s1: `annotated` leaves out {left}, and with `role: test` all of a site's labels are" in text
+    site["aliases"] = dict.fromkeys(left.split(", "), "background")
+    assert told() == []
 
 
 def test_a_site_without_validation_cases_is_named(small, tmp_path) -> None:

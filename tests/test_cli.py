@@ -248,6 +248,49 @@ def test_evaluate_a_folder(trained: Path, phantom: Path, tmp_path, capsys) -> No
     assert {row["class"] for row in found["rows"]} == {"kidney", "tumour"}
 
 
+def test_evaluate_scores_the_cases_that_a_folder_lists_for_validation(
+    trained: Path, phantom: Path, tmp_path, capsys
+) -> None:
+    folder = shutil.copytree(phantom / "site-2", tmp_path / "listed")
+    table = json.loads((folder / "dataset.json").read_text())
+    scans = sorted((folder / "imagesTr").iterdir())[:3]
+    cases = [
+        {"image": f"imagesTr/{scan.name}", "label": f"labelsTr/{scan.name.replace('_0000', '')}"}
+        for scan in scans
+    ]
+    lists = {"training": cases[:1], "validation": cases[1:2], "test": cases[2:]}
+    (folder / "dataset.json").write_text(json.dumps({"labels": table["labels"], **lists}))
+    found = json.loads(output(capsys, "evaluate", trained, "--data", folder, "--format", "monai", "--json"))
+    names = [scan.name.removesuffix("_0000.nii.gz") for scan in scans]
+    scored = {(row["case"], row["split"]) for row in found["rows"]}
+    assert scored == set(zip(names, ("train", "validation", "test"), strict=True))
+
+
+def test_evaluate_scores_a_folder_without_training_cases(
+    trained: Path, phantom: Path, tmp_path, capsys
+) -> None:
+    """Neither one whose training cases annotate nothing, nor one of test cases alone."""
+    folder = shutil.copytree(phantom / "site-2", tmp_path / "external")
+    shutil.rmtree(folder / "labelsTr")
+    (test,) = (folder / "labelsTs").iterdir()
+    case = test.name.removesuffix(".nii.gz")
+    table = json.loads((folder / "dataset.json").read_text())
+    silent = {scan.name.removesuffix("_0000.nii.gz"): [] for scan in (folder / "imagesTr").iterdir()}
+    listed = {"annotated": silent | {case: ["kidney"]}}
+    (folder / "dataset.json").write_text(json.dumps(table | listed))
+    for _ in range(2):
+        found = json.loads(output(capsys, "evaluate", trained, "--data", folder, "--json"))
+        assert {(row["case"], row["class"], row["split"]) for row in found["rows"]} == {
+            (case, "kidney", "test")
+        }
+        shutil.rmtree(folder / "imagesTr", ignore_errors=True)
+        (folder / "dataset.json").write_text(json.dumps(table | {"annotated": {case: ["kidney"]}}))
+    test.unlink()
+    (folder / "dataset.json").write_text(json.dumps(table))
+    assert main(["evaluate", str(trained), "--data", str(folder)]) == 1
+    assert "holds no case with a label or a finding that the model knows" in capsys.readouterr().err
+
+
 def test_scores_of_the_runs_own_data_are_called_so(trained: Path, phantom: Path, tmp_path, capsys) -> None:
     assert main(["evaluate", str(trained), "--data", str(phantom / "site-2"), "--json"]) == 0
     told = capsys.readouterr().err
@@ -299,6 +342,36 @@ def test_a_site_of_the_run_is_read_as_its_federation_file_says(trained, phantom,
     # another folder has no site that speaks for it
     apart = shutil.copytree(folder, folder.parent / "apart")
     assert scored(run, apart, "--table", "tables.json", "--labels", "again")["ignored"] == ["Milz"]
+
+
+def test_what_counts_at_a_site_of_the_run_counts_when_its_folder_is_evaluated(renamed, capsys) -> None:
+    run, folder = renamed
+    values = yaml.safe_load((run / "federation.yaml").read_text())
+    record = json.loads((run / "run.json").read_text())
+    first = values["sites"][0]
+
+    def scored(*more: str) -> tuple[set[str], str]:
+        (run / "federation.yaml").write_text(yaml.safe_dump(values))
+        (run / "run.json").write_text(json.dumps(record))
+        found = json.loads(output(capsys, "evaluate", run, "--data", folder, "--json", *more))
+        return {row["class"] for row in found["rows"]}, "\n".join(found["notes"])
+
+    first["annotated"] = ["spleen"]
+    classes, notes = scored()
+    assert classes == {"spleen"} and "`annotated` of the run's site s0 leaves out liver; not scored" in notes
+    full = ["--table", "all_labels.json", "--labels", "labelsTr_all", "--test-labels", "labelsTs_all"]
+    assert "liver" in scored(*full)[0], "of other label files it says nothing"
+    first["score_all"] = True
+    assert scored()[0] == {"liver", "spleen"}, "as the run scores its test cases"
+    # as if spleens were lesions of livers
+    record["labels"]["groups"] = [[record["labels"]["names"].index(name) for name in ("liver", "spleen")]]
+    del first["score_all"], first["annotated"], first["reference"]
+    first |= {"role": "test", "whole": True, "aliases": {"Milz": "spleen"}}
+    assert scored()[0] == {"liver"}
+    second = {key: value for key, value in first.items() if key not in ("role", "whole")}
+    values["sites"][1] |= second | {"name": "s1", "annotated": ["liver"]}
+    classes, notes = scored()
+    assert classes == {"liver", "spleen"} and "s0, s1 differ in which of its labels count" in notes
 
 
 def test_sites_that_read_one_folder_in_two_ways_do_not_speak_for_it(renamed, capsys) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from findings import CLASSES, findings_federation, write_findings
 from PIL import Image
 
@@ -114,10 +115,33 @@ def test_predict_and_evaluate(ran, tmp_path) -> None:
     counts = [row["value"] for row in rows if row["metric"] in ("n_positive", "n_negative")]
     assert sum(counts) == 3 * 16  # every image of the folder, whatever its split
     assert evaluate_folder(path, folder / "site-1") == (rows, []), "as the federation file says of the site"
+    copy = shutil.copytree(folder / "site-1", tmp_path / "tested")
+    head, *lines = (copy / "labels.csv").read_text().splitlines()
+    place = head.split(",").index("split")
+    tests = [line for line in lines if line.split(",")[place] == "test"]
+    (copy / "labels.csv").write_text("\n".join([head, *tests, ""]))
+    few, _ = evaluate_folder(path, copy, reading=reading)
+    counts = [row["value"] for row in few if row["metric"] in ("n_positive", "n_negative")]
+    assert sum(counts) == 3 * len(tests), "a folder of test images alone"
     with pytest.raises(FederationError, match="none of its classes"):
         evaluate_folder(
             path, folder / "site-1", format="csv", reading=reading | {"classes": ["split"], "split": None}
         )
+
+
+def test_a_class_that_a_site_of_the_run_leaves_out_is_not_scored_in_its_folder(ran, tmp_path) -> None:
+    run = shutil.copytree(ran[0], tmp_path / "run")
+    values = yaml.safe_load((run / "federation.yaml").read_text())
+    site = values["sites"][1]
+    site |= {"score_all": False, "annotated": ["blob"], "aliases": {"bar": "ring"}}
+    (run / "federation.yaml").write_text(yaml.safe_dump(values))
+    record = json.loads((run / "run.json").read_text())
+    del record["seal"], record["federation"]  # which would tell that the file was changed
+    (run / "run.json").write_text(json.dumps(record))
+    said: list[str] = []
+    rows, _ = evaluate_folder(run, Path(site["path"]), warn=said.append)
+    assert {row["class"] for row in rows} == {"blob"}
+    assert any("`annotated` of the run's site s1 leaves out bar, ring; not scored" in text for text in said)
 
 
 def test_a_finding_is_present_from_its_threshold_on_and_empty_where_nothing_says_so(

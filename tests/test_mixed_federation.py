@@ -322,3 +322,6 @@ def test_aliases_of_findings(folder: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(FederationError, match=re.escape(text)):
             Experiment(federation(folder, sites=sites(aliases=aliases)), tmp_path).sources  # noqa: B018
+    half = sites(aliases={"ill": "has air"}, annotated=["ill"])
+    with pytest.raises(FederationError, match="both become 'has air'; correct `aliases`"):
+        Experiment(federation(folder, sites=half), tmp_path).sources  # noqa: B018

@@ -122,6 +122,24 @@ def test_frames_of_one_object_archives_and_other_files(tmp_path) -> None:
     assert dicom.is_series(tmp_path / "a" / "multi") and dicom.is_series(tmp_path / "b.zip")
 
 
+def test_a_modality_in_small_letters_is_read_as_one_in_capitals(volume, tmp_path) -> None:
+    shutil.copytree(tmp_path / "scan", tmp_path / "small")
+    labels, (codes, _) = labels_of(volume.voxels.shape), drawings.meanings(SPACE, {})
+    drawings.write_seg(tmp_path / "small" / "seg.dcm", labels, volume, SPACE, codes, "run")
+    for file in (tmp_path / "small").iterdir():
+        content = file.read_bytes()
+        for name in (b"CS\x02\x00CT", b"CS\x04\x00SEG "):
+            content = content.replace(name, name[:4] + name[4:].lower())
+        file.write_bytes(content)
+    assert pydicom.dcmread(file).Modality in ("ct", "seg")
+    series = one(tmp_path / "small")
+    (drawing,) = series.drawings
+    assert series.modality == "CT" and drawing.kind == "SEG"
+    again = dicom.load(series)
+    masks, _ = drawings.read_masks(list(drawing.masks()), again.voxels.shape, again.affine, series.name)
+    assert sum(int(mask.sum()) for mask in masks.values()) == (labels > 0).sum()
+
+
 def test_a_patient_is_one_whether_or_not_the_issuer_of_the_number_is_named(tmp_path) -> None:
     """Otherwise one patient could be in training and in validation."""
     issuers = {"a": "Here", "b": None, "c": "There", "d": "Here", "e": "Here"}

@@ -235,6 +235,30 @@ def test_what_is_inside_a_mask(tmp_path: Path) -> None:
     assert "covers the whole" in read_mask(picture(tmp_path / "f.png", np.ones((2, 2), bool)))[1][0].what
 
 
+@pytest.mark.parametrize("ending", ["png", "jpg", "tif"])
+def test_a_mask_is_turned_as_its_picture_is(tmp_path: Path, ending: str) -> None:
+    corner = np.zeros((16, 16), np.uint8)
+    corner[:8, :8] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    file = tmp_path / f"a.{ending}"
+    Image.fromarray(corner).save(file, exif=exif)
+    seen = lying(read_flat([file]).image)[0] > 0.5
+    assert seen[8:, 8:].all() and not seen[:8].any()
+    assert np.array_equal(read_mask(file)[0], seen)
+
+
+def test_a_mask_file_of_a_picture_that_is_turned_upright_is_a_note(tmp_path: Path) -> None:
+    grey = np.arange(64, dtype=np.uint8).reshape(8, 8)
+    corner = np.zeros((8, 8), bool)
+    corner[:2, :2] = True
+    picture(tmp_path / "masks" / "heart" / "a.png", corner)
+    for towards, said in ((["R", "F"], True), (["L", "F"], False)):
+        write_dicom(tmp_path / "images" / "a.dcm", grey, PatientOrientation=towards)
+        told = "turns upright (R\\F); the mask is taken as upright already"
+        assert (told in notes(index_of(tmp_path))) is said
+
+
 def test_masks_that_cannot_be_meant(tmp_path: Path) -> None:
     for values, text in (
         ([[0, 1, 2]], "the values 0, 1, 2, none above half of 255: it looks like a label map"),
@@ -626,3 +650,8 @@ def test_a_picture_of_unknown_scale_is_not_predicted_on_a_grid_in_millimetres(
         with pytest.raises(DataError) as error:
             load_picture(Trained(copy), [tmp_path / name], lambda look: None)
         assert "millimetres" not in str(error.value)
+    grey = np.arange(900, dtype=np.uint8).reshape(30, 30)
+    load_picture(Trained(copy), [write_dicom(tmp_path / "said.dcm", grey)], lambda look: None)
+    silent = write_dicom(tmp_path / "silent.dcm", grey, PixelSpacing=None)
+    with pytest.raises(DataError, match=r"silent\.dcm: does not say its millimetres per pixel"):
+        load_picture(Trained(copy), [silent], lambda look: None)

@@ -9,7 +9,7 @@ import pytest
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
-from fedatlas.data.datasets.shared.listing import image_case, parse_table
+from fedatlas.data.datasets.shared.listing import Splitting, image_case, parse_table
 from fedatlas.data.index import (
     Naming,
     Reference,
@@ -17,6 +17,7 @@ from fedatlas.data.index import (
     SiteIndex,
     label_space_of,
     naming_of,
+    read_image_site,
     read_site,
     split_validation,
 )
@@ -245,6 +246,50 @@ def test_several_labels_that_become_one_class_must_all_be_annotated(tmp_path: Pa
     index = index_of(root, aliases={"tumour": "liver"})
     strict, _ = naming_of(index, LabelSpace(("background", "liver")))
     assert [strict.known(case.annotated) for case in index.cases] == [frozenset(), frozenset({1})]
+
+
+def test_a_class_of_which_annotated_leaves_out_a_label_is_refused(tmp_path: Path) -> None:
+    """Drawn right kidneys would be taken for verified background."""
+    root = nnunet(tmp_path / "s", ["a"], labels={"background": 0, "left kidney": 1, "right kidney": 2})
+    space = LabelSpace(("background", "kidney"))
+    aliases = {"left kidney": "kidney", "right kidney": "kidney"}
+    text = "site x: `annotated` names 'left kidney' and leaves out 'right kidney', and both are 'kidney'"
+    with pytest.raises(FederationError, match=text):
+        naming_of(index_of(root, aliases=aliases, annotated=("left kidney",)), space)
+    for annotated in (("left kidney", "right kidney"), ("kidney",), None):
+        strict, _ = naming_of(index_of(root, aliases=aliases, annotated=annotated), space)
+        assert strict.classes == {"left kidney": 1, "right kidney": 1}
+    apart = {"left kidney": "kidney", "right kidney": "background"}
+    strict, _ = naming_of(index_of(root, aliases=apart, annotated=("left kidney",)), space)
+    assert strict.classes == {"left kidney": 1}
+    naming_of(index_of(root, aliases=aliases, annotated=("left kidney",), role="test"), space)
+
+
+def test_a_listed_name_is_the_sites_own_where_names_are_exchanged(tmp_path: Path) -> None:
+    """Both sides were taken, as the other side's alias is the listed name."""
+    root = nnunet(tmp_path / "s", ["a"], labels={"background": 0, "left kidney": 1, "right kidney": 2})
+    aliases = {"left kidney": "right kidney", "right kidney": "left kidney"}
+    index = index_of(root, aliases=aliases, annotated=("left kidney",))
+    assert index.used == ("left kidney",) and index.brings == ("right kidney",)
+    index = replace(index, findings=("left kidney", "right kidney"))
+    assert index.used_findings == ("left kidney",)
+
+
+def test_a_finding_of_which_annotated_leaves_out_a_column_is_refused(tmp_path: Path) -> None:
+    """An image with the other one would be taken for verified without it."""
+    (tmp_path / "a.png").touch()
+    (tmp_path / "labels.csv").write_text("file,left,right\na.png,0,1\n")
+    aliases = {"left": "effusion", "right": "effusion"}
+    space = LabelSpace(("effusion",), (), False, "image")
+
+    def naming(*annotated: str) -> Naming:
+        config = SiteConfig(name="x", path=str(tmp_path), format="csv", aliases=aliases, annotated=annotated)
+        splitting = Splitting(test=0, validation=0)
+        return naming_of(read_image_site(config, tmp_path, channels=1, splitting=splitting), space)[0]
+
+    with pytest.raises(FederationError, match="names 'left' and leaves out 'right', and both are 'effusion'"):
+        naming("left")
+    assert naming("effusion").classes == {"left": 0, "right": 0}
 
 
 def test_the_reference_is_read_beside_the_label(tmp_path: Path) -> None:

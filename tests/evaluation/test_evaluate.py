@@ -17,7 +17,7 @@ from fedatlas.core.options import from_dict
 from fedatlas.evaluation.evaluate import Candidate, Evaluation, candidates_of, question
 from fedatlas.evaluation.pictures import planes
 from fedatlas.evaluation.statistics import COLUMNS
-from fedatlas.evaluation.voxels import VoxelEvaluator
+from fedatlas.evaluation.voxels import VoxelEvaluator, decide
 from fedatlas.federation.session import Finished, in_groups
 from fedatlas.transport import wire
 
@@ -347,6 +347,14 @@ def test_models_are_asked_in_groups_of_limited_size() -> None:
         assert all(
             model.open()("s")[0].model["sure"] == values[model.name] for group in groups for model in group
         )
+
+
+@pytest.mark.parametrize(("classes", "kind"), [(255, np.uint8), (300, np.int16)])
+def test_the_class_of_a_voxel_has_room_for_all_classes(classes: int, kind: Any) -> None:
+    probabilities = torch.zeros(classes, 2, 2)
+    probabilities[classes - 1, 0] = 1
+    found = decide(probabilities, True)
+    assert found.dtype == kind and found.tolist() == [[classes - 1] * 2, [0, 0]]
 
 
 def test_overlapping_classes(tmp_path) -> None:

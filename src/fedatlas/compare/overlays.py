@@ -17,6 +17,7 @@ from fedatlas.core.errors import DataError, FedAtlasError
 from fedatlas.data.index import SiteConfig
 from fedatlas.evaluation.metrics import whole_organs
 from fedatlas.evaluation.pictures import grey, ras_spacing, to_ras, turned
+from fedatlas.evaluation.voxels import decide
 from fedatlas.federation.design import cache_folder
 from fedatlas.federation.file import Federation
 from fedatlas.federation.tasks import task_of
@@ -280,7 +281,7 @@ def _shown(volume: Any, trained: Trained) -> Shown:
     classes of the area, each over the largest of the class."""
     space = trained.space
     truth, found = volume.truth("federation"), trained.probabilities(volume.image)
-    decided = (found.argmax(0) if space.exclusive else (found > 0.5)).numpy().astype(np.uint8)
+    decided = decide(found, space.exclusive)
     if volume.whole:
         truth, decided = whole_organs(truth, space), whole_organs(decided, space)
     letters, image = trained.preprocessing.orientation, volume.image[0].float().numpy()

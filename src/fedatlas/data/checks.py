@@ -103,7 +103,12 @@ def unscored_cases(index: SiteIndex) -> list[Problem]:
     partly = [case for case in tests if case.labelled and not case.fuller]
     in_full = index.reference_table is index.table  # their own labels are the reference
     if index.reference_table is not None and partly and not in_full:
-        what = f"{_some(partly, tests)} have no label file in the reference and are scored by what is annotated alone"
+        what = f"{_some(partly, tests)} have no label file in the reference and are "
+        what += (
+            "scored by what is annotated alone"
+            if index.trains
+            else "not scored: with `role: test` a site is scored by its reference alone"
+        )
         remedy = "see that `reference.test_labels` is the folder of these files"
         found.append(Problem(index.name, "", what, remedy, False))
     return found

@@ -147,7 +147,9 @@ class SiteConfig:
         "the first class of the group, and only organs are scored (role test).",
     )
     annotated: tuple[str, ...] | None = option(
-        None, "Which labels of its table count as annotated; null: all. Its own names, or ours."
+        None,
+        "Which labels of its table count as annotated; null: all. Its own names, or ours. It says what training may see: "
+        "with `role: test` all are scored.",
     )
     aliases: dict[str, str] = option(
         {},
@@ -178,6 +180,17 @@ class SiteConfig:
                 f"site {self.name}: whole: its labels hold organs with their lesions, which training would take for "
                 "organs alone; it goes with `role: test`"
             )
+
+
+def chosen_names(own: Iterable[str], annotated: Iterable[str], aliases: Mapping[str, str]) -> tuple[str, ...]:
+    """Those of a site's own names that `annotated` lists, by themselves or by ours. A name of ours that is the site's own
+    name of another class, as where left and right are exchanged, is taken for its own."""
+    chosen, found = set(annotated), []
+    for name in own:
+        ours = aliases.get(name, name)
+        if name in chosen or (ours in chosen and aliases.get(ours, ours) == ours):
+            found.append(name)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -222,14 +235,12 @@ class SiteIndex:
         own = [name for name in self.names if name != BACKGROUND]
         if self.annotated is None:
             return tuple(own)
-        return tuple(n for n in own if n in self.annotated or self.aliases.get(n, n) in self.annotated)
+        return chosen_names(own, self.annotated, self.aliases)
 
     @property
     def used_findings(self) -> tuple[str, ...]:
         """Findings listed in `annotated`; all findings of the site if none is listed."""
-        chosen = self.annotated or ()
-        named = [n for n in self.findings if n in chosen or self.aliases.get(n, n) in chosen]
-        return tuple(named) or self.findings
+        return chosen_names(self.findings, self.annotated or (), self.aliases) or self.findings
 
     @property
     def brings(self) -> tuple[str, ...]:
@@ -609,7 +620,8 @@ def _with_reference(reference: Reference, index: SiteIndex) -> SiteIndex:
         )
     missing = []
     if reference.labels != Reference().labels and not (index.root / reference.labels).is_dir():  # type: ignore[call-arg]
-        what = "no such folder; training and validation cases are scored by what is annotated alone"
+        instead = "scored by what is annotated alone" if index.trains else "not scored"
+        what = f"no such folder; training and validation cases are {instead}"
         missing.append(Problem(index.name, reference.labels, what, "correct `reference.labels`", False))
     problems = (*index.problems, *missing)
     return replace(index, cases=tuple(cases), reference_table=table, problems=problems)
@@ -621,7 +633,8 @@ def naming_of(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
 
     A name of the reference that the space does not hold is not scored, nor one of a site that trains nothing; such a
     site annotates nothing. Raises FederationError for a name of a site that trains that is neither in the space nor an
-    alias of one, for an alias that matches nothing, and for a site that is tested on with no class of the space.
+    alias of one, for an alias that matches nothing, for a class of which `annotated` leaves out a label, and for a site
+    that is tested on with no class of the space.
     """
     if index.level == "image":
         return _naming_of_findings(index, space)
@@ -641,6 +654,7 @@ def naming_of(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Naming]:
     used = index.used if index.trains else ()
     own = {alias: name for alias, name in index.aliases.items() if alias in used}
     resolved = resolve_names(used, own, space, site=index.name)
+    _refuse_parts(index, used)
     strict = Naming(
         {number: resolved.get(name, BACKGROUND) for name, number in index.table.items()},
         {name: space.index(target) for name, target in resolved.items() if target != BACKGROUND},
@@ -673,12 +687,26 @@ def _naming_of_findings(index: SiteIndex, space: LabelSpace) -> tuple[Naming, Na
             f"{error}. A column of a csv that is no class goes into `reading`: the patient as `patient`, "
             "the split as `split`, others into `ignored`"
         ) from None
+    _refuse_parts(index, used)
     fuller = index.findings if index.scores_all or not index.trains else index.used
     names = {name: index.aliases.get(name, name) for name in fuller}
     return (
         Naming({}, {name: space.index(target) for name, target in resolved.items()}),
         Naming({}, {name: space.index(target) for name, target in names.items() if target in space.names}),
     )
+
+
+def _refuse_parts(index: SiteIndex, used: Sequence[str]) -> None:
+    """Raises FederationError for a class of several labels, some of which `annotated` leaves out: what these hold would be
+    taken for verified absent."""
+    ours = {name: index.aliases.get(name, name) for name in index.names}
+    for name, target in ours.items():
+        parts = [part for part in used if ours[part] == target != BACKGROUND]
+        if parts and name not in used:
+            raise FederationError(
+                f"site {index.name}: `annotated` names {parts[0]!r} and leaves out {name!r}, and both are {target!r}, which is "
+                "known only where all of its labels are; name both in `annotated`, or give one of them another alias"
+            )
 
 
 def _refuse_findings(index: SiteIndex, space: LabelSpace) -> None:
@@ -691,12 +719,11 @@ def _refuse_findings(index: SiteIndex, space: LabelSpace) -> None:
                 f"does not name; it names: {known}"
             )
     meaning: dict[str, str] = {}
-    for name in index.used_findings:
+    for name in index.findings:
         target = index.aliases.get(name, name)
         if target in space.findings and target in meaning:
             raise FederationError(
-                f"site {index.name}: its findings {meaning[target]!r} and {name!r} both become {target!r}; correct "
-                "`aliases`, or name one of the two in `annotated`"
+                f"site {index.name}: its findings {meaning[target]!r} and {name!r} both become {target!r}; correct `aliases`"
             )
         meaning[target] = name
 

@@ -160,7 +160,7 @@ class VoxelEvaluator(Evaluator):
         if grid == "original":
             prediction, spacing = volume.restore(found), volume.raw_spacing
         else:
-            prediction, spacing = _decide(found, self.space.exclusive), volume.spacing
+            prediction, spacing = decide(found, self.space.exclusive), volume.spacing
         if volume.whole:
             prediction = whole_organs(prediction, self.space)
         scored = {model: self._score(volume, prediction, truth, spacing, metrics)}
@@ -176,7 +176,7 @@ class VoxelEvaluator(Evaluator):
             plain = (s for s in scored[model] if s.metric == "dice")
             dice = {s.class_index: s.value for s in plain if s.value is not None}
             if dice:
-                truth, labels = volume.truth("federation"), _decide(found, self.space.exclusive)
+                truth, labels = volume.truth("federation"), decide(found, self.space.exclusive)
                 if volume.whole:
                     truth, labels = whole_organs(truth, self.space), whole_organs(labels, self.space)
                 seen.pictures.see(volume, truth, labels, dice)
@@ -196,8 +196,12 @@ class VoxelEvaluator(Evaluator):
         )
 
 
-def _decide(probabilities: Tensor, exclusive: bool) -> np.ndarray:
-    return (probabilities.argmax(0) if exclusive else (probabilities > 0.5)).to(torch.uint8).numpy()
+def decide(probabilities: Tensor, exclusive: bool) -> np.ndarray:
+    """Probabilities [C, *S] -> class index [*S] (uint8, int16 from 256 classes on), or masks [C, *S] uint8 of classes above
+    one half."""
+    if not exclusive:
+        return (probabilities > 0.5).to(torch.uint8).numpy()
+    return probabilities.argmax(0).to(torch.uint8 if len(probabilities) < 256 else torch.int16).numpy()
 
 
 class _Seen:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.memory import device_memory, gibibytes
 from fedatlas.core.pictures import in_pixels, of_pictures
 from fedatlas.federation.design import Experiment, cache_folder, slow_precision
@@ -72,6 +73,7 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             f"method {federation.method['name']} trains on the union of all sites' data; it runs where all data lie "
             "on one machine, and not across sites"
         )
+    sentences += _scored_all_the_same(experiment) if sites else []
     training = {name: summary for name, summary in sites.items() if summary.get("role") != "test"}
     without = [name for name, summary in training.items() if not summary["cases"]["validation"]]
     if without and len(without) == len(training):
@@ -86,6 +88,20 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             for name in without
         ]
     return sentences
+
+
+def _scored_all_the_same(experiment: Experiment) -> list[str]:
+    """A note on every tested site whose `annotated` leaves out labels that are scored."""
+    known, found = [experiment.space.names[c] for c in experiment.space.foreground], []
+    for name, source in experiment.sources.items():
+        (index,) = source.indexes
+        left = [n for n in index.names if n not in index.used and index.aliases.get(n, n) in known]
+        if not index.trains and left:
+            found.append(
+                f"site {name}: `annotated` leaves out {', '.join(left)}, and with `role: test` all of a site's labels are "
+                f"scored; give a label that is not to be scored the alias {BACKGROUND}, and leave `annotated` out"
+            )
+    return found
 
 
 def tight(experiment: Experiment) -> list[str]:

@@ -355,11 +355,12 @@ def _predict_picture(
 def load_picture(trained: Trained, files: Sequence[Path], require: Callable[[Look], None]) -> Scan:
     """A picture for a model of pixels, as `data.transforms.load_scan` reads a scan. require: is shown its look, and may raise.
     Raises DataError."""
-    _refuse_scale(trained, files[0])
     about: dict[str, Any] = {"kind": "picture", "spacing": None}
 
     def read(paths: Sequence[Path]) -> tuple[np.ndarray, np.ndarray]:
         picture = flat.read_flat(paths, channels=trained.channels)
+        if not picture.measured:
+            _refuse_scale(trained, files[0])
         about.update(modality=picture.modality, colour=picture.colour)
         return picture.image, picture.affine
 
@@ -373,8 +374,8 @@ def load_picture(trained: Trained, files: Sequence[Path], require: Callable[[Loo
 
 
 def _refuse_scale(trained: Trained, file: Path) -> None:
-    """Raises DataError for a picture that does not say its millimetres, where the model was trained on pictures whose
-    data set says them and the grid is in millimetres: it would be predicted at another scale."""
+    """Raises DataError for a picture that does not say its millimetres, as most that are not DICOM, where the model was
+    trained on pictures whose data set says them and the grid is in millimetres: it would be predicted at another scale."""
     preprocessing = trained.preprocessing
     if preprocessing.size is not None or not any(preprocessing.spacing):
         return
@@ -383,10 +384,10 @@ def _refuse_scale(trained: Trained, file: Path) -> None:
         for site in trained.federation.sites
         if site.reading.get("pixel") or site.format in ("montgomery", "jsrt")
     ]
-    if stated and file.suffix.lower() not in (".dcm", ".dicom"):
+    if stated:
         raise DataError(
             f"{file}: does not say its millimetres per pixel, and the model's grid is in millimetres, which site "
-            f"{stated[0]} gave for its pictures; give DICOM, or `fedatlas evaluate` a folder with `--reading pixel=[…]`"
+            f"{stated[0]} gave for its pictures; give DICOM with a pixel spacing, or `fedatlas evaluate` a folder with `--reading pixel=[…]`"
         )
 
 

@@ -22,8 +22,8 @@ from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.tensors import Tensors, load
 from fedatlas.data import datasets
-from fedatlas.data.checks import unscored_cases
-from fedatlas.data.datasets.shared.listing import Split, Splitting
+from fedatlas.data.checks import layout_problems, unscored_cases
+from fedatlas.data.datasets.shared.listing import Problem, Split, Splitting
 from fedatlas.data.formats.flat import Note
 from fedatlas.data.images import ImageData
 from fedatlas.data.index import AUTO, SiteConfig, SiteIndex, read_image_site, read_site
@@ -225,7 +225,8 @@ def evaluate_folder(
 
     format, reading, tables: the layout of the folder, its options, and `table`, `labels`, `test_labels`, as a site of a
     federation has them; None: auto, or csv of whole images. aliases: its label names -> ours. Where these are not
-    given, key by key, the folder of one of the run's sites is read as the federation file says of that site. post: score
+    given, key by key, the folder of one of the run's sites is read as the federation file says of that site; where its own
+    label files are read, its `annotated` and `whole` count, too, as in the run. post: score
     once more after post-processing also where the run's `evaluation` names none, see `Trained.postprocess`. anyway: as of
     `predict.predict_scans`. warn: is told what is odd about the folder and its images, and in the end what was assumed or
     changed when the scored cases were read, as `check` says it. seen: is told of every case before it is predicted. Returns
@@ -240,18 +241,18 @@ def evaluate_folder(
                 "cases of its training are among them"
             )
     own = _own_site(federation.sites, data, warn)
-    index, unknown = _read_folder(trained, data, format, reading or {}, aliases or {}, tables, own)
+    index, unknown = _read_folder(trained, data, format, reading or {}, aliases or {}, tables, own, warn)
     for problem in (*index.problems, *unscored_cases(index)):
         if not problem.fatal:
             warn(str(replace(problem, offer="")))
     cache = cache_folder(federation, path.parent)
     evaluation, extra = federation.evaluation, dict[str, Any]()
-    splits: tuple[Split, ...] = ("test",) if whole else ("train", "test")
+    splits: tuple[Split, ...] = ("test",) if whole else ("train", "validation", "test")
     if whole:
         source: SiteData = ImageData(index, space, federation.images, cache=cache)
         extra["thresholds"] = [limit.value for limit in trained.thresholds().values()]
     else:
-        source = VoxelData(index, space, trained.preprocessing, validation=0.0, cache=cache)
+        source = Scored(index, space, trained.preprocessing, validation=0.0, cache=cache)
         if post:
             evaluation = replace(evaluation, postprocess=trained.postprocess)
     if source.channels != trained.channels:
@@ -291,7 +292,19 @@ def _own_site(sites: Sequence[SiteConfig], data: Path, warn: Warn) -> SiteConfig
             "federation file says of them is not used, give options"
         )
         return None
+    if any(_counted(site) != _counted(own[0]) for site in own):
+        warn(
+            f"{data}: the run's sites {', '.join(site.name for site in own)} differ in which of its labels count; all that the "
+            "model knows are scored, as they are"
+        )
+        return replace(own[0], role="test", whole=False)  # of which all is scored
     return own[0]
+
+
+def _counted(site: SiteConfig) -> tuple[tuple[str, ...] | None, bool]:
+    """Which labels of a site's test cases a run scores, None: all; and `SiteConfig.whole`."""
+    all_of_them = site.role == "test" or site.score_all
+    return None if all_of_them else site.annotated, site.whole
 
 
 def _read_folder(
@@ -302,16 +315,20 @@ def _read_folder(
     aliases: Mapping[str, str],
     tables: Mapping[str, str],
     own: SiteConfig | None,
+    warn: Warn,
 ) -> tuple[SiteIndex, list[str]]:
-    """The index of a folder, and its labels that the model does not know. format, reading, aliases, tables: as of
+    """The index of a folder, and its labels that the model does not know. format, reading, aliases, tables, warn: as of
     `evaluate_folder`; own: the run's site that it is of. Raises FederationError for a layout that is none, an alias of no
     class, and labels none of which is known."""
     space, whole = trained.space, trained.space.level == "image"
     ours = [*space.names, *space.findings]
+    annotated, of_organs = None, False
     if own is not None:
         if format in (None, own.format):  # another layout has other options
             format, reading = own.format, {**own.reading, **reading}
         tables = {key: getattr(own, key) for key in TABLES} | dict(tables)
+        if format == own.format and all(getattr(own, key) == file for key, file in tables.items()):
+            annotated, of_organs = _counted(own)
     format = format or ("csv" if whole else AUTO)
     kinds: tuple[datasets.Kind, ...] = ("findings",) if whole else datasets.VOXELS
     datasets.require(format, "--format: the layout", *kinds, also=() if whole else (AUTO,))
@@ -342,10 +359,17 @@ def _read_folder(
             f"{data}: none of its {'classes' if whole else 'labels'} ({', '.join(labels)}) is known to the model "
             f"({', '.join(ours)}); give aliases, as --alias theirs=ours"
         )
+    counted = replace(index, annotated=annotated, aliases=dict(aliases))
+    scored = [name for name in known if name in (*counted.used, *counted.used_findings)]
+    left = [name for name in known if name not in scored]
+    if own is not None and left:
+        warn(f"{data}: `annotated` of the run's site {own.name} leaves out {', '.join(left)}; not scored")
+    aliases = {name: aliases[name] for name in aliases if name not in left}
     if whole:
-        index = replace(index, aliases=dict(aliases))
-    else:  # again, without what the model does not know
-        index = index_of(annotated=tuple(known), aliases=dict(aliases))
+        index = replace(index, aliases=dict(aliases), findings=tuple(scored))
+    else:  # again, without what is not scored
+        index = index_of(annotated=tuple(scored), aliases=dict(aliases))
+        index = replace(index, whole=of_organs)
     return index, [name for name in labels if name not in known and aliases.get(name) != BACKGROUND]
 
 
@@ -376,6 +400,18 @@ def require_kind(trained: Trained, source: SiteData, anyway: bool, warn: Warn) -
             )
     for texts in found.values():
         warn(texts[0] + (f" (and {len(texts) - 1} more such images)" if len(texts) > 1 else ""))
+
+
+class Scored(VoxelData):
+    """The data of a folder that is scored and trains nothing, whatever its layout lists its cases for."""
+
+    def _layout_problems(self, index: SiteIndex) -> list[Problem]:
+        found = layout_problems(index)
+        if not any(item.scored or any(self._scored_findings(item)) for item in self.everything):
+            what = f"empty: {index.root} holds no case with a label or a finding that the model knows"
+            remedy = "see that labels are where the layout has them, and what its table lists per case"
+            found.append(Problem(index.name, "", what, remedy))
+        return found
 
 
 class Visitor:
@@ -447,11 +483,12 @@ def _findings_table(rows: Sequence[Mapping[str, Any]]) -> str:
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     places = list(dict.fromkeys((row["class"], row["split"]) for row in rows))
     width = max(len("finding"), *(len(name) for name, _ in places))
-    lines = [f"{'finding':{width}}  {'cases':5}  " + "  ".join(f"{m:>11}" for m in metrics)]
+    wide = max(len("cases"), *(len(split) for _, split in places))
+    lines = [f"{'finding':{width}}  {'cases':{wide}}  " + "  ".join(f"{m:>11}" for m in metrics)]
     for name, split in places:
         of = {row["metric"]: row["value"] for row in rows if (row["class"], row["split"]) == (name, split)}
         cells = [f"{of[m]:11.3f}" if of.get(m) is not None else f"{'not defined':>11}" for m in metrics]
-        lines.append(f"{name:{width}}  {split:5}  " + "  ".join(cells))
+        lines.append(f"{name:{width}}  {split:{wide}}  " + "  ".join(cells))
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.memory import gibibytes
-from fedatlas.data.index import Portions, SiteConfig
+from fedatlas.data.index import Portions, SiteConfig, chosen_names
 from fedatlas.federation.check import megabytes
 from fedatlas.federation.design import space_of
 from fedatlas.federation.file import Federation, load_federation, resolved
@@ -125,11 +125,12 @@ def _brought(federation: Federation, sites: Mapping[str, Description]) -> dict[s
 def brought(federation: Federation, site: Description) -> list[str]:
     """The classes that a site annotates, by the federation's names."""
     config = next(one for one in federation.sites if one.name == site.site)
-    counted = [
-        config.aliases.get(name, name)
-        for name in site.labels
-        if config.annotated is None or {name, config.aliases.get(name, name)} & set(config.annotated)
-    ]
+    used = (
+        site.labels
+        if config.annotated is None
+        else chosen_names(site.labels, config.annotated, config.aliases)
+    )
+    counted = [config.aliases.get(name, name) for name in used]
     return [name for name in dict.fromkeys(counted) if name != BACKGROUND]
 
 

@@ -273,7 +273,7 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
     drawings: list[Drawing] = []
     others = 0
     for number, header, part in _headers(parts, damaged, keep):
-        modality = str(header.get("Modality") or "")
+        modality = modality_of(header)
         if modality in DRAWINGS:
             try:
                 drawings.append(_drawing(header, part))
@@ -314,13 +314,18 @@ def _told_apart(parts: Iterable[Part], damaged: list[tuple[Path, str]], keep: bo
                 uid,
                 str(first.get("StudyInstanceUID") or ""),
                 str(first.get("FrameOfReferenceUID") or ""),
-                str(first.Modality),
+                modality_of(first),
                 person if first.get("PatientID") else "",
                 tuple(part for *_, part in members),
                 tuple(sorted(here, key=lambda drawing: drawing.name)),
             )
         )
     return Found(tuple(sorted(found, key=lambda of: of.name)), tuple(stray), others, tuple(damaged))
+
+
+def modality_of(header: Any) -> str:
+    """The modality of an object, in capitals, as DICOM writes it; empty where it says none."""
+    return str(header.get("Modality") or "").strip().upper()
 
 
 def _read_by_us(header: Any) -> bool:
@@ -365,7 +370,7 @@ def _headers(
             except Exception as error:  # pydicom raises whatever it meets in a damaged file
                 damaged.append((part.path, reason(error)))
                 continue
-            kept = kept and str(header.get("Modality")) in IMAGES
+            kept = kept and modality_of(header) in IMAGES
             yield number, header, replace(part, content=header) if kept else part
     for part, told in blank:
         if told == NO_MARK or _named_as_dicom(part) or _shape(part) in shapes:
@@ -465,7 +470,7 @@ def _hidden(item: zipfile.ZipInfo) -> bool:
 
 
 def _drawing(header: Any, part: Part) -> Drawing:
-    uid, kind = str(header.SOPInstanceUID), str(header.Modality)
+    uid, kind = str(header.SOPInstanceUID), modality_of(header)
     if kind == "SEG":
         # numbers of the frames' segments; a LABELMAP does not say them, and then all count as drawn
         there = {

@@ -31,6 +31,7 @@ from fedatlas.data.formats.dicom import (
     Volume,
     closed_of,
     contours_of,
+    modality_of,
     pseudonym,
     pydicom,
     quiet,
@@ -70,7 +71,7 @@ def read_masks(
         try:
             with Reader() as reader:
                 data = reader.read(Part(path, member))
-                kind = str(data.Modality).lower()
+                kind = modality_of(data).lower()
                 title = Path(case, pseudonym(str(data.SOPInstanceUID), kind))
                 draw = _segments if kind == "seg" else _rois
                 for number, plane in draw(data, names, tuple(shape), to_index, title, notes).items():

@@ -16,7 +16,15 @@ from scipy import ndimage
 from fedatlas.core.labels import LabelSpace
 from fedatlas.data.datasets.shared.listing import PictureMask, Runs, Side
 from fedatlas.data.formats import rle
-from fedatlas.data.formats.picture import PIXELS, Picture, read_picture, turned, upright, with_channels
+from fedatlas.data.formats.picture import (
+    PIXELS,
+    Picture,
+    exif_orientation,
+    read_picture,
+    turned,
+    upright,
+    with_channels,
+)
 from fedatlas.data.transforms import FileError, saved
 
 FORMATS = ("PNG", "JPEG", "TIFF", "BMP", "GIF")
@@ -44,7 +52,8 @@ class Note:
 @dataclass(frozen=True)
 class Flat:
     """A picture. image: [I, W, H, 1] float32, 0 black to 1 white; affine: [4, 4], mm; towards: where rows and columns of
-    its file lead (DICOM's Patient Orientation), None where the file does not say it; modality, colour: see `Picture`."""
+    its file lead (DICOM's Patient Orientation), None where the file does not say it; modality, colour: see `Picture`;
+    measured: does the file say its millimetres."""
 
     image: np.ndarray
     affine: np.ndarray
@@ -52,6 +61,7 @@ class Flat:
     notes: tuple[Note, ...]
     modality: str = ""
     colour: bool = False
+    measured: bool = False
 
 
 def is_picture(path: Path) -> bool:
@@ -89,18 +99,25 @@ def read_flat(
         raise FileError(paths[1], f"one of {len(paths)} pictures of one case", "a case is one picture")
     if channels not in (1, 3):
         raise FileError(path, f"a picture, where {channels} channels are asked for", "pictures have 1 or 3")
-    towards = None
+    towards = told = None
     if path.suffix.lower() == RAW:
         picture = with_channels(_read_raw(path, raw or RAW_SIDE), channels)
     else:
         picture = read_picture(path, site=site, channels=channels, formats=FORMATS)
         if path.suffix.lower() in DICOM:
             towards, told = _header(path)
-            pixel = told or pixel
-    rows, columns = pixel or (1.0, 1.0)
+    rows, columns = told or pixel or (1.0, 1.0)
     notes = tuple(Note(path, note, "see that this is meant") for note in picture.notes)
     affine = np.diag([columns, rows, 1.0, 1.0])
-    return Flat(standing(picture.pixels), affine, towards, notes, picture.modality, picture.colour)
+    return Flat(
+        standing(picture.pixels),
+        affine,
+        towards,
+        notes,
+        picture.modality,
+        picture.colour,
+        measured=told is not None,
+    )
 
 
 def _read_raw(path: Path, side: int) -> Picture:
@@ -171,7 +188,8 @@ def read_masks(
 ) -> tuple[dict[str, np.ndarray], list[Note]]:
     """Own name -> mask, bool [H, W], upright; masks of one name are united. shape: of the picture, None where it could
     not be read: the masks are then only looked at, and keep their own sizes. towards: how run lengths have to be
-    turned, which were drawn on the file's own pixels.
+    turned, which were drawn on the file's own pixels; mask files are taken as upright, with a note where the picture is
+    turned.
 
     Raises FileError for a mask that cannot be read, or is of another aspect than the picture.
     """
@@ -189,6 +207,12 @@ def read_masks(
             source = mask.path if isinstance(mask, Side) else mask
             plane, more = read_mask(source)
             notes += more
+            if towards is not None and _is_turned(towards):
+                what = (
+                    "a mask file of a DICOM picture that its patient orientation turns upright "
+                    f"({towards[0]}\\{towards[1]}); the mask is taken as upright already"
+                )
+                notes.append(Note(source, what, "if it was drawn on the pixels as stored, turn it likewise"))
             if isinstance(mask, Side):
                 plane = one_side(plane, mask.side, source)
         if shape is not None:
@@ -200,13 +224,21 @@ def read_masks(
     return found, [*notes, *_mirrored(found, dict(masks))]
 
 
+def _is_turned(towards: tuple[str, str]) -> bool:
+    """Does `upright` turn a picture of this orientation."""
+    corners = np.arange(4).reshape(2, 2)
+    return not np.array_equal(upright(corners, towards), corners)
+
+
 def read_mask(path: Path) -> tuple[np.ndarray, list[Note]]:
     """A mask file, bool [H, W], and what is worth a note.
 
     Of two values, one of them 0, the other is inside. Of more values, as smoothed edges or JPEG make them, those above
-    half of what the file's bits can hold. Colour counts by its brightest channel, transparency does not count. Raises
-    FileError for a file that is no picture, holds no 0, or holds several values and none above that half: a label map.
+    half of what the file's bits can hold. Colour counts by its brightest channel, transparency does not count. It is turned
+    as its EXIF orientation says, as pictures are. Raises FileError for a file that is no picture, holds no 0, or holds
+    several values and none above that half: a label map.
     """
+    said: list[str] = []
     try:
         with Image.open(path, formats=FORMATS) as image:
             if image.width * image.height > PIXELS:
@@ -215,7 +247,7 @@ def read_mask(path: Path) -> tuple[np.ndarray, list[Note]]:
                 frames = getattr(image, "n_frames", 0)
                 raise FileError(path, f"a mask of {frames} frames", "give one file per mask")
             image.load()
-            code = image.getexif().get(0x0112, 1) if image.format in ("JPEG", "TIFF") else 1
+            code = exif_orientation(image, said)
             values, largest = _mask_values(path, image)
     except FileError:
         raise
@@ -230,9 +262,8 @@ def read_mask(path: Path) -> tuple[np.ndarray, list[Note]]:
     except (OSError, SyntaxError, ValueError, EOFError, IndexError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise FileError(path, f"truncated or damaged ({first})", _AGAIN) from None
-    notes: list[Note] = []
-    if code in range(2, 9):
-        values = turned(values, int(code))
+    notes = [Note(path, what, "see that this is meant") for what in said]
+    values = turned(values, code)
     occurring = np.unique(values)
     half = largest / 2
     if len(occurring) <= 2 and (occurring[0] == 0 or len(occurring) == 1):

@@ -123,7 +123,7 @@ def _read_raster(path: Path, head: bytes, formats: tuple[str, ...]) -> Picture:
                 raise Image.DecompressionBombError
             image.load()
             mode, information = image.mode, dict(image.info)
-            orientation = _exif_orientation(image, notes)
+            orientation = exif_orientation(image, notes)
             values, scale = _values(path, image, notes)
     except UnidentifiedImageError:
         what = f"neither {', '.join(formats)} nor DICOM, or its beginning is damaged"
@@ -161,7 +161,7 @@ def _values(path: Path, image: Image.Image, notes: list[str]) -> tuple[np.ndarra
     raise FileError(path, f"of colour mode {image.mode}", _CONVERT)
 
 
-def _exif_orientation(image: Image.Image, notes: list[str]) -> int:
+def exif_orientation(image: Image.Image, notes: list[str]) -> int:
     """The EXIF orientation, 1 to 8; 1 where there is none that can be read."""
     try:
         code = image.getexif().get(0x0112, 1)
