@@ -614,6 +614,33 @@ def test_the_server_s_certificate_can_be_renewed(kits: Path) -> None:
     request = flower.renew(kit)
     with pytest.raises(FederationError, match="does not belong to the key"):
         flower.install(kit, answer)
+    flower.install(kit, flower.sign(request, kits / "authority", kits, 7))
+
+
+def test_nobody_but_the_server_gets_a_certificate_of_it(kits: Path) -> None:
+    """A hospital's request could be one for the server's certificate, and it would pose as the server."""
+    engine, request = kits / "server" / "engine", kits / "site-a.request"
+    pem = pki.request(pki.named("site-a"), pki.ec_key(), "SHA384")
+    request.write_bytes(pem)
+    with pytest.raises(FederationError, match="no request of `renew`"):
+        flower.sign(request, kits / "authority", kits, 7)
+    own = json.loads(flower.renew(kits / "server").read_text())
+    request.write_text(json.dumps(own | {"request": pem.decode()}))
+    with pytest.raises(FederationError, match="is not signed with the server's present key"):
+        flower.sign(request, kits / "authority", kits, 7)
+    assert not (engine / "next.crt").exists()
+
+
+def test_a_lost_key_of_the_server_is_replaced_when_the_coordinator_says_so(kits: Path) -> None:
+    kit = kits / "server"
+    pki.write(kit / "engine" / "server.key", pki.private_pem(pki.ec_key()), secret=True)
+    request = flower.renew(kit)
+    with pytest.raises(FederationError, match=r"rename .*server\.crt to server\.lost, and sign again"):
+        flower.sign(request, kits / "authority", kits, 7)
+    (kit / "engine" / "server.crt").rename(kit / "engine" / "server.lost")
+    flower.install(kit, flower.sign(request, kits / "authority", kits, 7))
+    assert not (kit / "engine" / "server.lost").exists()
+    flower.install(kit, flower.sign(flower.renew(kit), kits / "authority", kits, 7))
 
 
 # ------------------------------------------------------------------------------------------------- the desk, by itself
