@@ -1,6 +1,9 @@
 """What a hospital's own process serves, and what it refuses, whatever a server asks."""
 
+import hashlib
+import hmac
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -15,7 +18,7 @@ from fedatlas.federation.deploy import News, write_shared
 from fedatlas.federation.design import Experiment
 from fedatlas.federation.facts import problem_of_join
 from fedatlas.federation.file import Federation, hash_of, parse_federation, resolved, shareable
-from fedatlas.federation.site import Agreement, SiteDesk
+from fedatlas.federation.site import Agreement, Pseudonyms, SiteDesk
 from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import wire
 from fedatlas.transport.egress import Asked, Declaration, largest
@@ -101,6 +104,18 @@ def test_whatever_stands_in_an_agreement_has_an_answer(phantom, tmp_path) -> Non
     own = Desk(phantom, tmp_path)
     for about in (own.agreement(NAMES, float("inf")), own.agreement([["x"]]), {}):  # type: ignore[list-item]
         assert own.ask("local_update", {}, about)["error"] == {"code": "FederationMismatch"}
+
+
+def test_a_case_whose_name_is_no_text_has_a_pseudonym(tmp_path) -> None:
+    """A file's name in Latin-1 has one, and those of other names stay."""
+    (tmp_path / "case-key").write_bytes(bytes(32))
+    names = Pseudonyms(tmp_path)
+    assert (
+        names("Müller") == "case-" + hmac.new(bytes(32), "Müller".encode(), hashlib.sha256).hexdigest()[:12]
+    )
+    escaped = os.fsdecode("Müller".encode("latin-1"))
+    pseudonym = names(escaped)
+    assert Pseudonyms(tmp_path).table[pseudonym] == escaped
 
 
 def test_a_container_that_is_started_again_is_the_same_installation(phantom, tmp_path, monkeypatch) -> None:

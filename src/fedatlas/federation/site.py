@@ -39,7 +39,7 @@ from fedatlas.transport.frames import Question, shown
 from fedatlas.transport.host import Host
 from fedatlas.transport.pipeline import Policy
 from fedatlas.transport.relay import skewed
-from fedatlas.transport.store import DATA, guard_data, write_atomic
+from fedatlas.transport.store import DATA, errors_log, guard_data, write_atomic
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -214,7 +214,7 @@ class SiteDesk:
             facts["channels"] = layout[0].channels
         else:
             mine, theirs = json.loads(facts["federation"]), json.loads(federation)
-            with (self.state / "errors.log").open("a", encoding="utf-8") as log:
+            with errors_log(self.state) as log:
                 log.write(
                     "FederationMismatch: the server runs another federation file than this site agreed to\n"
                 )
@@ -251,7 +251,7 @@ class SiteDesk:
         those with which it began; the answer says whether they are, and not in what they differ. ahead: seconds by which
         the clock of this site is ahead of the server's. Raises DataChanged where the data changed and may not have."""
         if ahead:
-            with contextlib.suppress(OSError), (self.state / "errors.log").open("a", encoding="utf-8") as log:
+            with contextlib.suppress(OSError), errors_log(self.state) as log:
                 log.write(f"ClockSkew: {skewed('the clock of this site', ahead)}\n")
         agreed = agreement_of(agreement)
         host = self._joined(agreed, begins, data_changed)
@@ -317,7 +317,8 @@ class Pseudonyms:
         )
 
     def __call__(self, case: str) -> str:
-        name = "case-" + hmac.new(self.key, case.encode(), hashlib.sha256).hexdigest()[:12]
+        data = case.encode(errors="surrogatepass")  # a file may be named in another encoding
+        name = "case-" + hmac.new(self.key, data, hashlib.sha256).hexdigest()[:12]
         if name not in self.table:
             self.table[name] = case
             write_atomic(self.table_file, json.dumps(self.table, indent=1, sort_keys=True).encode())

@@ -40,7 +40,7 @@ from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.core.tensors import Tensors, Tree
 from fedatlas.transport import egress, reply, stages, wire
 from fedatlas.transport.egress import Asked, Declaration, EgressLog, Scores
-from fedatlas.transport.frames import Question
+from fedatlas.transport.frames import Question, shown
 from fedatlas.transport.protection import privacy, secure
 from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.privacy import Privacy
@@ -467,5 +467,6 @@ class SitePipeline:
     def record(self, call: CallId, contents: dict[str, str], data: Data) -> None:
         """Writes into the egress log what is about to leave. contents: see `egress.contents`."""
         if self.policy.log:
-            what = {"function": call.function, "round": call.round, "call": call.call, "contents": contents}
+            place = {"function": shown(call.function), "round": call.round, "call": call.call}
+            what = {**place, "contents": contents}
             self.policy.log.record(what, data)

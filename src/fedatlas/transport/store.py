@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from fedatlas.core.errors import DataChanged, RunFolderError, WireError, first_of
 from fedatlas.core.tensors import Tree
@@ -151,6 +151,13 @@ def _write(path: Path, data: Data, durable: bool, secret: bool) -> None:
         part.unlink(missing_ok=True)
     if durable:
         sync_folder(path.parent)
+
+
+def errors_log(folder: Path) -> TextIO:
+    """The errors.log of a site's folder, to append to. What is no text, as of a file whose name is in another encoding
+    than UTF-8, is written with escapes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return (folder / "errors.log").open("a", encoding="utf-8", errors="backslashreplace")
 
 
 def read_whole(path: Path) -> bytearray:
