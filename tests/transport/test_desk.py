@@ -5,6 +5,7 @@ import hmac
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import wire
 from fedatlas.transport.egress import Asked, Declaration, largest
 from fedatlas.transport.frames import Question, question_of
+from fedatlas.transport.store import guard_data
 
 NAMES = ["background", "liver", "spleen", "kidney", "tumour"]
 
@@ -116,6 +118,23 @@ def test_a_case_whose_name_is_no_text_has_a_pseudonym(tmp_path) -> None:
     escaped = os.fsdecode("Müller".encode("latin-1"))
     pseudonym = names(escaped)
     assert Pseudonyms(tmp_path).table[pseudonym] == escaped
+
+
+def test_what_names_cases_is_for_the_site_s_user_alone(phantom, tmp_path) -> None:
+    own = Desk(phantom, tmp_path)
+    agreed = own.agreement(NAMES)
+    assert "value" in own.ask("join", {"agreement": agreed, "begins": True, "ahead": 600.0}, agreed)
+    state = tmp_path / "state"
+    Pseudonyms(state)("case of Miller")
+    files = [
+        state / "case-key",
+        state / "cases.json",
+        state / "errors.log",
+        state / "runs" / "r1" / "data.json",
+    ]
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 4
+    accepted = guard_data(files[-1], {"other": "1"}, "s0", accept=True)
+    assert accepted and stat.S_IMODE(files[-1].stat().st_mode) == 0o600
 
 
 def test_a_container_that_is_started_again_is_the_same_installation(phantom, tmp_path, monkeypatch) -> None:

@@ -302,7 +302,7 @@ class SiteDesk:
 
 
 class Pseudonyms:
-    """Names of cases that only the site can read: a keyed digest, and the table of what each stands for.
+    """Names of cases that only the site's own user can read: a keyed digest, and the table of what each stands for.
 
     folder: holds the key and `cases.json`, the table.
     """
@@ -321,7 +321,8 @@ class Pseudonyms:
         name = "case-" + hmac.new(self.key, data, hashlib.sha256).hexdigest()[:12]
         if name not in self.table:
             self.table[name] = case
-            write_atomic(self.table_file, json.dumps(self.table, indent=1, sort_keys=True).encode())
+            table = json.dumps(self.table, indent=1, sort_keys=True).encode()
+            write_atomic(self.table_file, table, secret=True)
         return name
 
 
