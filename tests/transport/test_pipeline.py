@@ -77,7 +77,7 @@ def net() -> nn.Module:
 
 
 def federation(
-    folder: Path, *, method: Any = None, faults: Faults | None = None, **terms: Any
+    folder: Path, *, method: Any = None, faults: Faults | None = None, instance: str = "", **terms: Any
 ) -> SiteClients:
     method = method or Drift()
     agreed = Terms(sites=4, weights=method.summed, model_functions=frozenset({"step"}), **terms)
@@ -90,6 +90,7 @@ def federation(
             folder / name,
             Policy(sends_of(method), log=EgressLog(folder / name / "egress.jsonl"), terms=agreed),
             seed=5,
+            instance=instance,
         )
         for name in SITES
     }
@@ -671,6 +672,20 @@ def test_an_answer_that_leaves_again_is_logged_again(tmp_path) -> None:
     first, second = read_log(tmp_path / "a" / "egress.jsonl")
     assert first["sha256"] == second["sha256"] and first["bytes"] == second["bytes"]
     assert list(second["contents"].values()) == ["the very answer that was sent before"]
+
+
+def test_an_answer_that_leaves_again_is_of_the_installation_that_the_site_is_now(tmp_path) -> None:
+    """A kit that was moved before an interrupted round is done again has another name, and the same noise."""
+    ask = lambda c: c.call(Drift().step, model=tensors_of(net()))  # noqa: E731
+    private, answers = Privacy(clip=0.1, noise=1.0), []
+    for place in ("old", "new"):
+        clients = federation(tmp_path, instance=place, privacy=private)
+        clients.instances = dict.fromkeys(SITES, place)  # as they joined
+        clients.begin(1)
+        answers.append({site: reply["model"]["weight"] for site, reply in ask(clients)})
+        assert clients.answering == clients.instances and clients.calls[-1].logs["a"]["releases"] == 1
+    first, again = answers
+    assert all(torch.equal(first[site], again[site]) for site in SITES)
 
 
 def test_the_secret_of_a_sum_is_for_its_user_alone_and_goes_with_the_next_sum(tmp_path) -> None:

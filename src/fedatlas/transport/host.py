@@ -210,7 +210,7 @@ class Host:
         to, pipeline = CallId(self.name, function, round, call), self.pipeline
         try:
             mark = pipeline.mark(to, shared, own)
-            if (before := pipeline.sent_before(to, mark)) is not None:
+            if (before := pipeline.sent_before(to, mark, self.instance)) is not None:
                 return before
             self._require_known(function)
             torch.set_num_threads(self.threads)

@@ -365,15 +365,17 @@ class SitePipeline:
         digest.update(own or b"")
         return digest.hexdigest()
 
-    def sent_before(self, call: CallId, mark: str) -> Data | None:
+    def sent_before(self, call: CallId, mark: str, instance: str) -> Data | None:
         """The very reply that was sent to this question before, which leaves again, because a second noisy copy would tell more
-        than the first; None if a new one is to be made."""
+        than the first; None if a new one is to be made. instance: the installation that sends it now."""
         if self.releases is None or not mark:
             return None
         before = self.releases.sent_before(call.round, call.call, mark)
-        if before is not None:
-            self.record(call, {"": "the very answer that was sent before"}, before)
-        return before
+        if before is None:
+            return None
+        again = reply.sent_again(before, instance)
+        self.record(call, {"": "the very answer that was sent before"}, again)
+        return again
 
     def receive(self, call: CallId, shared: Data, own: Data | None) -> Received:
         """Decodes a question, and expands the model in it. shared, own: used by nobody else from now on.
