@@ -715,6 +715,49 @@ def test_a_change_that_is_sent_again_finds_the_model_it_is_of(tmp_path) -> None:
         here.receive(sent[1])
 
 
+def age(folder: Path, hours: float) -> None:
+    """What is there was written by a clock that was so far ahead."""
+    for path in folder.glob("*.fa"):
+        os.utime(path, ns=(path.stat().st_mtime_ns + int(hours * 3.6e12),) * 2)
+
+
+def test_a_clock_that_is_set_back_takes_no_model_from_a_site(tmp_path) -> None:
+    server, here = HeldByAll(Comm(down="int8")), HeldHere("a", tmp_path)
+    model = tensors_of(net())
+    for k in range(5):
+        moved = {n: v + 0.1 * k if v.is_floating_point() else v for n, v in model.items()}
+        sent = server.send(moved)
+        for _ in range(2):  # the second time to a round that is done again
+            held = here.receive(sent)
+            assert server.model is not None
+            assert all(torch.equal(held[name], server.model[name]) for name in model)
+        if k == 1:
+            age(tmp_path, 1.0)
+    assert len(list(tmp_path.glob("*.fa"))) == 2
+
+
+def test_a_model_that_changes_are_of_is_kept_for_the_next(tmp_path) -> None:
+    """A server that resumed goes on from the model before the last, and may ask twice."""
+    server, here = HeldByAll(Comm(down="bf16")), HeldHere("a", tmp_path)
+    moved = lambda k: {n: v + k if v.is_floating_point() else v for n, v in tensors_of(net()).items()}  # noqa: E731
+    here.receive(server.send(moved(0)))
+    kept = server.kept()
+    here.receive(server.send(moved(1)))
+    server.resume(kept)
+    sent = server.send(moved(2))
+    first, again = here.receive(sent), here.receive(sent)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_clock_that_is_set_back_takes_no_reply_from_a_site(tmp_path) -> None:
+    kept = Releases(Privacy(clip=0.1, noise=1.0), 4, tmp_path)
+    for round in range(1, 10):
+        kept.keep(round, 0, "ab" * 32, b"reply")
+        if round == 5:
+            age(tmp_path / "sent", 1.0)
+    assert [path.name[5] for path in sorted((tmp_path / "sent").iterdir())] == ["6", "7", "8", "9"]
+
+
 def test_a_lost_site_takes_its_noise_out_of_the_epsilon_of_a_sum(tmp_path) -> None:
     private = Privacy(clip=0.1, noise=5.0, mode="central")
     terms = {"method": Even(), "secure": Secure(bits=30), "privacy": private}
