@@ -30,6 +30,10 @@ Lost = str
 """Why a site did not answer, for a person: no text of the site's exception is ever in it."""
 
 
+def not_stored(error: OSError) -> Lost:
+    return f"the server could not store its answer ({error.strerror})"
+
+
 def skewed(whose: str, ahead: float) -> str:
     """A sentence for a clock that is so many seconds ahead of the server's (below 0: behind)."""
     if not ahead:
