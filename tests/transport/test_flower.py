@@ -159,6 +159,8 @@ def serve(question: Question, late: threading.Event) -> str | None:
         return "refused by the site's rules"
     if question.function == "nothing":
         return None
+    if question.function == "hang":
+        late.wait(60.0)
     if question.function == "slow":
         ASKED_AGAIN.wait(20.0)
     if question.function == "hold" and question.site == "site-a" and not HELD.is_set():
@@ -220,6 +222,13 @@ def test_a_deadline_ends_an_ask_and_the_late_answer_is_dropped(running: Deployme
     assert all("no answer within 1 s" in text for text in found.values())
     threading.Timer(0.2, ASKED_AGAIN.set).start()
     assert running.ask(b"next") == {site: f"{site}|next|".encode() for site in SITES}
+
+
+def test_a_site_that_hangs_gets_the_next_question(running: Deployment) -> None:
+    """With which its stale work is ended."""
+    found = running.ask(b"late", function="hang", deadline=1.0)
+    assert all("no answer within 1 s" in text for text in found.values())
+    assert running.ask(b"next", deadline=15.0) == {site: f"{site}|next|".encode() for site in SITES}
 
 
 def test_an_exception_at_a_site_sends_no_text(running: Deployment) -> None:

@@ -50,6 +50,9 @@ def _needs(package: str) -> None:
 
 PROXIED = True
 
+SKEW = 15.0
+"""Seconds that a message outlives its deadline, because clocks differ."""
+
 KIT = "FEDATLAS_KIT"
 """The environment variable in which the server's job finds its kit."""
 
