@@ -16,7 +16,7 @@ from runs import phantom_federation
 
 from fedatlas.core.tensors import tensors_of
 from fedatlas.federation.deploy import News, write_shared
-from fedatlas.federation.design import Experiment
+from fedatlas.federation.design import Experiment, versions
 from fedatlas.federation.facts import problem_of_join
 from fedatlas.federation.file import Federation, hash_of, parse_federation, resolved, shareable
 from fedatlas.federation.site import Agreement, Pseudonyms, SiteDesk
@@ -102,9 +102,26 @@ def test_classes_that_the_file_does_not_have_are_refused(phantom, tmp_path) -> N
     assert "value" in own.ask("join", {"agreement": mine, "begins": True}, mine)
 
 
+def test_a_site_that_was_away_at_the_hello_compares_versions_itself(phantom, tmp_path) -> None:
+    own = Desk(phantom, tmp_path, labels={"names": NAMES})
+    agreed = own.agreement(NAMES) | {"versions": versions() | {"fedatlas": "0.0.1"}}
+    assert own.ask("local_update", {}, agreed, round=3)["error"] == {"code": "FederationMismatch"}
+    told = (tmp_path / "state" / "errors.log").read_text()
+    assert f"site s0: fedatlas {versions()['fedatlas']} is installed, 0.0.1 at the server" in told
+    agreed = own.agreement(NAMES) | {"versions": versions()}
+    assert own.ask("other", {}, agreed, round=3)["error"] == {"code": "FedAtlasError"}, (
+        "joined, and no function"
+    )
+
+
 def test_whatever_stands_in_an_agreement_has_an_answer(phantom, tmp_path) -> None:
     own = Desk(phantom, tmp_path)
-    for about in (own.agreement(NAMES, float("inf")), own.agreement([["x"]]), {}):  # type: ignore[list-item]
+    for about in (
+        own.agreement(NAMES, float("inf")),
+        own.agreement([["x"]]),
+        {},
+        own.agreement(NAMES) | {"versions": 1},
+    ):  # type: ignore[list-item]
         assert own.ask("local_update", {}, about)["error"] == {"code": "FederationMismatch"}
 
 

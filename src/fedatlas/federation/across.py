@@ -336,7 +336,8 @@ def _agreed(
             federation, {name: names for facts in hellos.values() for name, names in facts["brings"].items()}
         )
     agreed = next(iter(channels.values()))
-    return space, Agreement(folder.path.name, hash_of(federation), space.to_plain(), agreed).to_plain()
+    made = Agreement(folder.path.name, hash_of(federation), space.to_plain(), agreed, versions())
+    return space, made.to_plain()
 
 
 APART = 60.0

@@ -26,6 +26,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.data.index import naming_of
 from fedatlas.federation import design as build
 from fedatlas.federation.design import POOLED, Experiment, egress_log
+from fedatlas.federation.facts import other_versions
 from fedatlas.federation.file import (
     Federation,
     flat_difference,
@@ -50,25 +51,29 @@ class FederationMismatch(FederationError):
 
 @dataclass(frozen=True)
 class Agreement:
-    """What server and site agreed on, as it goes with every question. labels: names, groups, exclusive."""
+    """What server and site agreed on, as it goes with every question. labels: names, groups, exclusive. versions: the
+    server's, for a site that was away when the others said hello; empty from a server of before."""
 
     run: str
     hash: str
     labels: Mapping[str, Any]
     channels: int
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def space(self) -> LabelSpace:
         return LabelSpace.from_plain(self.labels)
 
     def to_plain(self) -> dict[str, Any]:
-        return {**vars(self), "labels": dict(self.labels)}
+        return {**vars(self), "labels": dict(self.labels), "versions": dict(self.versions)}
 
 
 def agreement_of(about: Mapping[str, Any]) -> Agreement:
     """Raises FederationMismatch for a question that comes without one."""
     try:
-        made = Agreement(str(about["run"]), str(about["hash"]), dict(about["labels"]), int(about["channels"]))
+        versions = {str(name): str(version) for name, version in dict(about.get("versions", {})).items()}
+        labels, channels = dict(about["labels"]), int(about["channels"])
+        made = Agreement(str(about["run"]), str(about["hash"]), labels, channels, versions)
         if not _RUN.fullmatch(made.run):
             raise ValueError(made.run)
         _ = made.space
@@ -276,6 +281,8 @@ class SiteDesk:
         return self.hosts[key]
 
     def _open(self, agreed: Agreement, begins: bool, data_changed: bool) -> Host:
+        if agreed.versions and (others := other_versions(agreed.versions, build.versions())):
+            raise FederationMismatch(f"site {self.name}: {shown('; '.join(others), 1000)}")
         if self.federation.labels.names and agreed.space != build.space_of(self.federation, {}):
             raise FederationMismatch(
                 f"site {self.name}: the server's classes are not those of the federation file that this site agreed to"

@@ -132,7 +132,7 @@ _CODES = {
     "DataError": "a case or label of its data is not usable",
     "RunFolderError": "its kept memory is not usable",
     "WireError": "what it received was damaged",
-    "FederationMismatch": "it agreed to another federation file, or was not joined to this run",
+    "FederationMismatch": "it agreed to another federation file, has other versions, or was not joined to this run",
 }
 
 
