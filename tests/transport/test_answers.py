@@ -747,6 +747,19 @@ def test_a_question_that_comes_while_another_is_at_work_ends_that_one_and_waits_
         relay.close()
 
 
+def test_a_question_is_given_up_when_nobody_waits_for_its_answer(tmp_path) -> None:
+    relay = SiteRelay(tmp_path / "relay", lambda question, late: "late" if late.wait(30) else None)
+    try:
+        began = time.monotonic()
+        assert forward(tmp_path / "relay", put(tmp_path), seconds=0.2) == "no answer before the deadline"
+        assert (
+            forward(tmp_path / "none", put(tmp_path), seconds=0.2) == "the site's own process is not running"
+        )
+        assert time.monotonic() - began < 5
+    finally:
+        relay.close()
+
+
 def test_a_site_whose_process_goes_while_it_is_asked_is_lost(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
 

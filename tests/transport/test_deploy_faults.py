@@ -96,7 +96,7 @@ def way(tmp_path, monkeypatch) -> Iterator[Callable[[Engine], Deployed]]:
 
     def open_(engine: Engine) -> Deployed:
         monkeypatch.setattr(across, "adapter", lambda name: engine)
-        opened.append(Deployed("stub", tmp_path, ["a"], told.append))
+        opened.append(Deployed("stub", tmp_path, ["a"], told.append, "first"))
         return opened[-1]
 
     told: list[str] = []
@@ -122,6 +122,18 @@ def test_a_server_that_comes_late_is_found(way, tmp_path) -> None:
     engine.up.set()
     until(lambda: opened.relay.failed is None and opened.relay.connected, 10, "the job is there")
     assert dict(opened.ask(questions(tmp_path), 30)) == {"a": None}
+
+
+def test_a_deployment_serves_one_run_at_a_time(way, tmp_path) -> None:
+    """A second run would take its socket and its sites; it is told who has them."""
+    engine = Engine()
+    engine.up.set()
+    first = way(engine)
+    with pytest.raises(FederationError, match=rf"run first \(process {os.getpid()} on .*one run at a time"):
+        Deployed("stub", tmp_path, ["a"], print, "second")
+    assert dict(first.ask(questions(tmp_path), 30)) == {"a": None}
+    first.close()
+    assert dict(way(engine).ask(questions(tmp_path), 30)) == {"a": None}
 
 
 def test_a_server_that_was_away_loses_no_later_question(tmp_path) -> None:

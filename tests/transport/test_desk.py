@@ -1,7 +1,11 @@
 """What a hospital's own process serves, and what it refuses, whatever a server asks."""
 
+import hashlib
+import hmac
 import json
+import os
 import shutil
+import stat
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +16,15 @@ from runs import phantom_federation
 
 from fedatlas.core.tensors import tensors_of
 from fedatlas.federation.deploy import News, write_shared
-from fedatlas.federation.design import Experiment
+from fedatlas.federation.design import Experiment, versions
 from fedatlas.federation.facts import problem_of_join
 from fedatlas.federation.file import Federation, hash_of, parse_federation, resolved, shareable
-from fedatlas.federation.site import Agreement, SiteDesk
+from fedatlas.federation.site import Agreement, Pseudonyms, SiteDesk
 from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import wire
 from fedatlas.transport.egress import Asked, Declaration, largest
 from fedatlas.transport.frames import Question, question_of
+from fedatlas.transport.store import guard_data
 
 NAMES = ["background", "liver", "spleen", "kidney", "tumour"]
 
@@ -97,10 +102,56 @@ def test_classes_that_the_file_does_not_have_are_refused(phantom, tmp_path) -> N
     assert "value" in own.ask("join", {"agreement": mine, "begins": True}, mine)
 
 
+def test_a_site_that_was_away_at_the_hello_compares_versions_itself(phantom, tmp_path) -> None:
+    own = Desk(phantom, tmp_path, labels={"names": NAMES})
+    agreed = own.agreement(NAMES) | {"versions": versions() | {"fedatlas": "0.0.1"}}
+    assert own.ask("local_update", {}, agreed, round=3)["error"] == {"code": "FederationMismatch"}
+    told = (tmp_path / "state" / "errors.log").read_text()
+    assert f"site s0: fedatlas {versions()['fedatlas']} is installed, 0.0.1 at the server" in told
+    agreed = own.agreement(NAMES) | {"versions": versions()}
+    assert own.ask("other", {}, agreed, round=3)["error"] == {"code": "FedAtlasError"}, (
+        "joined, and no function"
+    )
+
+
 def test_whatever_stands_in_an_agreement_has_an_answer(phantom, tmp_path) -> None:
     own = Desk(phantom, tmp_path)
-    for about in (own.agreement(NAMES, float("inf")), own.agreement([["x"]]), {}):  # type: ignore[list-item]
+    for about in (
+        own.agreement(NAMES, float("inf")),
+        own.agreement([["x"]]),
+        {},
+        own.agreement(NAMES) | {"versions": 1},
+    ):  # type: ignore[list-item]
         assert own.ask("local_update", {}, about)["error"] == {"code": "FederationMismatch"}
+
+
+def test_a_case_whose_name_is_no_text_has_a_pseudonym(tmp_path) -> None:
+    """A file's name in Latin-1 has one, and those of other names stay."""
+    (tmp_path / "case-key").write_bytes(bytes(32))
+    names = Pseudonyms(tmp_path)
+    assert (
+        names("Müller") == "case-" + hmac.new(bytes(32), "Müller".encode(), hashlib.sha256).hexdigest()[:12]
+    )
+    escaped = os.fsdecode("Müller".encode("latin-1"))
+    pseudonym = names(escaped)
+    assert Pseudonyms(tmp_path).table[pseudonym] == escaped
+
+
+def test_what_names_cases_is_for_the_site_s_user_alone(phantom, tmp_path) -> None:
+    own = Desk(phantom, tmp_path)
+    agreed = own.agreement(NAMES)
+    assert "value" in own.ask("join", {"agreement": agreed, "begins": True, "ahead": 600.0}, agreed)
+    state = tmp_path / "state"
+    Pseudonyms(state)("case of Miller")
+    files = [
+        state / "case-key",
+        state / "cases.json",
+        state / "errors.log",
+        state / "runs" / "r1" / "data.json",
+    ]
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600] * 4
+    accepted = guard_data(files[-1], {"other": "1"}, "s0", accept=True)
+    assert accepted and stat.S_IMODE(files[-1].stat().st_mode) == 0o600
 
 
 def test_a_container_that_is_started_again_is_the_same_installation(phantom, tmp_path, monkeypatch) -> None:

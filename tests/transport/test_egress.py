@@ -12,6 +12,7 @@ import torch
 from fedatlas import nets
 from fedatlas.cli import main
 from fedatlas.core.contract import at_site
+from fedatlas.core.errors import DataError
 from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.core.tensors import forms_of, tensors_of
 from fedatlas.federation.audit import logs_of, text_of
@@ -192,6 +193,22 @@ def test_the_text_of_an_error_stays_where_it_must(tmp_path) -> None:
     assert reply["error"] == {"code": "TypeError"}
     assert read_log(tmp_path / "egress.jsonl")[0]["contents"] == {"error/code": "TypeError"}
     assert "unexpected keyword argument" in (tmp_path / "errors.log").read_text()
+
+
+@pytest.mark.parametrize("texts", [False, True])
+def test_what_is_no_text_has_an_answer(tmp_path, monkeypatch, texts: bool) -> None:
+    """A file's name of another encoding in an error, and a function that a server names by half a character."""
+    site = host(tmp_path, texts=texts)
+
+    def fails(site, **payload) -> dict:
+        raise DataError("M\udcfcller.nii.gz: cannot be read")
+
+    monkeypatch.setitem(site.functions, "leak", fails)
+    assert wire.decode(site.handle("leak", 1, 0, wire.encode({})))["error"]["code"] == "DataError"
+    assert wire.decode(site.handle("\ud800", 1, 1, wire.encode({})))["error"]["code"] == "FedAtlasError"
+    assert "M\\udcfcller.nii.gz" in (tmp_path / "errors.log").read_text()
+    lines = read_log(tmp_path / "egress.jsonl")
+    assert [line["function"] for line in lines] == ["leak", "?"] and not any(line["broken"] for line in lines)
 
 
 @pytest.mark.parametrize("texts", [False, True])

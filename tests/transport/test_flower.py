@@ -159,6 +159,8 @@ def serve(question: Question, late: threading.Event) -> str | None:
         return "refused by the site's rules"
     if question.function == "nothing":
         return None
+    if question.function == "hang":
+        late.wait(60.0)
     if question.function == "slow":
         ASKED_AGAIN.wait(20.0)
     if question.function == "hold" and question.site == "site-a" and not HELD.is_set():
@@ -220,6 +222,13 @@ def test_a_deadline_ends_an_ask_and_the_late_answer_is_dropped(running: Deployme
     assert all("no answer within 1 s" in text for text in found.values())
     threading.Timer(0.2, ASKED_AGAIN.set).start()
     assert running.ask(b"next") == {site: f"{site}|next|".encode() for site in SITES}
+
+
+def test_a_site_that_hangs_gets_the_next_question(running: Deployment) -> None:
+    """With which its stale work is ended."""
+    found = running.ask(b"late", function="hang", deadline=1.0)
+    assert all("no answer within 1 s" in text for text in found.values())
+    assert running.ask(b"next", deadline=15.0) == {site: f"{site}|next|".encode() for site in SITES}
 
 
 def test_an_exception_at_a_site_sends_no_text(running: Deployment) -> None:
@@ -614,6 +623,33 @@ def test_the_server_s_certificate_can_be_renewed(kits: Path) -> None:
     request = flower.renew(kit)
     with pytest.raises(FederationError, match="does not belong to the key"):
         flower.install(kit, answer)
+    flower.install(kit, flower.sign(request, kits / "authority", kits, 7))
+
+
+def test_nobody_but_the_server_gets_a_certificate_of_it(kits: Path) -> None:
+    """A hospital's request could be one for the server's certificate, and it would pose as the server."""
+    engine, request = kits / "server" / "engine", kits / "site-a.request"
+    pem = pki.request(pki.named("site-a"), pki.ec_key(), "SHA384")
+    request.write_bytes(pem)
+    with pytest.raises(FederationError, match="no request of `renew`"):
+        flower.sign(request, kits / "authority", kits, 7)
+    own = json.loads(flower.renew(kits / "server").read_text())
+    request.write_text(json.dumps(own | {"request": pem.decode()}))
+    with pytest.raises(FederationError, match="is not signed with the server's present key"):
+        flower.sign(request, kits / "authority", kits, 7)
+    assert not (engine / "next.crt").exists()
+
+
+def test_a_lost_key_of_the_server_is_replaced_when_the_coordinator_says_so(kits: Path) -> None:
+    kit = kits / "server"
+    pki.write(kit / "engine" / "server.key", pki.private_pem(pki.ec_key()), secret=True)
+    request = flower.renew(kit)
+    with pytest.raises(FederationError, match=r"rename .*server\.crt to server\.lost, and sign again"):
+        flower.sign(request, kits / "authority", kits, 7)
+    (kit / "engine" / "server.crt").rename(kit / "engine" / "server.lost")
+    flower.install(kit, flower.sign(request, kits / "authority", kits, 7))
+    assert not (kit / "engine" / "server.lost").exists()
+    flower.install(kit, flower.sign(flower.renew(kit), kits / "authority", kits, 7))
 
 
 # ------------------------------------------------------------------------------------------------- the desk, by itself

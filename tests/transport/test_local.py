@@ -710,6 +710,16 @@ def test_another_installation_of_a_name_is_refused(tmp_path) -> None:
         run(Walk(), net(), tamper(asked, "b", lambda tree: tree.update({"from": "f00d"})), 2)
 
 
+def test_of_a_site_that_comes_later_the_first_installation_is_the_one(tmp_path) -> None:
+    """It was away when the others joined a run that goes on without it."""
+    asked = clients(tmp_path, Walk())
+    asked.instances = {"a": "", "c": ""}
+    copy = lambda tree: tree["to"]["round"] == 2 and tree.update({"from": "f00d"})  # noqa: E731
+    with pytest.raises(SiteLost, match="b: another installation answered under its name"):
+        run(Walk(), net(), tamper(asked, "b", copy), 3)
+    assert asked.instances == {"a": "", "b": "", "c": ""}
+
+
 def test_an_answer_that_did_not_count_leaves_no_trace_at_its_site(tmp_path) -> None:
     """Its reply was lost after it had worked: the next round starts from the memory of the one that counted."""
     once = lambda question: question.round == 2  # noqa: E731

@@ -22,7 +22,7 @@ from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY, Job, Launch, Plan
 from fedatlas.transport.frames import Question
 from fedatlas.transport.nvflare import engine as nvflare
-from fedatlas.transport.relay import ServerRelay, SiteRelay
+from fedatlas.transport.relay import Ask, ServerRelay, SiteRelay
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed")
 psutil = pytest.importorskip("psutil")
@@ -435,6 +435,38 @@ def test_a_job_says_whether_it_ended_for_a_site(tmp_path: Path, monkeypatch: pyt
         job = nvflare._FlareJob(tmp_path, tmp_path, [])
         until(job.ended, 10)
         assert (job.ended(), job.takes_in) == ("its end", takes_in)
+
+
+class Told:
+    """The engine's end of the relay: what the federation hears of sites."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, str]] = []
+
+    def lost(self, ask: Ask, site: str, reason: str) -> None:
+        self.told.append((site, reason))
+
+
+def test_an_answer_that_the_server_cannot_store_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file cannot be made, or the disk becomes full while it comes."""
+    from fedatlas.transport.nvflare import job
+
+    def download(
+        source: str, reference: str, patience: float, cell: object, sink: job._Sink, **_: object
+    ) -> None:
+        sink.consume(reference, {"at": 1 << 20}, bytes(1 << 20))
+
+    monkeypatch.setattr(job, "download_object", download)
+    (tmp_path / ".full.part").symlink_to("/dev/full")
+    for reply, why in (("none/reply", "No such file or directory"), ("full", "No space left on device")):
+        asked = Question("a", "train", 1, 0, tmp_path / "shared", None, tmp_path / reply)
+        controller, told = job.RelayController(), Told()
+        controller.end = told  # type: ignore[assignment]
+        controller.open = now = job._Open(Ask(1, (asked,), 60.0), 0.0, None, waiting={"a": asked})  # type: ignore[arg-type]
+        controller._take(now, asked, None, "a", "reference")
+        assert told.told == [("a", f"the server could not store its answer ({why})")] and not now.waiting
 
 
 def test_the_core_needs_no_flare() -> None:

@@ -77,7 +77,7 @@ def net() -> nn.Module:
 
 
 def federation(
-    folder: Path, *, method: Any = None, faults: Faults | None = None, **terms: Any
+    folder: Path, *, method: Any = None, faults: Faults | None = None, instance: str = "", **terms: Any
 ) -> SiteClients:
     method = method or Drift()
     agreed = Terms(sites=4, weights=method.summed, model_functions=frozenset({"step"}), **terms)
@@ -90,6 +90,7 @@ def federation(
             folder / name,
             Policy(sends_of(method), log=EgressLog(folder / name / "egress.jsonl"), terms=agreed),
             seed=5,
+            instance=instance,
         )
         for name in SITES
     }
@@ -673,6 +674,20 @@ def test_an_answer_that_leaves_again_is_logged_again(tmp_path) -> None:
     assert list(second["contents"].values()) == ["the very answer that was sent before"]
 
 
+def test_an_answer_that_leaves_again_is_of_the_installation_that_the_site_is_now(tmp_path) -> None:
+    """A kit that was moved before an interrupted round is done again has another name, and the same noise."""
+    ask = lambda c: c.call(Drift().step, model=tensors_of(net()))  # noqa: E731
+    private, answers = Privacy(clip=0.1, noise=1.0), []
+    for place in ("old", "new"):
+        clients = federation(tmp_path, instance=place, privacy=private)
+        clients.instances = dict.fromkeys(SITES, place)  # as they joined
+        clients.begin(1)
+        answers.append({site: reply["model"]["weight"] for site, reply in ask(clients)})
+        assert clients.answering == clients.instances and clients.calls[-1].logs["a"]["releases"] == 1
+    first, again = answers
+    assert all(torch.equal(first[site], again[site]) for site in SITES)
+
+
 def test_the_secret_of_a_sum_is_for_its_user_alone_and_goes_with_the_next_sum(tmp_path) -> None:
     clients, modes = federation(tmp_path, secure=Secure()), set()
 
@@ -698,6 +713,49 @@ def test_a_change_that_is_sent_again_finds_the_model_it_is_of(tmp_path) -> None:
     assert len(list(tmp_path.glob("*.fa"))) == 2
     with pytest.raises(NotHeld):
         here.receive(sent[1])
+
+
+def age(folder: Path, hours: float) -> None:
+    """What is there was written by a clock that was so far ahead."""
+    for path in folder.glob("*.fa"):
+        os.utime(path, ns=(path.stat().st_mtime_ns + int(hours * 3.6e12),) * 2)
+
+
+def test_a_clock_that_is_set_back_takes_no_model_from_a_site(tmp_path) -> None:
+    server, here = HeldByAll(Comm(down="int8")), HeldHere("a", tmp_path)
+    model = tensors_of(net())
+    for k in range(5):
+        moved = {n: v + 0.1 * k if v.is_floating_point() else v for n, v in model.items()}
+        sent = server.send(moved)
+        for _ in range(2):  # the second time to a round that is done again
+            held = here.receive(sent)
+            assert server.model is not None
+            assert all(torch.equal(held[name], server.model[name]) for name in model)
+        if k == 1:
+            age(tmp_path, 1.0)
+    assert len(list(tmp_path.glob("*.fa"))) == 2
+
+
+def test_a_model_that_changes_are_of_is_kept_for_the_next(tmp_path) -> None:
+    """A server that resumed goes on from the model before the last, and may ask twice."""
+    server, here = HeldByAll(Comm(down="bf16")), HeldHere("a", tmp_path)
+    moved = lambda k: {n: v + k if v.is_floating_point() else v for n, v in tensors_of(net()).items()}  # noqa: E731
+    here.receive(server.send(moved(0)))
+    kept = server.kept()
+    here.receive(server.send(moved(1)))
+    server.resume(kept)
+    sent = server.send(moved(2))
+    first, again = here.receive(sent), here.receive(sent)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_a_clock_that_is_set_back_takes_no_reply_from_a_site(tmp_path) -> None:
+    kept = Releases(Privacy(clip=0.1, noise=1.0), 4, tmp_path)
+    for round in range(1, 10):
+        kept.keep(round, 0, "ab" * 32, b"reply")
+        if round == 5:
+            age(tmp_path / "sent", 1.0)
+    assert [path.name[5] for path in sorted((tmp_path / "sent").iterdir())] == ["6", "7", "8", "9"]
 
 
 def test_a_lost_site_takes_its_noise_out_of_the_epsilon_of_a_sum(tmp_path) -> None:

@@ -5,6 +5,7 @@ gather_trial  an engine's real processes, all on this machine
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace
@@ -41,6 +42,9 @@ class Deployed:
 
     A job that ends, for whatever reason, is submitted again; the questions that were open are put to the next. While the server
     takes no job, it is asked on, as long as this is open.
+
+    run: its name, for whoever wants to use the deployment meanwhile, which serves one run at a time. Raises FederationError
+    where another run uses it.
     """
 
     PATIENCE = 90.0
@@ -56,10 +60,11 @@ class Deployed:
     MOST = 5
     """Jobs in a row that failed at their start, after which the engine counts as broken."""
 
-    def __init__(self, engine: str, deploy: Path, sites: Sequence[str], tell: Tell) -> None:
+    def __init__(self, engine: str, deploy: Path, sites: Sequence[str], tell: Tell, run: str = "") -> None:
         self.engine, self.deploy, self.sites = adapter(engine), deploy.resolve(), sorted(sites)
         self.tell = tell
         self.kit = self.deploy / "server"
+        self.lock = _held(self.kit, run, tell)
         self.relay = ServerRelay(self.kit / "relay")
         self.over = threading.Event()
         self.job: Job | None = None
@@ -145,11 +150,39 @@ class Deployed:
         self.relay.fail(reason)
 
     def close(self) -> None:
-        self.over.set()
-        self.relay.close()
-        self.keeper.join(timeout=120)
-        if self.job is not None and self.job.ended() is None:
-            self.job.stop()
+        try:
+            self.over.set()
+            self.relay.close()
+            self.keeper.join(timeout=120)
+            if self.job is not None and self.job.ended() is None:
+                self.job.stop()
+        finally:
+            self.lock.close()
+
+
+def _held(kit: Path, run: str, tell: Tell) -> BinaryIO:
+    """The lock of a deployment's server, held by this run until it is closed; it is the kernel's, and ends with the
+    process however that ends. tell: called where the file system has no locks. Raises FederationError, naming the run,
+    where another one holds it."""
+    lock = (kit / "run.lock").open("a+b", buffering=0)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().decode(errors="replace").strip() or "another run"
+        lock.close()
+        raise FederationError(
+            f"{kit.parent}: {holder} uses this deployment, which serves one run at a time; wait until it has ended, or "
+            "make another deployment"
+        ) from None
+    except OSError as error:
+        tell(
+            f"{kit}: cannot be locked ({error.strerror or error}); see that no other run uses this deployment"
+        )
+    with contextlib.suppress(OSError):  # the disk may be full; it locks all the same
+        lock.truncate(0)
+        lock.write(f"run {run} (process {os.getpid()} on {socket.gethostname()})".encode())
+    return lock
 
 
 def gather(engine: str, deploy: Path, *, data_changed: bool = False) -> Gather:
@@ -170,7 +203,7 @@ def gather(engine: str, deploy: Path, *, data_changed: bool = False) -> Gather:
             raise FederationError(
                 f"{deploy}: has no party {missing[0]!r}; its parties are {', '.join(parties)}"
             )
-        transport = Deployed(engine, deploy, _with_pool(federation, deploy), tell)
+        transport = Deployed(engine, deploy, _with_pool(federation, deploy), tell, folder.path.name)
         return join(federation, folder, tell, transport, data_changed=data_changed)
 
     return gather
@@ -303,7 +336,8 @@ def _agreed(
             federation, {name: names for facts in hellos.values() for name, names in facts["brings"].items()}
         )
     agreed = next(iter(channels.values()))
-    return space, Agreement(folder.path.name, hash_of(federation), space.to_plain(), agreed).to_plain()
+    made = Agreement(folder.path.name, hash_of(federation), space.to_plain(), agreed, versions())
+    return space, made.to_plain()
 
 
 APART = 60.0
@@ -451,7 +485,8 @@ def gather_trial(engine: str, *, data_changed: bool = False) -> Gather:
         tell(f"starts {engine}'s server and {len(federation.sites)} sites on this machine")
         trial = Trial(engine, federation, folder, tell)
         try:
-            transport = Deployed(engine, trial.deploy, _with_pool(federation, trial.deploy), tell)
+            sites = _with_pool(federation, trial.deploy)
+            transport = Deployed(engine, trial.deploy, sites, tell, folder.path.name)
             ended = transport.close
 
             def close() -> None:

@@ -77,7 +77,8 @@ class Parties:
 
     summaries: site -> what it has, in numbers (`SiteData.summary`); training: the names that are asked to train,
     which is "pooled" alone for a method that merges the data. about: goes with every question. instances: site ->
-    the installation that joined; another one that answers under its name is refused. memories: site -> the versions
+    the installation that joined, or, of a site that was away then, that answers first; another one that answers under its
+    name is refused. memories: site -> the versions
     of its private memory of this run. changed: sites whose data are not those with which the run began.
     """
 
@@ -86,7 +87,7 @@ class Parties:
     training: Sequence[str]
     transport: Transport
     about: Mapping[str, Any] = field(default_factory=dict)
-    instances: Mapping[str, str] = field(default_factory=dict)
+    instances: dict[str, str] = field(default_factory=dict)
     memories: Mapping[str, Sequence[str]] = field(default_factory=dict)
     changed: Sequence[str] = ()
 

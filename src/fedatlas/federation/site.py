@@ -26,6 +26,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.data.index import naming_of
 from fedatlas.federation import design as build
 from fedatlas.federation.design import POOLED, Experiment, egress_log
+from fedatlas.federation.facts import other_versions
 from fedatlas.federation.file import (
     Federation,
     flat_difference,
@@ -39,7 +40,7 @@ from fedatlas.transport.frames import Question, shown
 from fedatlas.transport.host import Host
 from fedatlas.transport.pipeline import Policy
 from fedatlas.transport.relay import skewed
-from fedatlas.transport.store import DATA, guard_data, write_atomic
+from fedatlas.transport.store import DATA, errors_log, guard_data, write_atomic
 
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
@@ -50,25 +51,29 @@ class FederationMismatch(FederationError):
 
 @dataclass(frozen=True)
 class Agreement:
-    """What server and site agreed on, as it goes with every question. labels: names, groups, exclusive."""
+    """What server and site agreed on, as it goes with every question. labels: names, groups, exclusive. versions: the
+    server's, for a site that was away when the others said hello; empty from a server of before."""
 
     run: str
     hash: str
     labels: Mapping[str, Any]
     channels: int
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def space(self) -> LabelSpace:
         return LabelSpace.from_plain(self.labels)
 
     def to_plain(self) -> dict[str, Any]:
-        return {**vars(self), "labels": dict(self.labels)}
+        return {**vars(self), "labels": dict(self.labels), "versions": dict(self.versions)}
 
 
 def agreement_of(about: Mapping[str, Any]) -> Agreement:
     """Raises FederationMismatch for a question that comes without one."""
     try:
-        made = Agreement(str(about["run"]), str(about["hash"]), dict(about["labels"]), int(about["channels"]))
+        versions = {str(name): str(version) for name, version in dict(about.get("versions", {})).items()}
+        labels, channels = dict(about["labels"]), int(about["channels"])
+        made = Agreement(str(about["run"]), str(about["hash"]), labels, channels, versions)
         if not _RUN.fullmatch(made.run):
             raise ValueError(made.run)
         _ = made.space
@@ -214,7 +219,7 @@ class SiteDesk:
             facts["channels"] = layout[0].channels
         else:
             mine, theirs = json.loads(facts["federation"]), json.loads(federation)
-            with (self.state / "errors.log").open("a", encoding="utf-8") as log:
+            with errors_log(self.state) as log:
                 log.write(
                     "FederationMismatch: the server runs another federation file than this site agreed to\n"
                 )
@@ -251,7 +256,7 @@ class SiteDesk:
         those with which it began; the answer says whether they are, and not in what they differ. ahead: seconds by which
         the clock of this site is ahead of the server's. Raises DataChanged where the data changed and may not have."""
         if ahead:
-            with contextlib.suppress(OSError), (self.state / "errors.log").open("a", encoding="utf-8") as log:
+            with contextlib.suppress(OSError), errors_log(self.state) as log:
                 log.write(f"ClockSkew: {skewed('the clock of this site', ahead)}\n")
         agreed = agreement_of(agreement)
         host = self._joined(agreed, begins, data_changed)
@@ -276,6 +281,8 @@ class SiteDesk:
         return self.hosts[key]
 
     def _open(self, agreed: Agreement, begins: bool, data_changed: bool) -> Host:
+        if agreed.versions and (others := other_versions(agreed.versions, build.versions())):
+            raise FederationMismatch(f"site {self.name}: {shown('; '.join(others), 1000)}")
         if self.federation.labels.names and agreed.space != build.space_of(self.federation, {}):
             raise FederationMismatch(
                 f"site {self.name}: the server's classes are not those of the federation file that this site agreed to"
@@ -302,7 +309,7 @@ class SiteDesk:
 
 
 class Pseudonyms:
-    """Names of cases that only the site can read: a keyed digest, and the table of what each stands for.
+    """Names of cases that only the site's own user can read: a keyed digest, and the table of what each stands for.
 
     folder: holds the key and `cases.json`, the table.
     """
@@ -317,10 +324,12 @@ class Pseudonyms:
         )
 
     def __call__(self, case: str) -> str:
-        name = "case-" + hmac.new(self.key, case.encode(), hashlib.sha256).hexdigest()[:12]
+        data = case.encode(errors="surrogatepass")  # a file may be named in another encoding
+        name = "case-" + hmac.new(self.key, data, hashlib.sha256).hexdigest()[:12]
         if name not in self.table:
             self.table[name] = case
-            write_atomic(self.table_file, json.dumps(self.table, indent=1, sort_keys=True).encode())
+            table = json.dumps(self.table, indent=1, sort_keys=True).encode()
+            write_atomic(self.table_file, table, secret=True)
         return name
 
 

@@ -138,7 +138,7 @@ class SiteClients:
     models, are kept.
     about: what goes with every question, see `Question`.
     pipeline: what is done to questions and answers on the way; a site whose answer it refuses is lost for the call.
-    instances: site -> the installation that may answer for it; one that is not named may be any.
+    instances: site -> the installation that may answer for it; of a site that is not named, the first that does.
     watch: called with every usable answer: (site, function, log, cost). tell: called with sentences for a person.
     """
 
@@ -147,7 +147,7 @@ class SiteClients:
     scratch: Path
     faults: Faults = field(default_factory=lambda: Faults())  # type: ignore[call-arg]
     about: Mapping[str, Any] = field(default_factory=dict)
-    instances: Mapping[str, str] = field(default_factory=dict)
+    instances: dict[str, str] = field(default_factory=dict)
     watch: Callable[[str, str, dict[str, float], dict[str, float]], None] | None = None
     pipeline: ServerPipeline = field(default_factory=ServerPipeline)
     lost: dict[str, str] = field(default_factory=dict)
@@ -393,6 +393,7 @@ class SiteClients:
         if self.pipeline.terms.private(question.function):
             self.series[site] = int(tree["log"].pop(SERIES))
         self.answering[site] = tree["from"]
+        self.instances.setdefault(site, tree["from"])
         if (
             question.function not in STEPS
         ):  # a step of a sum begins with no memory: it names the newest that is there

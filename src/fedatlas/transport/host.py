@@ -29,7 +29,7 @@ from fedatlas.transport.egress import NetForms
 from fedatlas.transport.frames import Question, printable, shown
 from fedatlas.transport.pipeline import Policy, Received, SitePipeline
 from fedatlas.transport.reply import Answer, CallId
-from fedatlas.transport.store import MemoryStore, read_whole, write_atomic
+from fedatlas.transport.store import MemoryStore, errors_log, read_whole, write_atomic
 from fedatlas.transport.wire import Data
 
 
@@ -210,7 +210,7 @@ class Host:
         to, pipeline = CallId(self.name, function, round, call), self.pipeline
         try:
             mark = pipeline.mark(to, shared, own)
-            if (before := pipeline.sent_before(to, mark)) is not None:
+            if (before := pipeline.sent_before(to, mark, self.instance)) is not None:
                 return before
             self._require_known(function)
             torch.set_num_threads(self.threads)
@@ -261,11 +261,10 @@ class Host:
     def _error(self, to: CallId, error: Exception) -> Data:
         """The error reply, with everything about the error in the site's own errors.log."""
         file = self.folder / "errors.log"
-        with contextlib.suppress(OSError):  # the disk may be what is wrong
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with file.open("a", encoding="utf-8") as log:
-                log.write(f"round {to.round}, call {to.call}, {shown(to.function)}\n")
-                log.write("".join(traceback.format_exception(error)) + "\n")
+        # the disk may be what is wrong
+        with contextlib.suppress(OSError), errors_log(self.folder) as log:
+            log.write(f"round {to.round}, call {to.call}, {shown(to.function)}\n")
+            log.write("".join(traceback.format_exception(error)) + "\n")
         code = type(error).__name__
         content: dict[str, Tree] = {"code": code}
         if self.texts:

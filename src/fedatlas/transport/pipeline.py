@@ -40,7 +40,7 @@ from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.core.tensors import Tensors, Tree
 from fedatlas.transport import egress, reply, stages, wire
 from fedatlas.transport.egress import Asked, Declaration, EgressLog, Scores
-from fedatlas.transport.frames import Question
+from fedatlas.transport.frames import Question, shown
 from fedatlas.transport.protection import privacy, secure
 from fedatlas.transport.protection.compression import Comm
 from fedatlas.transport.protection.privacy import Privacy
@@ -365,15 +365,17 @@ class SitePipeline:
         digest.update(own or b"")
         return digest.hexdigest()
 
-    def sent_before(self, call: CallId, mark: str) -> Data | None:
+    def sent_before(self, call: CallId, mark: str, instance: str) -> Data | None:
         """The very reply that was sent to this question before, which leaves again, because a second noisy copy would tell more
-        than the first; None if a new one is to be made."""
+        than the first; None if a new one is to be made. instance: the installation that sends it now."""
         if self.releases is None or not mark:
             return None
         before = self.releases.sent_before(call.round, call.call, mark)
-        if before is not None:
-            self.record(call, {"": "the very answer that was sent before"}, before)
-        return before
+        if before is None:
+            return None
+        again = reply.sent_again(before, instance)
+        self.record(call, {"": "the very answer that was sent before"}, again)
+        return again
 
     def receive(self, call: CallId, shared: Data, own: Data | None) -> Received:
         """Decodes a question, and expands the model in it. shared, own: used by nobody else from now on.
@@ -467,5 +469,6 @@ class SitePipeline:
     def record(self, call: CallId, contents: dict[str, str], data: Data) -> None:
         """Writes into the egress log what is about to leave. contents: see `egress.contents`."""
         if self.policy.log:
-            what = {"function": call.function, "round": call.round, "call": call.call, "contents": contents}
+            place = {"function": shown(call.function), "round": call.round, "call": call.call}
+            what = {**place, "contents": contents}
             self.policy.log.record(what, data)

@@ -30,6 +30,10 @@ Lost = str
 """Why a site did not answer, for a person: no text of the site's exception is ever in it."""
 
 
+def not_stored(error: OSError) -> Lost:
+    return f"the server could not store its answer ({error.strerror})"
+
+
 def skewed(whose: str, ahead: float) -> str:
     """A sentence for a clock that is so many seconds ahead of the server's (below 0: behind)."""
     if not ahead:
@@ -256,21 +260,29 @@ class ServerRelay:
 # -------------------------------------------------------------------------------------------------- at a hospital
 
 
-def forward(address: Path, question: Question, patience: float = 60.0) -> Lost | None:
+def forward(
+    address: Path, question: Question, patience: float = 60.0, seconds: float | None = None
+) -> Lost | None:
     """Puts a question to the site's own process, from the engine's client process; blocks until the answer lies in
     `question.reply`. Returns None, or why there is none.
 
-    patience: how many seconds the site's process may take to be there (it may just be starting again).
+    patience: how many seconds the site's process may take to be there (it may just be starting again). seconds: how
+    long anybody waits for the answer; then the connection is closed, and the next question may come. None: for ever.
     """
+    end = time.monotonic() + (seconds or 0.0)
     try:
-        connection = _connect(address, patience)
+        connection = _connect(address, patience if seconds is None else min(patience, seconds))
     except RelayError:
         return "the site's own process is not running"
     with connection:
+        if seconds is not None:
+            connection.settimeout(max(end - time.monotonic(), 0.1))
         stream: Any = connection.makefile("rwb")
         try:
             write_frame(stream, question.to_json())
             frame = read_frame(stream)
+        except TimeoutError:
+            return "no answer before the deadline"
         except OSError:
             frame = None
     return "the site's own process has gone" if frame is None else json.loads(frame)["lost"]

@@ -17,6 +17,7 @@ from fedatlas.transport import wire
 from fedatlas.transport.egress import contents
 from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.store import read_whole
+from fedatlas.transport.wire import Data
 
 _COST = ("seconds", "peak_mb")
 _CODE, _VERSION, _INSTANCE = (re.compile(form) for form in (r"\w{1,80}", r"[\w:.-]{0,80}", r"[\w-]{0,80}"))
@@ -61,6 +62,12 @@ class Answer:
     def contents(self) -> dict[str, str]:
         """What the egress log says of it, see `egress.contents`."""
         return contents(vars(self))
+
+
+def sent_again(reply: Data, instance: str) -> Data:
+    """A reply that is sent again, from the installation that the site is now: it may have been moved since."""
+    tree: Any = wire.decode(reply, copy=False)
+    return wire.encode({**tree, "from": instance})
 
 
 def opened(tree: Any, question: Question, instance: str | None = None) -> dict[str, Any]:
@@ -125,7 +132,7 @@ _CODES = {
     "DataError": "a case or label of its data is not usable",
     "RunFolderError": "its kept memory is not usable",
     "WireError": "what it received was damaged",
-    "FederationMismatch": "it agreed to another federation file, or was not joined to this run",
+    "FederationMismatch": "it agreed to another federation file, has other versions, or was not joined to this run",
 }
 
 

@@ -6,6 +6,7 @@ Shapes: K sites.
 
 import hashlib
 import math
+import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,14 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 
 def _name_of(data: Data) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _make_newest(path: Path) -> None:
+    """Gives a file a later time than every other of its folder, also where the clock was set back."""
+    others = [other.stat().st_mtime_ns for other in path.parent.glob("*.fa") if other != path]
+    newest = max(others, default=0)
+    if path.stat().st_mtime_ns <= newest:
+        os.utime(path, ns=(newest + 1_000_000, newest + 1_000_000))
 
 
 # ------------------------------------------------------------------------------ compression, from the server to a site
@@ -110,7 +119,7 @@ class HeldByAll:
 
 @dataclass
 class HeldHere:
-    """A site's end. folder: keeps the last two models."""
+    """A site's end. folder: keeps the two models that were used last."""
 
     site: str
     folder: Path
@@ -133,6 +142,7 @@ class HeldHere:
         if _name_of(data) != name:
             raise NotHeld(f"site {self.site}: the model it was sent does not come out as the server's")
         write_atomic(self.folder / f"{name}.fa", data)
+        _make_newest(self.folder / f"{name}.fa")
         files = sorted(self.folder.glob("*.fa"), key=lambda path: path.stat().st_mtime_ns)
         for old in files[:-2]:
             old.unlink()
@@ -143,8 +153,10 @@ class HeldHere:
                 f"site {self.site}: asked for a model that it holds by {shown(name, 80)!r}; a model's name is the SHA-256 "
                 "of its bytes in hex"
             )
+        path = self.folder / f"{name}.fa"
         try:
-            return wire.decode(read_whole(self.folder / f"{name}.fa"), copy=False)  # type: ignore[return-value]
+            _make_newest(path)
+            return wire.decode(read_whole(path), copy=False)  # type: ignore[return-value]
         except (OSError, FedAtlasError):
             raise NotHeld(f"site {self.site}: does not hold the model {name[:8]}") from None
 
@@ -234,6 +246,7 @@ class Releases:
         is begun anew counts its rounds from 1 again."""
         path = self._path(round, call)
         write_atomic(path, bytes.fromhex(mark) + reply)
+        _make_newest(path)
         others = [other for other in path.parent.glob("*.fa") if other != path]
         oldest_first = sorted(others, key=lambda other: (other.stat().st_mtime_ns, other.name))
         for old in oldest_first[: 1 - KEPT_REPLIES]:

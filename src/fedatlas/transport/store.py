@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 from fedatlas.core.errors import DataChanged, RunFolderError, WireError, first_of
 from fedatlas.core.tensors import Tree
@@ -153,6 +153,14 @@ def _write(path: Path, data: Data, durable: bool, secret: bool) -> None:
         sync_folder(path.parent)
 
 
+def errors_log(folder: Path) -> TextIO:
+    """The errors.log of a site's folder, to append to; made for this user alone, since errors name cases. What is no
+    text, as of a file whose name is in another encoding than UTF-8, is written with escapes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / "errors.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    return open(handle, "a", encoding="utf-8", errors="backslashreplace")
+
+
 def read_whole(path: Path) -> bytearray:
     """A file's bytes, in memory that may be written to, held once."""
     with path.open("rb") as file:
@@ -178,14 +186,14 @@ def guard_data(
     file: Path, data: Mapping[str, str], site: str, *, begins: bool = False, accept: bool = False
 ) -> bool:
     """Compares a site's data with those with which its run began. They are remembered, as digests, in `file`, which
-    stays with the site's private memory.
+    stays with the site's private memory and is for this user alone, since it names cases.
 
     data: case -> its digest. begins: the run has no complete round, and takes them as they are. accept: go on with
     changed data, which are remembered from then on. Returns whether they changed. Raises DataChanged, naming the cases;
     RunFolderError where the file cannot be read.
     """
     if begins or not file.exists():
-        write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode())
+        write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode(), secret=True)
         return False
     try:
         before = dict(json.loads(file.read_text(encoding="utf-8")))
@@ -199,7 +207,7 @@ def guard_data(
     if not any(changes.values()):
         return False
     if accept:
-        write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode())
+        write_atomic(file, json.dumps(data, indent=1, sort_keys=True).encode(), secret=True)
         return True
     listed = "; ".join(f"{how}: {first_of(cases, 5)}" for how, cases in changes.items() if cases)
     raise DataChanged(

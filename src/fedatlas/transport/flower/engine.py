@@ -13,7 +13,8 @@ in the server's kit: Flower by itself offers job submission to everyone who can 
 
 A site is the holder of the private key whose public half lies in `sites/<site>.pub` of the server's kit, and of
 no other: a file put there or removed there is taken into account by the running server within seconds. A file
-`sites/<site>.lost` lets `sign` register the next key of a site without a proof by its present one, once. What Flower signs of a request is the time (good for five minutes), so that the rest rests on TLS.
+`sites/<site>.lost` lets `sign` register the next key of a site without a proof by its present one, once; `server.lost`
+in the place of `server.crt` does the same for the server. What Flower signs of a request is the time (good for five minutes), so that the rest rests on TLS.
 """
 
 import base64
@@ -48,6 +49,9 @@ def _needs(package: str) -> None:
 
 
 PROXIED = True
+
+SKEW = 15.0
+"""Seconds that a message outlives its deadline, because clocks differ."""
 
 KIT = "FEDATLAS_KIT"
 """The environment variable in which the server's job finds its kit."""
@@ -331,8 +335,8 @@ def _started(control: _Control, request: Any, kit: Path) -> int:
 def renew(kit: Path) -> Path:
     """Makes a new private key in `kit` and returns the file to send to the coordinator; it holds no secret.
 
-    For a site, a public key signed with the present key. For the server's kit, a request for a certificate.
-    Nothing changes until `install`. Raises FederationError where `kit` is neither.
+    For a site, a public key signed with the present key. For the server's kit, a request for a certificate, signed with
+    the present key too. Nothing changes until `install`. Raises FederationError where `kit` is neither.
     """
     _needs("cryptography")
     from cryptography.hazmat.primitives import hashes
@@ -340,10 +344,13 @@ def renew(kit: Path) -> Path:
 
     engine, key = kit / "engine", pki.ec_key()
     if (engine / "server.json").exists():
-        pki.write(engine / "next.key", pki.private_pem(key), secret=True)
         name = pki.named(read_json(engine / "server.json")["host"])
-        pki.write(engine / "server.csr", pki.request(name, key, "SHA384"))
-        return engine / "server.csr"
+        pem = pki.request(name, key, "SHA384")
+        proof = pki.key_of(engine / "server.key").sign(_server_claim(pem), ec.ECDSA(hashes.SHA384()))
+        pki.write(engine / "next.key", pki.private_pem(key), secret=True)
+        plain = {"request": pem.decode(), "proof": base64.b64encode(proof).decode()}
+        pki.write(engine / "server.request", json.dumps(plain, indent=1).encode())
+        return engine / "server.request"
     site = read_json(engine / "site.json")["site"]
     public = pki.public_openssh(key)
     proof = pki.private_openssh_of(engine / "site.key").sign(_claim(site, public), ec.ECDSA(hashes.SHA384()))
@@ -358,6 +365,10 @@ def _claim(site: str, public: bytes) -> bytes:
     return b"fedatlas: the next key of site " + site.encode() + b" is " + public
 
 
+def _server_claim(request: bytes) -> bytes:
+    return b"fedatlas: the next key of the server is that of " + request
+
+
 def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
     """At the coordinator: answers a request of `renew`, and returns the file to send back.
 
@@ -365,44 +376,65 @@ def sign(request: Path, authority: Path, out: Path, days: int) -> Path:
     finds it; the site is then refused until it has installed the key. The request must be signed with the present
     key. Where that is lost or no longer to be trusted, compare the new key with the site by another way, rename
     `<site>.pub` there to `<site>.lost`, and sign again; for a site whose file was removed, make an empty
-    `<site>.lost`. It is gone when the key is signed. For the server, a certificate valid for `days`.
+    `<site>.lost`. It is gone when the key is signed. For the server, a certificate valid for `days`, under the same
+    condition: the present key is that of out/server/engine/server.crt, which may be renamed to `server.lost`.
 
     Raises FederationError for a request that is damaged, of a site that the deployment does not have or whose key was
-    taken out, or not signed with its present key.
+    taken out, or not signed with its party's present key.
     """
     _needs("cryptography")
     try:
         data = request.read_bytes()
     except OSError as error:
         raise FederationError(f"{request} cannot be read ({type(error).__name__})") from None
-    if data.startswith(b"-----BEGIN CERTIFICATE REQUEST"):
-        return _sign_server(request, data, authority, out, days)
-    return _register(request, data, out / "server" / "engine")
-
-
-def _sign_server(request: Path, data: bytes, authority: Path, out: Path, days: int) -> Path:
-    from cryptography import x509
-
-    host = read_json(out / "server" / "engine" / "server.json")["host"]
     try:
-        asked = x509.load_pem_x509_csr(data)
+        plain = json.loads(data)
     except ValueError as error:
+        raise FederationError(f"{request} is no request of `renew` ({type(error).__name__})") from None
+    if isinstance(plain, dict) and "request" in plain:
+        return _sign_server(request, plain, authority, out / "server" / "engine", days)
+    return _register(request, plain, out / "server" / "engine")
+
+
+def _sign_server(request: Path, plain: dict[str, Any], authority: Path, engine: Path, days: int) -> Path:
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    try:
+        pem, proof = str(plain["request"]).encode(), base64.b64decode(plain["proof"], validate=True)
+        asked = x509.load_pem_x509_csr(pem)
+    except (ValueError, KeyError, TypeError) as error:
         raise FederationError(f"{request} is no request of `renew` ({type(error).__name__})") from None
     if not asked.is_signature_valid:
         raise FederationError(f"{request} is damaged: its signature does not fit; make it again with `renew`")
-    answer = out / "server" / "engine" / "next.crt"
-    pki.write(answer, pki.pem(certificate_for(asked, host, authority, days)))
+    present, lost = engine / "server.crt", engine / "server.lost"
+    if present.exists() or not lost.exists():
+        key = pki.certificate_of(present).public_key()
+        try:
+            key.verify(proof, _server_claim(pem), ec.ECDSA(hashes.SHA384()))
+        except InvalidSignature:
+            raise FederationError(
+                f"{request} asks for a certificate of the server, and is not signed with the server's present key "
+                f"({present}): nobody else may have one. If the server has lost that key, make sure that it is the "
+                f"server that asks, rename {present} to {lost.name}, and sign again"
+            ) from None
+    answer = engine / "next.crt"
+    pki.write(
+        answer, pki.pem(certificate_for(asked, read_json(engine / "server.json")["host"], authority, days))
+    )
+    lost.unlink(missing_ok=True)
     return answer
 
 
-def _register(request: Path, data: bytes, engine: Path) -> Path:
+def _register(request: Path, plain: Any, engine: Path) -> Path:
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 
     try:
-        plain = json.loads(data)
         site, public = str(plain["site"]), str(plain["public_key"]).encode()
         proof = base64.b64decode(plain["proof"], validate=True)
         key = load_ssh_public_key(public)
@@ -460,7 +492,7 @@ def install(kit: Path, answer: Path) -> None:
             raise FederationError(wrong)
         pki.write(engine / "server.crt", pki.pem(certificate))
         os.replace(following, engine / "server.key")
-        (engine / "server.csr").unlink(missing_ok=True)
+        (engine / "server.request").unlink(missing_ok=True)
         return
     key = pki.private_openssh_of(following)
     if pki.public_openssh_of(answer) != key.public_key():

@@ -24,14 +24,12 @@ from fedatlas.core.errors import FedAtlasError
 from fedatlas.transport import pki
 from fedatlas.transport.flower import compat
 from fedatlas.transport.flower.compat import ObjectPullError, fetched, packed, sent
-from fedatlas.transport.flower.engine import KIT, log_to
+from fedatlas.transport.flower.engine import KIT, SKEW, log_to
 from fedatlas.transport.frames import Question, TooLarge
-from fedatlas.transport.relay import Ask, JobEnd, Lost
+from fedatlas.transport.relay import Ask, JobEnd, Lost, not_stored
 
 ABSENT = 90.0
 """Seconds without a site's node after which the site is lost: time for a process to be started again."""
-SKEW = 15.0
-"""Seconds that a message outlives its deadline, because clocks differ."""
 
 log = logging.getLogger("fedatlas")
 
@@ -175,10 +173,6 @@ class Post:
 
 
 NOT_AN_ANSWER = "its answer is not one to this question"
-
-
-def not_stored(error: OSError) -> Lost:
-    return f"the server could not store its answer ({error.strerror})"
 
 
 class Desk:

@@ -28,7 +28,7 @@ from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY
 from fedatlas.transport.flower import compat
 from fedatlas.transport.flower.compat import ObjectPullError, ObjectPushError, fetched, packed, sent
-from fedatlas.transport.flower.engine import read_json
+from fedatlas.transport.flower.engine import SKEW, read_json
 from fedatlas.transport.frames import question_of
 from fedatlas.transport.relay import Lost, forward, skewed
 
@@ -38,10 +38,11 @@ HEARTBEAT = 15.0
 log = logging.getLogger("fedatlas")
 
 
-def answer(message: Message, place: Path, relay: Path) -> Message:
+def answer(message: Message, place: Path, relay: Path, seconds: float | None = None) -> Message:
     """The reply to one question: the site's own process is asked through the socket that `relay` names.
 
-    place: the folder with the question's files `shared` and perhaps `own`, where the reply's will lie too.
+    place: the folder with the question's files `shared` and perhaps `own`, where the reply's will lie too. seconds: as of
+    `relay.forward`.
     Whatever fails, the server learns a code and no text of the exception; the site's own log has the text.
     """
     own, reply = place / "own", place / "reply"
@@ -49,7 +50,7 @@ def answer(message: Message, place: Path, relay: Path) -> Message:
         head: Any = message.content["head"]
         own = own if own.exists() else None
         question = question_of(head["question"], shared=place / "shared", own=own, reply=reply)
-        lost = forward(relay, question)
+        lost = forward(relay, question, seconds=seconds)
         content: dict[str, Any] = {"reply": packed(reply, "reply")} if lost is None else {}
     except Exception:
         log.exception("a question could not be answered")
@@ -242,6 +243,7 @@ class Node:
         pull = compat.make_pull_object_fn_protobuf(client.PullObject, node, run)
         confirm = compat.make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, run)
         spent = 0.0
+        end = time.monotonic() + head.metadata.ttl - SKEW
 
         def announce(heads: list[Any], trees: list[Any]) -> Any:
             request = compat.fleet.PushMessagesRequest(
@@ -259,7 +261,7 @@ class Node:
                     message = fetched(tree, pull, {"shared": place / "shared", "own": place / "own"})
                     confirm(tree.object_id)
                     start = time.monotonic()
-                    reply = answer(message, place, self.relay)
+                    reply = answer(message, place, self.relay, end - start)
                     spent = time.monotonic() - start
                 except (ValueError, OSError):
                     log.exception("a question could not be taken in")

@@ -34,7 +34,7 @@ from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
 
 from fedatlas.transport.deployment import RELAY
 from fedatlas.transport.frames import Question, TooLarge, question_of
-from fedatlas.transport.relay import Ask, JobEnd, Lost, forward
+from fedatlas.transport.relay import Ask, JobEnd, Lost, forward, not_stored
 
 TASK = "ask"
 PIECE = 8 * 1024 * 1024
@@ -79,16 +79,21 @@ class _Sink(Consumer):
     def __init__(self, path: Path, most: int | None) -> None:
         super().__init__()
         self.file, self.got, self.failed, self.most = path.open("wb"), 0, False, most
-        self.too_large: TooLarge | None = None
+        self.lost: Lost | None = None
+        """Why it takes no more."""
 
     def consume(self, ref_id: str, state: dict[str, int], data: bytes) -> dict[str, int]:
         self.got += len(data)
         if state["at"] != self.got:
             raise ValueError("a piece does not follow the one before")
         if self.most is not None and self.got > self.most:
-            self.too_large = TooLarge(self.most)
-            raise self.too_large
-        self.file.write(data)
+            self.lost = str(TooLarge(self.most))
+            raise TooLarge(self.most)
+        try:
+            self.file.write(data)
+        except OSError as error:
+            self.lost = not_stored(error)
+            raise
         return {"at": self.got}
 
     def download_completed(self, ref_id: str) -> None:
@@ -104,7 +109,10 @@ def _fetch(
 ) -> Lost | None:
     """Puts the offered file, whole, in `to`, or nothing of it; then returns why. most: bytes that it may have."""
     part = to.with_name(f".{to.name}.part")
-    sink = _Sink(part, most)
+    try:
+        sink = _Sink(part, most)
+    except OSError as error:
+        return not_stored(error)
     try:
         download_object(source, reference, PATIENCE, cell, sink, abort_signal=stop)
         done = sink.file.closed and not sink.failed and not stop.triggered
@@ -117,7 +125,7 @@ def _fetch(
             os.replace(part, to)
         else:
             part.unlink(missing_ok=True)
-    return None if done else str(sink.too_large or "its answer broke off")
+    return None if done else sink.lost or "its answer broke off"
 
 
 # --------------------------------------------------------------------------------------------------- the server
