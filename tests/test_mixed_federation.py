@@ -7,6 +7,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import nibabel as nib
@@ -20,6 +21,7 @@ from runs import last_state
 import fedatlas
 from fedatlas.cli import main
 from fedatlas.core.errors import FederationError
+from fedatlas.evaluation.evaluate import own_score
 from fedatlas.evaluation.statistics import read_rows
 from fedatlas.federation.check import check_federation_file, text_of
 from fedatlas.federation.design import Experiment
@@ -216,6 +218,26 @@ def test_a_model_of_pictures_says_so_of_a_scan(run: Path, tmp_path: Path, capsys
     assert main(["predict", str(run), str(scan), "-o", str(tmp_path / "out")]) == 1
     assert "the model was trained on pictures: give it one" in capsys.readouterr().err
     assert "IMAGE.png" in lines(read(run), Path("report.html"))[-1]
+
+
+def test_a_sites_own_model_says_the_findings_that_its_site_tells(folder: Path, tmp_path: Path) -> None:
+    """The head of a finding that a site does not tell was never trained there, and must empty no class that the site draws."""
+    path = finished(federation(folder, method={"name": "standalone"}), tmp_path / "run")
+    said = {name: Trained(path, f"local/{name}").members[0].findings for name in ("lungs", "air", "told")}
+    assert said == {"lungs": (), "air": (0,), "told": (0, 1)}
+
+
+def test_a_site_is_scored_by_the_findings_that_it_tells() -> None:
+    asked = []
+
+    def evaluate(site: Any, members: list[dict[str, Any]], **how: Any) -> dict[str, Any]:
+        asked.extend((member["classes"], member["findings"]) for member in members)
+        return {"rows": []}
+
+    labels = SimpleNamespace(annotated=frozenset({2, 1}), findings=frozenset())
+    score = own_score(SimpleNamespace(evaluate=evaluate), "dice")
+    assert score(SimpleNamespace(labels=labels), torch.nn.Linear(1, 1)) is None
+    assert asked == [([1, 2], [])]
 
 
 def test_a_finding_that_no_model_speaks_for_is_left_empty(

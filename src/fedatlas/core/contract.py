@@ -97,6 +97,13 @@ class Member:
         )
         return cls(classes=classes, trained=trained, findings=findings, **given)
 
+    @classmethod
+    def of_site(cls, kept: Mapping[str, Any]) -> "Member":
+        """A site's own model, of what the site answered, or of a file that kept it: "model", and what it says of "classes" and
+        "findings"."""
+        said = {key: kept.get(key) for key in ("classes", "findings")}
+        return cls.from_payload({"model": dict(kept["model"]), **said})
+
 
 class Site(Protocol):
     """All that a method's code at a hospital may touch."""

@@ -301,7 +301,8 @@ def own_score(evaluator: Any, metric: str) -> Callable[[Any, nn.Module], float |
     """What `core.contract.Site.score` gives of a site and a net, by an evaluator of a task and the metric that chooses rounds."""
 
     def score(site: Any, net: nn.Module) -> float | None:
-        members = [Member(tensors_of(net), tuple(sorted(site.labels.annotated))).to_payload()]
+        classes, findings = (tuple(sorted(of)) for of in (site.labels.annotated, site.labels.findings))
+        members = [Member(tensors_of(net), classes, findings=findings).to_payload()]
         what = {"split": "validation", "model": "", "round": 0, "grid": "federation", "metrics": [metric]}
         rows = evaluator.evaluate(site, members, **what, overlays=False)["rows"]
         return selection_score(rows, "classes", metric)

@@ -330,7 +330,7 @@ class Running:
             if each and size + own > TOGETHER:
                 ask(each)
                 each, size = {}, 0
-            each[site] = {"members": _payload([_local(reply)]), "model": f"local/{site}"}
+            each[site] = {"members": _payload([Member.of_site(reply)]), "model": f"local/{site}"}
             size += own
         if each:
             ask(each)
@@ -366,11 +366,6 @@ class Evaluated:
         self.rows.extend(other.rows)
         self.histograms.extend(other.histograms)
         self.lost.update(other.lost)
-
-
-def _local(kept: Mapping[str, Any]) -> Member:
-    """A site's local model, as it answered or was kept."""
-    return Member.from_payload({"model": kept["model"], "classes": kept.get("classes")})
 
 
 def _payload(members: Iterable[Member]) -> list[dict[str, Any]]:
@@ -413,7 +408,7 @@ def _local_model(site: str, file: Path, round: int) -> Finished:
 
     def opened() -> Callable[[str], list[Member]]:
         kept: Any = wire.decode(read_whole(file), copy=False)
-        members = [_local(kept)]
+        members = [Member.of_site(kept)]
         return lambda site: members
 
     return Finished(f"local/{site}", round, opened)

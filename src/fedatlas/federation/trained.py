@@ -109,7 +109,7 @@ class Trained:
             file, self.round = local[site]
             try:
                 kept: Any = wire.decode(read_whole(file), copy=False)
-                return [Member.from_payload({"model": dict(kept["model"]), "classes": kept["classes"]})]
+                return [Member.of_site(kept)]
             except (WireError, KeyError, TypeError, ValueError) as error:
                 raise RunFolderError(f"{file}: cannot be read ({error})") from None
         if self.model not in ("best", "last"):

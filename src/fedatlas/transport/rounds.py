@@ -268,7 +268,7 @@ class RunFolder:
             if held:
                 write_atomic(part / HELD, wire.encode(dict(held)))
             for site, reply in models or ():
-                kept = {"model": reply["model"], "classes": reply.get("classes")}
+                kept = {key: reply.get(key) for key in ("model", "classes", "findings")}
                 write_atomic(part / "local" / f"{site}.fa", wire.encode(kept))
             if final.exists():
                 shutil.rmtree(final)

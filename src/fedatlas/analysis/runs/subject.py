@@ -139,9 +139,7 @@ class Subject:
             )
         file, round = self.locals[site]
         kept: Any = wire.decode(read_whole(file), copy=False)
-        return Model(
-            f"local/{site}", Member.from_payload({"model": kept["model"], "classes": kept["classes"]}), round
-        )
+        return Model(f"local/{site}", Member.of_site(kept), round)
 
     def network(self, member: Member) -> nn.Module:
         """A net with a member's values, on the device, in evaluation mode."""
