@@ -881,6 +881,10 @@ def test_waiting_for_batches_grows_with_the_steps_and_predicting_with_the_cases(
     assert seen.seconds_per_step == pytest.approx(1.5)
     assert seen.seconds_per_round == pytest.approx(len(sizes) * (2 + 3 * 7 + 1.5 * 50) + 0.25)
     assert seen.seconds_per_validation == pytest.approx(len(sizes) * 2 * 4.0)
+    assert seen.seconds_of_start == 0
+    taught = replace(federation, method={"name": "kim", "pretrain_rounds": 3})
+    seen = added_up(taught, Design(taught, LabelSpace(("background", "x")), 1), sizes, measured)
+    assert seen.seconds_of_start == pytest.approx(len(sizes) * 1.5 * 3 * 50), "of the teachers"
 
 
 @pytest.mark.parametrize("kind", ["scans", "pictures", "images"])

@@ -296,6 +296,8 @@ def added_up(
         beside + predicting * cases + step * count_steps(local.steps, local.epochs, cases, local.batch)
         for cases in trained.values()
     ]
+    before = design.method.steps_before(federation.rounds, len(trained))
+    teachers = [step * (before or 0)] * len(trained)
     per_round = makespan(calls, workers) + statistics.median(measured.server)
     unit = IMAGES if federation.task == "classification" else 1
 
@@ -315,7 +317,7 @@ def added_up(
         step,
         per_round,
         evaluated("validation", measured.validation),
-        measured.start,
+        measured.start + makespan(teachers, workers),
         ends,
         federation.rounds,
         validations,

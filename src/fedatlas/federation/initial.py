@@ -168,6 +168,11 @@ def initialise(net: Net, given: InitFrom, space: LabelSpace) -> None:
     values = _read(file, given)
     try:
         if classes != space.names:
+            if net.by_organ:
+                raise FederationError(
+                    f"init_from: {given.path}: its classes are {', '.join(classes)}, those of the federation {', '.join(space.names)}; "
+                    f"{type(net).__name__} has parts for single organs, so they have to be the same, in one order"
+                )
             values = _by_class(net, values, classes, space)
         load(net, values)
     except NameMismatch as error:

@@ -63,8 +63,8 @@ class Local:
     )
     warmup_from: float | None = option(
         None,
-        "Learning rate at the first step of the warm-up, whose last step then has `lr`; null: lr / (warmup + 1), and "
-        "`lr` at the step after the last.",
+        "Learning rate at the first step of the warm-up, whose last step then has `lr` (a single one has this); null: "
+        "lr / (warmup + 1), and `lr` at the step after the last.",
         ge=0,
     )
     schedule_unit: Literal["steps", "rounds"] = option("steps", "What `warmup` and `restart` count.")
