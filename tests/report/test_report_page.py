@@ -1120,11 +1120,17 @@ def test_several_arms_are_drawn_beside_each_other() -> None:
         for arm in ("fedavg", "kim <1>")
         for model, trained in (("global", True), ("local/a", False))
     ]
-    text = figures.distributions([figures.Panel("liver, a", boxes)], ["a", "b"], "dice", "boxes")
+    text = figures.distributions(
+        [figures.Panel("liver, a", boxes)], ["a", "b"], tables.described("dice"), "boxes"
+    )
     assert "fedavg" in text and "kim &lt;1&gt;" in text and "local, a" in text
-    assert text == figures.distributions([figures.Panel("liver, a", boxes)], ["a", "b"], "dice", "boxes")
+    assert text == figures.distributions(
+        [figures.Panel("liver, a", boxes)], ["a", "b"], tables.described("dice"), "boxes"
+    )
     Outline(text)
-    far = figures.distributions([figures.Panel("liver, a", boxes)], ["a", "b"], "hd95", "boxes")
+    far = figures.distributions(
+        [figures.Panel("liver, a", boxes)], ["a", "b"], tables.described("hd95"), "boxes"
+    )
     assert "HD95, mm" in far and far != text
 
 
