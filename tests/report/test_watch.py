@@ -307,6 +307,12 @@ def until(look: Callable[[], str], wanted: str, seconds: float = 180) -> str:
     return text
 
 
+def round_in(text: str) -> int:
+    """The round that a page says is on; 0 where it says none."""
+    found = re.search(r"Round (\d+) of 500", text)
+    return int(found[1]) if found else 0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     BROWSER is None, reason="no Chromium on this machine; install it with: apt-get install chromium"
@@ -339,7 +345,7 @@ def test_a_browser_sees_a_run_whose_worker_dies_and_which_is_killed(
         os.kill(int(children[0]), signal.SIGKILL)
         at = re.search(r"Round (\d+) of 500", look())
         assert at
-        until(look, f"Round ({int(at[1]) + 2}|{int(at[1]) + 3}|{int(at[1]) + 4}) of 500")
+        until(lambda: str(round_in(look()) > int(at[1]) + 1), "True")  # a round may take less than a look
         running.kill()
         running.wait()
         text = until(look, "Stopped: its process ended without a word")
