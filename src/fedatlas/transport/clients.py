@@ -394,9 +394,8 @@ class SiteClients:
             self.series[site] = int(tree["log"].pop(SERIES))
         self.answering[site] = tree["from"]
         self.instances.setdefault(site, tree["from"])
-        if (
-            question.function not in STEPS
-        ):  # a step of a sum begins with no memory: it names the newest that is there
+        # a step of a sum begins with no memory, and names the newest that is there
+        if question.function not in STEPS:
             self.remembered[site] = tree["memory"]
         cost = {**tree["cost"], "bytes_down": sent, "bytes_up": size}
         spent = record.cost.setdefault(site, {})

@@ -135,10 +135,8 @@ def _log(
         prefix = "evaluate_" if call.function == "evaluate" else ""
         for site, numbers in call.logs.items():
             logged = sites.setdefault(site, {})
-            before = {key: logged.get(key, 0.0) for key in ADDED if key in numbers}
-            logged.update(numbers)
-            for key, value in before.items():  # teachers are trained by a call of their own
-                logged[key] += value
+            for key, value in numbers.items():  # a call of its own may have trained teachers
+                logged[key] = value + (logged.get(key, 0.0) if key in ADDED else 0.0)
         for site, spent in call.cost.items():
             total = cost.setdefault(site, {})
             for key, value in spent.items():
