@@ -253,6 +253,10 @@ def test_all_arms_take_equally_many_steps(small_images, tmp_path) -> None:
         "budget"
     ]
     assert [budget["total"] for budget in budgets.values()] == [40, 40, 28, None]
+    two = {"one": None, "two": {"method": {"name": "fedmatch"}}}
+    file = write(tmp_path / "two", small_images, arms=two, profiles={"full": {"rounds": 4, "steps": 5}})
+    budgets = collect(load_comparison([file], profile="full", runs=tmp_path))["budget"]
+    assert [budget["total"] for budget in budgets.values()] == [40, 80], "two optimizers move on each batch"
     assert found["epochs"].local.epochs == 2
     assert {f.rounds for f in found.values()} == {4}
     small_images["local"] |= {"epochs": 3, "steps": None}
@@ -472,6 +476,18 @@ def test_without_a_case_to_measure_nothing_is_trained(small_images, findings, tm
     file = write(tmp_path / "files", federation, measure={"metric": "auroc", "split": split})
     comparison = load_comparison([file], profile="full", data=findings, runs=tmp_path / "runs")
     with pytest.raises(DataError, match=f"asks for {split} cases, and there are none at .*Set `{key}`"):
+        run_comparison(comparison)
+    assert not list((tmp_path / "runs").glob("*/*/run.json"))
+
+
+def test_without_a_validation_case_no_model_is_the_best(small_images, findings, tmp_path) -> None:
+    data = shutil.copytree(findings, tmp_path / "data")
+    for table in data.glob("*/labels.csv"):
+        table.write_text(table.read_text().replace(",validation,", ",train,"))
+    federation = small_images | {"evaluation": small_images["evaluation"] | {"validation": 0}}
+    file = write(tmp_path / "files", federation, measure={"metric": "auroc"})
+    comparison = load_comparison([file], profile="full", data=data, runs=tmp_path / "runs")
+    with pytest.raises(DataError, match="asks for the model of the round that was best .* `model: last`"):
         run_comparison(comparison)
     assert not list((tmp_path / "runs").glob("*/*/run.json"))
 

@@ -231,6 +231,33 @@ def test_with_no_new_class_a_run_goes_on(small, finished, tmp_path) -> None:
     assert not same(plain["model"], tree["model"])
 
 
+def test_the_model_that_a_run_evaluated_is_gone_on_with(small, tmp_path) -> None:
+    """Of FedASAM the mean of late rounds; of sites that trained alone there is none but their own."""
+    small |= {"rounds": 4}
+    asam = {"name": "fedasam", "asam_start": 1, "swa": {"start": 0.0, "cycle": 1}}
+    run_federation(parse_federation(small | {"method": asam}, base=tmp_path), tmp_path / "asam")
+    tree: Any = wire.decode((tmp_path / "asam" / "models" / "last.fa").read_bytes())
+    assert tree["swa"] and not same(tree["swa"], tree["model"])
+    first: Any = {"path": str(tmp_path / "asam"), "model": "last"}
+    begun = Experiment(of_run(small, tmp_path, init_from=first), tmp_path / "cache").make_net()
+    assert same(tensors_of(begun), tree["swa"])
+
+    small["evaluation"] |= {"models": ["last", "local"]}
+    run = tmp_path / "alone"
+    alone = {"name": "standalone", "choose": "common"}
+    run_federation(parse_federation(small | {"method": alone}, base=tmp_path), run)
+    given = of_run(small, run, init_from={"path": str(run), "model": "last"})
+    with pytest.raises(FederationError, match="trained alone, so it has no model of all; train one, or give"):
+        Experiment(given, tmp_path / "cache").make_net()
+    with pytest.raises(FederationError, match="trained alone, so it has no model of all to go on from"):
+        extend(run, asked(tmp_path, {"rounds": 3}), tmp_path / "out.yaml")
+    own = max(run.glob("**/local/*.fa"))
+    classes = json.loads((run / "run.json").read_text())["labels"]["names"]
+    given = of_run(small, run, init_from={"path": str(own), "classes": classes})
+    kept: Any = wire.decode(own.read_bytes())
+    assert same(tensors_of(Experiment(given, tmp_path / "cache").make_net()), kept["model"])
+
+
 @pytest.fixture(scope="module")
 def joins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A site that annotates a new class alone."""

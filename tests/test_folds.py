@@ -140,6 +140,16 @@ def test_what_folds_do_not_go_with_is_told(small, tmp_path, changes, told) -> No
     assert told in str(error.value)
 
 
+def test_findings_have_no_folds(small, tmp_path) -> None:
+    """Their scores are of all images of a site together."""
+    small["labels"] = {"findings": {"ill": None}}
+    for changes in ({"measure": {"metric": "auroc"}}, {"tables": [{"metric": "auroc"}]}):
+        with pytest.raises(
+            FederationError, match="metric is auroc, which is of all images .* ask for a metric of voxels"
+        ):
+            load_comparison([written(tmp_path, small, **changes)])
+
+
 def test_whole_images_have_no_folds(small_images, tmp_path) -> None:
     with pytest.raises(FederationError, match="arm fedavg: folds: are for segmentation"):
         load_comparison([written(tmp_path, small_images)])

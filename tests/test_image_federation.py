@@ -23,7 +23,7 @@ from fedatlas.federation.file import parse_federation
 from fedatlas.federation.predict import predict_images
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.tasks import TASKS
-from fedatlas.federation.trained import Trained, evaluate_folder
+from fedatlas.federation.trained import Trained, evaluate_folder, fitted_thresholds
 
 
 def run(values: dict[str, Any], path: Path, **more: Any) -> Path:
@@ -62,9 +62,30 @@ def test_thresholds_are_fitted_on_all_sites_together(ran) -> None:
         if entry["split"] == "validation" and entry["model"] == "best":
             n = sum(entry["histogram"]["positives"]) + sum(entry["histogram"]["negatives"])
             counts[entry["class"]] = counts.get(entry["class"], 0) + n
-    assert counts == dict.fromkeys(CLASSES, 12)  # score_all: every site's four images count for every class
+    assert counts == {"blob": 4, "bar": 8, "ring": 4}  # two sites annotate bar; score_all is of test images
     for name, entry in kept["models"]["best"].items():
         assert (entry["value"] is None) == bool(entry["reason"]), name
+
+
+def test_a_model_that_is_both_best_and_last_has_its_thresholds_by_either_name(ran, tmp_path) -> None:
+    run = shutil.copytree(ran[0], tmp_path / "run")
+    kept = json.loads((run / "thresholds.json").read_text())
+    name, other = ("best", "last") if "best" in kept["models"] else ("last", "best")
+    kept["models"] = {name: {c: {"value": 0.25, "reason": None} for c in CLASSES}}
+    (run / "thresholds.json").write_text(json.dumps(kept))
+    best = json.loads((run / "best.json").read_text())
+    for number, there in ((2, True), (1, False)):  # it has two rounds
+        moved = {of: one | {"round": number} for of, one in best.get("sites", {}).items()}
+        (run / "best.json").write_text(json.dumps(best | {"round": number, "sites": moved}))
+        assert [one.value for one in fitted_thresholds(run, name, CLASSES).values()] == [0.25] * 3
+        wanted = [0.25 if there else None] * 3
+        assert [one.value for one in fitted_thresholds(run, other, CLASSES).values()] == wanted
+
+
+def test_images_that_are_drawn_by_class_are_not_scored_for_others(small_images, tmp_path) -> None:
+    small_images["sites"][0]["balanced"] = 1
+    with pytest.raises(FederationError, match="site s0: score_all and balanced: test images are drawn by"):
+        run(small_images, tmp_path / "run")
 
 
 def test_why_a_local_model_has_no_threshold(small_images, tmp_path) -> None:

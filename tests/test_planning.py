@@ -885,6 +885,9 @@ def test_waiting_for_batches_grows_with_the_steps_and_predicting_with_the_cases(
     taught = replace(federation, method={"name": "kim", "pretrain_rounds": 3})
     seen = added_up(taught, Design(taught, LabelSpace(("background", "x")), 1), sizes, measured)
     assert seen.seconds_of_start == pytest.approx(len(sizes) * 1.5 * 3 * 50), "of the teachers"
+    taught = replace(taught, local=replace(taught.local, steps=None, epochs=2.0))
+    seen = added_up(taught, Design(taught, LabelSpace(("background", "x")), 1), sizes, measured)
+    assert seen.seconds_of_start == pytest.approx(len(sizes) * 1.5 * 3 * 4), "7 cases in batches of 4, twice"
 
 
 @pytest.mark.parametrize("kind", ["scans", "pictures", "images"])

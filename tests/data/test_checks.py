@@ -253,6 +253,20 @@ def test_between_sites(sound: Path) -> None:
     assert channels.fatal and "2 image channels, but site s0 has 1" in str(channels)
 
 
+def test_a_site_that_trains_on_an_organ_and_not_on_its_lesion_is_told(sound: Path) -> None:
+    """Its outlines may hold lesions, which training takes for organ."""
+
+    def said(exclusive: bool = True, **config: Any) -> list[str]:
+        index = read_site(SiteConfig(name="site-0", path=str(sound / "site-0"), **config), sound)
+        names = SPACE.names if exclusive else SPACE.names[1:]
+        space = LabelSpace(names, ((names.index("liver"), names.index("tumour")),), exclusive=exclusive)
+        return [str(found) for found in check_federation([index], space) if "without a lesion" in str(found)]
+
+    [told] = said()
+    assert "annotates 'liver' and not 'tumour'" in told and "`whole: true`" in told
+    assert not said(role="test") and not said(aliases={"spleen": "tumour"}) and not said(exclusive=False)
+
+
 def test_scans_shared_by_sites(sound: Path) -> None:
     def scan(site: str, case: str, split: str, mark: str) -> Scan:
         return Scan(site, case, split, f"{split}/{case}", mark)

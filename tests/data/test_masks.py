@@ -387,13 +387,18 @@ def test_a_cached_case_is_refused_as_one_that_is_read(tmp_path: Path) -> None:
 
 
 def test_overlap_where_classes_are_exclusive() -> None:
-    """The later class takes common pixels; within a group that is no news, beyond it up to 5 % of the smaller."""
+    """A lesion, else the later class, takes common pixels; within a group that is no news, beyond it up to 5 % of the smaller."""
     whole = np.zeros((20, 20), dtype=bool)
     organ, lesion, other = whole.copy(), whole.copy(), whole.copy()
     organ[:10], lesion[2:5, 2:5], other[10:] = True, True, True
     space = LabelSpace(("background", "organ", "lesion", "other"), ((1, 2),))
     voxels, counts, told = join({1: organ, 2: lesion, 3: other}, space, (20, 20), Path("x.png"))
     assert told == [] and counts == {1: 191, 2: 9, 3: 200} and voxels[3, 3] == 2
+    first = LabelSpace(("background", "lesion", "organ", "other"), ((2, 1),))
+    voxels, counts, told = join({1: lesion, 2: organ, 3: other}, first, (20, 20), Path("x.png"))
+    assert told == [] and counts == {1: 9, 2: 191, 3: 200} and voxels[3, 3] == 1, (
+        "names may stand in any order"
+    )
     other[9, :5] = True
     voxels, _, told = join({1: organ, 3: other}, space, (20, 20), Path("x.png"))
     assert voxels[9, 0] == 3 and told[0].share == pytest.approx(5 / 200) and "overlap" in told[0].what

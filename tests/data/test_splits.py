@@ -343,6 +343,14 @@ def test_an_unlabelled_scan_of_a_patient_who_is_kept_from_training_does_not_trai
     assert not kept & {c.patient for c in found if c.split == "train"}
 
 
+def test_a_share_that_comes_to_no_patient_is_noted(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", NAMES[:4])
+    split = {"validation": 0.1, "test": 0.25}
+    [problem] = index_of(root, split=split).problems
+    assert not problem.fatal and "split: validation: 0.1 of its patients came to none" in str(problem)
+    assert not index_of(root, split=split | {"validation": 1}).problems
+
+
 def test_fewer_cases_are_those_of_fewer_patients() -> None:
     cases = [
         Case(f"p{n}-{k}", (Path("i"),), Path("l"), "train", f"p{n}", ("liver",))

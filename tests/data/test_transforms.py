@@ -240,6 +240,8 @@ def test_intensity_rules() -> None:
     z = normalised(x, Preprocessing(normalise="zscore", foreground=-60))
     assert np.isclose(z[1:].mean(), 0, atol=1e-6)
     assert (normalised(np.full(4, 7.0, np.float32), Preprocessing()) == 0).all()
+    for binary in (np.array([0, 1, 1, 0], np.float32), np.array([-3, 5, 5, -3], np.float32)):
+        assert np.allclose(normalised(binary, Preprocessing()), [-1, 1, 1, -1])
 
 
 def bright(background: float) -> np.ndarray:

@@ -16,7 +16,8 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import from_dict
 from fedatlas.evaluation.evaluate import Candidate, Evaluation, candidates_of, question
 from fedatlas.evaluation.pictures import planes
-from fedatlas.evaluation.statistics import COLUMNS
+from fedatlas.evaluation.postprocess import Postprocess
+from fedatlas.evaluation.statistics import COLUMNS, POST
 from fedatlas.evaluation.voxels import VoxelEvaluator, decide
 from fedatlas.federation.session import Finished, in_groups
 from fedatlas.transport import wire
@@ -403,3 +404,24 @@ def test_a_lesion_that_is_predicted_counts_as_its_organ_at_a_site_with_whole_org
             FakeSite("a", tmp_path, [case]), [member()], grid=grid, **what
         )
         assert [(row["class"], row["value"]) for row in reply["rows"]] == [("kidney", 1.0)]
+
+
+@pytest.mark.parametrize("channels", ["exclusive", "independent"])
+def test_there_classes_are_processed_before_they_are_merged(tmp_path, channels) -> None:
+    """As in labels that are written: the tumour, of one component, is not a small one of its organ."""
+    space = LabelSpace(("background", "kidney", "tumour"), groups=((1, 2),))
+    case = replace(volume("p", scored=(0, 1)), whole=True)
+    case.labels[2:, 4, 2] = case.shown[2:, 4, 2] = 0
+    options = Evaluation(postprocess=Postprocess(share=0.9, channels=channels))
+    reply = functions_of(VoxelEvaluator(options, space, (4, 4), 0))["evaluate"](
+        FakeSite("a", tmp_path, [case]),
+        [member()],
+        split="test",
+        model="best",
+        round=1,
+        metrics=["dice"],
+        overlays=False,
+        grid="original",
+    )
+    found = [(row["model"], row["class"], row["value"]) for row in reply["rows"]]
+    assert found == [("best", "kidney", 1.0), (f"{POST}best", "kidney", 1.0)]

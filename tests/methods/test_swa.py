@@ -1,6 +1,7 @@
 """Stochastic weight averaging: the published formula, the mean of late rounds, what it leaves alone, resume."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from torch import Tensor
 from unet_sites import LOCAL, SPACE, begin, play, resumed, server
 
 from fedatlas.core.errors import FederationError
+from fedatlas.federation.file import parse_federation
+from fedatlas.federation.session import run_federation
 from fedatlas.methods.centralized import Centralized
 from fedatlas.methods.condistfl import ConDistFL
 from fedatlas.methods.fedalign import FedAlign
 from fedatlas.methods.fedatlas import FedAtlas
 from fedatlas.methods.fedavg import FedAvg
 from fedatlas.methods.moon import MOON
+from fedatlas.methods.pseudo_labels import MethodChoice, PseudoLabels
 from fedatlas.methods.shared.swa import first, swa, swa_count
 from fedatlas.methods.standalone import Standalone
 
@@ -82,6 +86,17 @@ def test_with_it_one_round_counts_for_all_local_models() -> None:
     assert (
         Standalone(local=LOCAL).chosen_by_site and not Standalone(local=LOCAL, swa_start=0.5).chosen_by_site
     )
+
+
+def test_no_plain_model_is_the_best_of_a_run_with_it(small, tmp_path) -> None:
+    """Its last round is, however it scores; so it is for the method within pseudo labels."""
+    small |= {"rounds": 3, "method": {"name": "fedavg", "swa_start": 2}}
+    small["evaluation"] |= {"every": 1, "models": ["best", "last"]}
+    run_federation(parse_federation(small, base=tmp_path), tmp_path / "run", tell=lambda text: None)
+    assert json.loads((tmp_path / "run" / "best.json").read_text())["round"] == 3
+    within = PseudoLabels(local=LOCAL, inner=MethodChoice("fedavg", {"swa_start": 2}))
+    for method, first_one in ((FedAvg(local=LOCAL), 1), (FedAvg(local=LOCAL, swa_start=2), 40), (within, 40)):
+        assert method.best_from(40) == first_one
 
 
 def test_when_it_begins() -> None:

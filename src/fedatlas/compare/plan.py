@@ -835,6 +835,11 @@ def _check_measure(comparison: Comparison, file: Path) -> None:
     for arm, of_arm in comparison.federations.items():
         federation = next(iter(of_arm.values()))
         known = METRICS_OF[federation.task][0]
+        if comparison.folds and of_findings(comparison):
+            raise FederationError(
+                f"{file}: {at}metric is {comparison.metric}, which is of all images of a site together, and with folds each is tested "
+                "by another model; ask for a metric of voxels, as dice, or take folds away"
+            )
         if federation.labels.findings and of_findings(comparison):
             if measure.postprocess:
                 raise FederationError(

@@ -489,7 +489,7 @@ def _budget_of(federation: Federation) -> dict[str, Any]:
     before = method.steps_before(federation.rounds, training)
     total = None
     if local.steps is not None and before is not None:
-        total = (federation.rounds * local.steps + before) * training
+        total = (federation.rounds * local.steps * method.updates_per_step() + before) * training
     return {
         "rounds": federation.rounds,
         "steps": local.steps,

@@ -107,7 +107,7 @@ def run_comparison(
                 stale.add(arm)
     _some_data([comparison.federations[arm][seed] for arm, seed in todo])
     for arm, seed in todo[:1]:
-        _some_cases(comparison, comparison.federations[arm][seed])
+        _some_cases(comparison, arm, seed)
     total = len(chosen) * len(comparison.seeds)
     tell(f"{comparison.folder}: {total} runs, {done} finished, {len(todo)} to do")
     for note in dict.fromkeys(
@@ -157,9 +157,10 @@ def _some_data(federations: Sequence[Federation]) -> None:
         )
 
 
-def _some_cases(comparison: Comparison, federation: Federation) -> None:
-    """Raises DataError if the sites that `measure` asks for have no case of its split in a run of this federation. What is wrong with a
-    site's data is for the run to say."""
+def _some_cases(comparison: Comparison, arm: str, seed: int) -> None:
+    """Raises DataError if the sites that `measure` asks for have no case of its split in this run, or none has a validation case
+    though it asks for the best model. What is wrong with a site's data is for the run to say."""
+    federation = comparison.federations[arm][seed]
     split, asked = comparison.measure.split, comparison.measure.sites
     try:
         sources = Experiment(federation, cache_folder(federation, comparison.folder)).sources
@@ -173,6 +174,12 @@ def _some_cases(comparison: Comparison, federation: Federation) -> None:
             f"nothing was trained, as nothing could be measured: `measure` asks for {split} cases, and there are none at "
             f"{', '.join(sites)}. Set {key} in the federation file, or ask for `split: "
             f"{'validation' if split == 'test' else 'test'}` in `measure`"
+        )
+    best = comparison.measure.model == "best" and arm not in comparison.measure.local
+    if best and not any(source.items["validation"] for source in sources.values()):
+        raise DataError(
+            "nothing was trained, as nothing could be measured: `measure` asks for the model of the round that was best on validation "
+            "cases, and no site has any. Set `evaluation.validation` in the federation file, or ask for `model: last` in `measure`"
         )
 
 

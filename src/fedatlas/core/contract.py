@@ -277,10 +277,19 @@ class Method(ABC):
         """Notes on the number of rounds, for `fedatlas check`. Raises FederationError where it does not fit."""
         return []
 
-    def steps_before(self, rounds: int, sites: int) -> int | None:
-        """Optimizer steps of a site beyond those of `rounds` rounds, as of teachers that are trained before the first; None
-        where they are given in epochs. sites: how many train."""
+    def steps_before(self, rounds: int, sites: int, cases: int | None = None) -> int | None:
+        """Optimizer steps of a site beyond those of `rounds` rounds, as of teachers that are trained before the first. sites: how
+        many train. cases: on which the site trains; None where they are given in epochs and that is not told."""
         return 0
+
+    def updates_per_step(self) -> int:
+        """Optimizer steps that a site takes for each of `local.steps` in a round: 2 where two models, or two parts of one, are
+        trained in turn."""
+        return 1
+
+    def best_from(self, rounds: int) -> int:
+        """The first round whose model may be chosen as the best: `rounds` where the result is made after the last."""
+        return 1
 
     @abstractmethod
     def start(self, net: nn.Module, clients: Clients) -> State:

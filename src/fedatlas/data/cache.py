@@ -22,7 +22,7 @@ import numpy as np
 
 from fedatlas.core.errors import DataError, unwritable
 
-VERSION = 8
+VERSION = 9
 """Raised whenever the code writes other numbers for the same input, or more about it."""
 
 

@@ -332,6 +332,22 @@ def _outside(index: SiteIndex, case: Case, raw: Raw, space: LabelSpace) -> list[
     return found
 
 
+def _organs_alone(index: SiteIndex, known: Collection[int], space: LabelSpace) -> list[Problem]:
+    """A note for every organ on which a site trains, and not on a lesion of it, which its outlines may hold."""
+    found = []
+    for organ, *lesions in space.groups:
+        lacking = [space.names[c] for c in lesions if c not in known]
+        if organ in known and lacking:
+            name = space.names[organ]
+            what = (
+                f"annotates {name!r} and not {' or '.join(map(repr, lacking))}: all that it outlines is taken for {name!r} without "
+                "a lesion"
+            )
+            remedy = "if its outlines hold lesions, leave such cases out, or let it only test, with `role: test` and `whole: true`"
+            found.append(Problem(index.name, "", what, remedy, False))
+    return found
+
+
 def check_federation(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Problem]:
     """What is wrong between sites; no voxels are read. Fatal ones first. Where labels are of whole images also what the
     layouts alone show, and files that are equal byte by byte."""
@@ -408,6 +424,8 @@ def _between_scans(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Prob
         except FederationError as error:
             found.append(_misnamed(index, error))
             continue
+        if index.trains and space.exclusive:
+            found += _organs_alone(index, set(strict.classes.values()), space)
         for case in index.cases:
             if case.split != "test":
                 annotated |= strict.known(case.annotated)

@@ -63,7 +63,8 @@ class ImageData(SiteData):
         super().__init__(index, space, split_validation(by_name, seed=0, fraction=0), augmentation, cache)
 
     def _classes(self, case: Case, naming: tuple[Naming, Naming]) -> tuple[frozenset[int], frozenset[int]]:
-        return tuple(frozenset.union(*names.findings(case)) for names in naming)  # type: ignore[return-value]
+        known, scored = (frozenset.union(*names.findings(case)) for names in naming)
+        return known, scored if case.split == "test" else known
 
     def _present(self, item: Item) -> frozenset[int]:
         return item.naming[1].findings(item.case)[0]

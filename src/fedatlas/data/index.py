@@ -132,8 +132,8 @@ class SiteConfig:
     )
     balanced: int | None = option(
         None,
-        "Test images per class in which it is present, and as many in which it is absent, each class drawn on its "
-        "own; null: all test images (whole images).",
+        "Test images per annotated class in which it is present, and as many in which it is absent, each class drawn on its "
+        "own, and scored for no other; null: all test images (whole images).",
         ge=1,
     )
     score_all: bool = option(
@@ -310,6 +310,7 @@ def read_site(config: SiteConfig, base: Path, *, seed: int = 0) -> SiteIndex:
             index = replace(index, cases=_divided(index.cases, config.split, config.name, seed))
         except DataError as error:
             raise _after_problems(index, error) from None
+        index = replace(index, problems=(*index.problems, *_empty_shares(index, config.split)))
     if config.role == "test":
         tests = (replace(c, split="test") for c in index.cases if c.labelled or c.fuller)
         index = replace(index, cases=tuple(tests))
@@ -326,6 +327,11 @@ def read_image_site(config: SiteConfig, base: Path, *, channels: int, splitting:
     folder, no table, a format of the other task, a name that does not exist.
     """
     data = datasets.find(config.format)
+    if config.balanced is not None and config.score_all:
+        raise FederationError(
+            f"site {config.name}: score_all and balanced: test images are drawn by the annotated classes, and the others would be "
+            "scored in next to none; leave one of the two out"
+        )
     if data is None or data.kind != "findings":
         raise FederationError(
             f"site {config.name}: format is {config.format!r}; labels of whole images are read from: "
@@ -515,6 +521,21 @@ def _divided(cases: Sequence[Case], portions: Portions, site: str, seed: int) ->
         elif case.split == "train" and case.patient not in test | validation:
             found.append(case)
     return tuple(found)
+
+
+def _empty_shares(index: SiteIndex, portions: Portions) -> list[Problem]:
+    """Shares above 0 of a site that came to no patient."""
+    return [
+        Problem(
+            index.name,
+            "",
+            f"split: {split}: {portion:g} of its patients came to none",
+            f"ask for cases, as `{split}: 1`, or a larger share, unless that is meant",
+            False,
+        )
+        for split, portion in (("validation", portions.validation), ("test", portions.test))
+        if isinstance(portion, float) and portion > 0 and not any(case.split == split for case in index.cases)
+    ]
 
 
 def _ranked(groups: Mapping[str, Sequence[Case]], site: str, seed: int) -> list[str]:

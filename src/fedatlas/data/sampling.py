@@ -3,7 +3,6 @@
 Shapes: I input channels, C classes, *S the federation's grid, *P the patch.
 """
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,14 +11,6 @@ from fedatlas.data.transforms import slice_with_neighbours
 
 PER_SLICE = 64
 """Voxels kept per class and slice as centres of patches; a slice with more is thinned evenly."""
-
-
-def count_steps(steps: int | None, epochs: float | None, n_train: int, batch: int) -> int:
-    """How many batches a call trains on: `steps`, or as many as `epochs` passes over the training cases need.
-    Raises ValueError unless exactly one of them is given."""
-    if (steps is None) == (epochs is None):
-        raise ValueError(f"batches: steps is {steps} and epochs is {epochs}; give exactly one")
-    return steps if epochs is None else max(1, math.ceil(epochs * n_train / batch - 1e-9))  # type: ignore[return-value]
 
 
 def class_voxels(

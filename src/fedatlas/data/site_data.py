@@ -30,8 +30,8 @@ from fedatlas.data.datasets.shared.listing import Case, Problem, Split
 from fedatlas.data.index import Naming, SiteIndex, naming_of
 from fedatlas.data.inputs import Look, ranges_of
 from fedatlas.data.reading import refuse
-from fedatlas.data.sampling import count_steps
 from fedatlas.learning.augment import Augmentation
+from fedatlas.learning.loop import count_steps
 
 Prepared = tuple[Mapping[str, np.ndarray], Mapping[str, Any]]
 """A case as it is kept on disk: arrays by name, and plain values about it."""

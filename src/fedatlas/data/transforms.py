@@ -549,7 +549,7 @@ def _rule(preprocessing: Preprocessing) -> Literal["window", "zscore", "meanstd"
 
 
 def normalised(channel: np.ndarray, preprocessing: Preprocessing, base: float | None = None) -> np.ndarray:
-    """Intensities as the net sees them, float32. A scan of one intensity becomes 0 under zscore.
+    """Intensities as the net sees them, float32. Under zscore a scan of one intensity becomes 0, and one of two is normalised as a whole, as is one whose foreground has one voxel.
 
     base: of a channel that was resampled for zscore, the intensity above which voxels count, which was subtracted before: what
     lay on it is 0, and resampling may have made lower values. None: nothing was subtracted."""
@@ -570,7 +570,7 @@ def normalised(channel: np.ndarray, preprocessing: Preprocessing, base: float | 
         else:
             least = 0.0 if window is None else max(0.0, window[0] - moved)
         inside = channel[channel > least]
-        inside = inside if inside.size > 1 else channel
+        inside = inside if inside.size > 1 and inside.max() > inside.min() else channel
         shift = float(inside.mean(dtype=np.float64))
         scale = max(float(inside.std(dtype=np.float64)), 1e-6)
     return (channel - np.float32(shift)) / np.float32(scale)

@@ -269,9 +269,9 @@ def row_distances(prediction: np.ndarray, truth: np.ndarray) -> np.ndarray:
 
 
 def whole_organs(labels: np.ndarray, space: LabelSpace) -> np.ndarray:
-    """Labels, class index [*S] if exclusive, else masks [C, *S], in which an organ's voxels are its own and those of
-    its lesions; where classes overlap, a lesion's mask stays beside it."""
-    if space.exclusive:
+    """Labels, class index [*S], or masks [C, *S] where classes overlap or are bool, in which an organ's voxels are its own
+    and those of its lesions; of masks, a lesion's stays beside it."""
+    if space.exclusive and labels.dtype != bool:
         table = np.arange(len(space), dtype=labels.dtype)
         for lesion, organ in space.organ_of.items():
             table[lesion] = organ

@@ -161,12 +161,15 @@ class VoxelEvaluator(Evaluator):
             prediction, spacing = volume.restore(found), volume.raw_spacing
         else:
             prediction, spacing = decide(found, self.space.exclusive), volume.spacing
-        if volume.whole:
-            prediction = whole_organs(prediction, self.space)
-        scored = {model: self._score(volume, prediction, truth, spacing, metrics)}
+        versions = {model: prediction}
         if grid == "original" and self.options.postprocess:
-            clean = postprocess(prediction, self.space, self.options.postprocess)
-            scored[POST + model] = self._score(volume, clean, truth, spacing, metrics)
+            versions[POST + model] = postprocess(prediction, self.space, self.options.postprocess)
+        if volume.whole:
+            versions = {version: whole_organs(labels, self.space) for version, labels in versions.items()}
+        scored = {
+            version: self._score(volume, labels, truth, spacing, metrics)
+            for version, labels in versions.items()
+        }
         for version, scores in scored.items():
             for s in scores:
                 name, known = self.space.names[s.class_index], bool(volume.known[s.class_index])

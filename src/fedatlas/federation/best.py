@@ -22,8 +22,9 @@ class Best:
     """The best complete round by the validation score, kept as models/best.fa with best.json beside it. Of two rounds
     whose validation lacks sites, that which lacks fewer is the better: a mean over other sites is another number."""
 
-    def __init__(self, folder: RunFolder, weights: str, metric: str) -> None:
-        self.folder, self.weights, self.metric = folder, weights, metric
+    def __init__(self, folder: RunFolder, weights: str, metric: str, first: int = 1) -> None:
+        """first: the first round that counts."""
+        self.folder, self.weights, self.metric, self.first = folder, weights, metric, first
         self.round, self.score, self.lacking = 0, -1.0, 0
         self.last_score: float | None = None
         """The score of the round seen last; None if none of its values was defined."""
@@ -38,7 +39,8 @@ class Best:
 
     def _take(self, number: int, score: float | None, lacking: int) -> bool:
         """Is this round better than the best so far? Then it is the best."""
-        if score is None or (self.round and (-lacking, score) <= (-self.lacking, self.score)):
+        better = not self.round or (-lacking, score) > (-self.lacking, self.score)
+        if score is None or number < self.first or not better:
             return False
         self.round, self.score, self.lacking = number, score, lacking
         return True

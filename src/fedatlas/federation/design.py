@@ -21,13 +21,13 @@ from fedatlas.core.memory import require_memory
 from fedatlas.core.names import may_be_same
 from fedatlas.core.options import not_known
 from fedatlas.core.seeds import seed_of
-from fedatlas.core.tensors import n_bytes, shapes_of
+from fedatlas.core.tensors import from_tree, n_bytes, shapes_of
 from fedatlas.data.datasets.shared.listing import Problem
 from fedatlas.data.index import label_space_of, naming_of
 from fedatlas.data.site_data import SiteData, pool
 from fedatlas.evaluation.evaluate import own_score
 from fedatlas.federation import initial as first
-from fedatlas.federation.file import Federation, hash_of, make_method, make_terms, selects
+from fedatlas.federation.file import Federation, hash_of, load_federation, make_method, make_terms, selects
 from fedatlas.federation.tasks import task_of
 from fedatlas.federation.yaml import expanded
 from fedatlas.transport.egress import EgressLog
@@ -95,8 +95,25 @@ def build_net(
     if name == "main" and federation.init_from:
         net.old = first.old_classes(federation.init_from, space)
         if initial and not shapes:
-            first.initialise(net, federation.init_from, space)
+            first.initialise(net, federation.init_from, space, _model_of)
     return net
+
+
+def _model_of(file: Path, tree: Any) -> Any:
+    """The tensors that a file of a run folder holds as the model of all: where the run evaluated one, that one, as the mean of late
+    rounds; of a method whose sites keep parts or models of their own what they share. Raises FederationError where sites trained alone."""
+    run = file.parents[1]
+    if file.parent.name != "models" or not (run / "federation.yaml").exists():
+        return tree["model"]
+    method = make_method(load_federation(run / "federation.yaml"))
+    if method.alone:
+        raise FederationError(
+            f"init_from: {run}: its sites trained alone, so it has no model of all; train one, or give the file of a site's own model, "
+            f"as {run / 'models' / 'local'}/SITE.fa, and `classes`"
+        )
+    members = method.eval_members(from_tree(method.state, tree), "")
+    one = len(members) == 1 and members[0].net == "main" and members[0].classes is None
+    return members[0].model if one else tree["model"]
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,10 @@ def extend(
         raise FederationError(f"{out}: exists already; name another file with -o")
     info, space, _ = record_of(run)
     known, of_run = space.names, load_federation(run / "federation.yaml")
+    if make_method(of_run).alone:
+        raise FederationError(
+            f"{run}: its sites trained alone, so it has no model of all to go on from; train one"
+        )
     old, new = read_yaml(run / "federation.yaml"), load_raw(file)
     if not new and not without:
         raise FederationError(f"{file}: says nothing new; give `sites`, new names in `labels`, or other keys")

@@ -23,10 +23,10 @@ from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.tensors import n_bytes, shapes_of
 from fedatlas.data.index import Portions, SiteConfig
-from fedatlas.data.sampling import count_steps
 from fedatlas.federation.design import POOLED, Design
 from fedatlas.federation.file import Federation, resolved
 from fedatlas.federation.session import Finished, Running, gather_local
+from fedatlas.learning.loop import count_steps
 from fedatlas.phantoms.noise import write_images, write_pictures, write_scans
 from fedatlas.transport.egress import NetForms, bytes_of
 from fedatlas.transport.local import keeping_workers
@@ -296,8 +296,10 @@ def added_up(
         beside + predicting * cases + step * count_steps(local.steps, local.epochs, cases, local.batch)
         for cases in trained.values()
     ]
-    before = design.method.steps_before(federation.rounds, len(trained))
-    teachers = [step * (before or 0)] * len(trained)
+    teachers = [
+        step * (design.method.steps_before(federation.rounds, len(trained), cases) or 0)
+        for cases in trained.values()
+    ]
     per_round = makespan(calls, workers) + statistics.median(measured.server)
     unit = IMAGES if federation.task == "classification" else 1
 

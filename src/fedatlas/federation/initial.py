@@ -8,7 +8,7 @@ Shapes: C classes of the federation.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -143,9 +143,14 @@ def sentence(given: InitFrom, space: LabelSpace) -> str:
     return f"first weights from {given.path or 'the server'}{which}, {(given.sha256 or '')[:8]}: {told}"
 
 
-def initialise(net: Net, given: InitFrom, space: LabelSpace) -> None:
+def initialise(
+    net: Net,
+    given: InitFrom,
+    space: LabelSpace,
+    model_of: Callable[[Path, Any], Any] = lambda _, tree: tree["model"],
+) -> None:
     """Copies the weights into a net. Rows of classes that both know are matched by name; those of others stay as they
-    are.
+    are. model_of: a file of a run and what it holds -> its model, name -> tensor.
 
     Raises FederationError, before anything is changed, for weights that are not those agreed on, of another net, of other
     findings, or whose classes exclude each other where those of the space do not, or the other way round.
@@ -165,7 +170,7 @@ def initialise(net: Net, given: InitFrom, space: LabelSpace) -> None:
             f"{list(space.findings)}; they have to be the same"
         )
     file = weights_file(given)
-    values = _read(file, given)
+    values = _read(file, given, model_of)
     try:
         if classes != space.names:
             if net.by_organ:
@@ -181,7 +186,7 @@ def initialise(net: Net, given: InitFrom, space: LabelSpace) -> None:
         ) from None
 
 
-def _read(file: Path, given: InitFrom) -> Tensors:
+def _read(file: Path, given: InitFrom, model_of: Callable[[Path, Any], Any]) -> Tensors:
     """The tensors of a file of weights. Raises FederationError for one that is damaged or not the one agreed on."""
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest != given.sha256:
@@ -192,8 +197,7 @@ def _read(file: Path, given: InitFrom) -> Tensors:
     if file.suffix != ".fa":
         return _as_here(read_weights(file))
     try:
-        tree: Any = wire.decode(read_whole(file))
-        return dict(tree["model"])
+        return dict(model_of(file, wire.decode(read_whole(file))))
     except (WireError, RunFolderError, KeyError, TypeError, OSError) as error:
         raise FederationError(f"init_from: {file}: cannot be read ({error})") from None
 

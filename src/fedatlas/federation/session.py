@@ -537,7 +537,8 @@ def _rounds(
             tell(f"goes on with data that changed since the run began, at {', '.join(parties.changed)}")
         chosen, own, scores = local_models(federation), BestLocals(folder), dict[str, float]()
         lacking = list[str]()
-        best = Best(folder, evaluation.select_weights, selects(federation))
+        first = design.method.best_from(federation.rounds)
+        best = Best(folder, evaluation.select_weights, selects(federation), first)
         if design.method.chosen_by_site:
             best = BestOfSites(folder, selects(federation), design.method, own)
         state = folder.latest(design.method)

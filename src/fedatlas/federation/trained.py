@@ -185,6 +185,11 @@ def fitted_thresholds(run: Path, model: str, names: Sequence[str]) -> dict[str, 
     RunFolderError where thresholds.json is damaged."""
     file = run / "thresholds.json"
     models = require_object(file, read_json(file), models=dict)["models"] if file.exists() else {}
+    other = {"best": "last", "last": "best"}.get(model)
+    if model not in models and other in models:
+        # where both are one and the same, thresholds are kept of one of them
+        rounds = load_federation(run / "federation.yaml").rounds
+        model = other if (run / "best.json").exists() and RunFolder(run).best_is_last(rounds) else model
     fitted = require_object(f"{file}, {model}", models.get(model, {}))
     found = {}
     for name in names:

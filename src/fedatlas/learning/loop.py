@@ -307,6 +307,14 @@ def autocast(local: Local, device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=dtype, enabled=local.precision != "float32")
 
 
+def count_steps(steps: int | None, epochs: float | None, n_train: int, batch: int) -> int:
+    """How many batches a call trains on: `steps`, or as many as `epochs` passes over the training cases need.
+    Raises ValueError unless exactly one of them is given."""
+    if (steps is None) == (epochs is None):
+        raise ValueError(f"batches: steps is {steps} and epochs is {epochs}; give exactly one")
+    return steps if epochs is None else max(1, math.ceil(epochs * n_train / batch - 1e-9))  # type: ignore[return-value]
+
+
 def in_steps(local: Local, per_round: int) -> Local:
     """`local` with its warm-up and restarts counted in steps. per_round: steps of a round."""
     if local.schedule_unit == "steps":

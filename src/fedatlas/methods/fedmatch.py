@@ -224,6 +224,10 @@ class FedMatch(Match):
         site.log(confident=float(pairs[0] / pairs[1].clamp(min=1)), sent=share(sent, held))
         return {**sent, "buffers": {name: values[name] for name in buffers}}
 
+    def updates_per_step(self) -> int:
+        """sigma and psi."""
+        return 2 if self.learns_psi else 1
+
     @property
     def learns_psi(self) -> bool:
         """Is there any loss of psi?"""

@@ -154,6 +154,10 @@ class FedMENU(Weighted):
         common = site_weights(replies, self.weights)
         return Averaging(replies.sites, common, experts, other, state.parts)
 
+    def updates_per_step(self) -> int:
+        """S1 and S2."""
+        return 1 if self.agd == "none" else 2
+
     def eval_members(self, state: MENUState, site: str) -> list[Member]:
         """The global model, with what the strategy keeps for the site."""
         return make_strategy(self.strategy).members(state.kept, state.model, site)

@@ -202,6 +202,10 @@ class FedSM(Weighted):
             round=state.round + 1,
         )
 
+    def updates_per_step(self) -> int:
+        """w_g and w_p,k; those of the selector are not counted."""
+        return 2
+
     def eval_members(self, state: FedSMState, site: str) -> list[Member]:
         """w_g, w_s and every w_p,k, at every site alike."""
         return routed(state.model, state.persons, state.selector.model, self.threshold)

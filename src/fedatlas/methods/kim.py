@@ -53,6 +53,7 @@ from fedatlas.losses import LossChoice
 from fedatlas.losses.masked import masked_bce
 from fedatlas.methods.shared.averaging import SENDS, Weighted, Weighting, site_weights
 from fedatlas.methods.shared.heads import head_known, head_space, head_target, heads, heads_of, with_groups_of
+from fedatlas.methods.shared.teachers import steps_of
 
 TEACHERS = "teachers"
 """The key in a site's memory of the local models of the other sites."""
@@ -117,10 +118,9 @@ class Kim(Weighted):
     def summed(self) -> Weighting | None:
         return None if self.lambda_local else self.weights
 
-    def steps_before(self, rounds: int, sites: int) -> int | None:
-        if not self.lambda_local or sites < 2:
-            return 0
-        return None if self.local.steps is None else self.local.steps * (self.pretrain_rounds or rounds)
+    def steps_before(self, rounds: int, sites: int, cases: int | None = None) -> int | None:
+        alone = not self.lambda_local or sites < 2
+        return 0 if alone else steps_of(self.local, self.pretrain_rounds or rounds, cases)
 
     def start(self, net: nn.Module, clients: Clients) -> KimState:
         return KimState(model=tensors_of(net))

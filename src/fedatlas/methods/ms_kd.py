@@ -164,8 +164,8 @@ class MSKD(Weighted):
         with watched(net):
             return self.teachers.notes(len(sites), net, self.local)
 
-    def steps_before(self, rounds: int, sites: int) -> int | None:
-        return self.teachers.steps(self.local, rounds, sites)
+    def steps_before(self, rounds: int, sites: int, cases: int | None = None) -> int | None:
+        return self.teachers.steps(self.local, rounds, sites, cases)
 
 
 def region(masks: Tensor, speaks: Tensor) -> Tensor:

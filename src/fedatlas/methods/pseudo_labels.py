@@ -230,8 +230,19 @@ class PseudoLabels(Method):
             )
         return [*notes, *self.teachers.notes(len(sites), net, self.local)]
 
-    def steps_before(self, rounds: int, sites: int) -> int | None:
-        return self.teachers.steps(self.local, rounds, sites)
+    def steps_before(self, rounds: int, sites: int, cases: int | None = None) -> int | None:
+        """Those of the teachers and of the method within."""
+        both = (
+            self.teachers.steps(self.local, rounds, sites, cases),
+            self.method.steps_before(rounds, sites, cases),
+        )
+        return None if None in both else sum(both)  # type: ignore[arg-type]
+
+    def updates_per_step(self) -> int:
+        return self.method.updates_per_step()
+
+    def best_from(self, rounds: int) -> int:
+        return self.method.best_from(rounds)
 
     def plan(self, rounds: int) -> list[str]:
         """What `check` should tell. Raises as the method within does."""

@@ -350,8 +350,8 @@ class UFPS(Weighted):
             )
         return self.teachers.notes(len(sites), net, self.local)
 
-    def steps_before(self, rounds: int, sites: int) -> int | None:
-        return self.teachers.steps(self.local, rounds, sites)
+    def steps_before(self, rounds: int, sites: int, cases: int | None = None) -> int | None:
+        return self.teachers.steps(self.local, rounds, sites, cases)
 
     def plan(self, rounds: int) -> list[str]:
         """What `check` should tell: the rounds of every module. Raises FederationError for one that would never begin."""

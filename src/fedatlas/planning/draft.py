@@ -135,7 +135,9 @@ def _labels(draft: Draft) -> Iterator[str]:
         yield f"  exclusive: {_flow(draft.exclusive)}                      # {why}"
     if draft.labels.groups:
         yield from _comment(
-            "Organs with their lesions: where the lesion is not annotated, the organ holds it.", 2
+            "Organs with their lesions. A site that annotates the organ alone should have no lesion in it: training takes all that it "
+            "outlines for organ without lesion.",
+            2,
         )
         yield from _entry("groups", [list(group) for group in draft.labels.groups], 2)
     if draft.findings.names:

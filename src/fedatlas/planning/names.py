@@ -247,8 +247,7 @@ def _lesions(found: Merged, drawn: Drawn) -> Iterator[Question]:
             merged.groups = [g for g in merged.groups if g[0] != organ] + [(*old, name)]
 
         yield Question(
-            f"{name!r} lies in {organ!r}: are they an organ and its lesion, so that a site that draws {organ} alone has the lesion "
-            "inside it?",
+            f"{name!r} lies in {organ!r}: are they an organ and its lesion, which methods and tables put together?",
             (("yes: a group", group), ("no", _nothing)),
         )
 

@@ -387,8 +387,8 @@ def join(
 ) -> tuple[np.ndarray, dict[int, int], list[Note]]:
     """Masks per class, bool of one shape, as labels: class index of that shape, or masks [C, …]; pixels per class; notes.
 
-    Where classes are exclusive, a pixel in several masks takes the last of them in the order of the label space: a
-    lesion, named after its organ, stays in it. Classes of one group may overlap freely. Of others up to 5 % of the
+    Where classes are exclusive, a pixel in several masks takes a lesion before its organ, and else the last of them in the order of
+    the label space. Classes of one group may overlap freely. Of others up to 5 % of the
     smaller mask may, with a note; beyond that FileError names both.
     """
     kind = np.uint8 if len(space) < 256 else np.int16
@@ -400,10 +400,11 @@ def join(
     group_of = {c: number for number, group in enumerate(space.organs) for c in group}
     index = np.zeros(shape, dtype=kind)
     notes: list[Note] = []
-    for c in sorted(planes):
-        for other in sorted(planes):
+    order = sorted(planes, key=lambda c: (c in space.organ_of, c))
+    for place, c in enumerate(order):
+        for other in order[:place]:
             smaller = min(int(planes[c].sum()), int(planes[other].sum()))
-            if other >= c or group_of[c] == group_of[other] or not smaller:
+            if group_of[c] == group_of[other] or not smaller:
                 continue
             share = int((planes[c] & planes[other]).sum()) / smaller
             if share > OVERLAP:

@@ -5,7 +5,9 @@ learning: Caldarola, Caputo, Ciccone. Improving generalization in federated lear
 
     w_SWA <- (n w_SWA + w) / (n + 1)        after each round from the start on; n models are in the mean already
 
-Sites go on from the plain model w; the mean is taken at the end, in place of the model of the last round. Nothing more travels. With a
+Sites go on from the plain model w; the mean is taken at the end, in place of the model of the last round, and is the only one that can
+be the run's best. Nothing more travels. Running statistics of batch normalisation are averaged like weights; the paper gathers them
+anew with the mean, so take group or instance normalisation. With a
 learning rate that falls to 0 late models hardly differ, and neither does their mean; a constant one keeps them moving around an
 optimum, and their mean is nearer to it than any of them.
 """
@@ -62,6 +64,10 @@ class WithSWA(Supervised):
                 "differ, and their mean gains little: constant is meant for it"
             )
         return told
+
+    def best_from(self, rounds: int) -> int:
+        """The mean is there after the last round, and no plain model stands in for it."""
+        return super().best_from(rounds) if self.swa_start is None else rounds
 
     def round(self, state: Any, clients: Clients) -> State:
         return self.with_mean(super().round(state, clients))  # type: ignore[safe-super]

@@ -31,7 +31,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels, known_row
 from fedatlas.core.options import from_dict, option, options
 from fedatlas.core.outputs import Others, voxel_logits
 from fedatlas.core.tensors import Tensors, Tree, load, n_bytes, shapes_of, tensors_of
-from fedatlas.learning.loop import Local, autocast
+from fedatlas.learning.loop import Local, autocast, count_steps
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.onehot import DiceBCE
@@ -111,12 +111,9 @@ class Teaching:
                     "set teachers.exclusive to true"
                 )
 
-    def steps(self, local: Local, rounds: int, sites: int) -> int | None:
+    def steps(self, local: Local, rounds: int, sites: int, cases: int | None) -> int | None:
         """`Method.steps_before` of a method with these teachers."""
-        if sites < 2:
-            return 0
-        steps = self.training(local).steps
-        return None if steps is None else steps * (self.rounds or rounds)
+        return 0 if sites < 2 else steps_of(self.training(local), self.rounds or rounds, cases)
 
     def notes(self, sites: int, net: nn.Module, local: Local) -> list[str]:
         """What `check` should tell of teachers at so many sites. Raises FederationError where they cannot be trained so."""
@@ -131,6 +128,13 @@ class Teaching:
             f"({size:.1f} MiB) and gets {sites - 1} ({size * (sites - 1):.1f} MiB)",
             *dp_sgd.examine(self.dp_sgd, net, self.training(local)),
         ]
+
+
+def steps_of(local: Local, rounds: int, cases: int | None) -> int | None:
+    """Optimizer steps of so many rounds on so many cases; None where `local` is in epochs and the cases are not told."""
+    if local.steps is not None:
+        return local.steps * rounds
+    return None if cases is None else count_steps(None, local.epochs, cases, local.batch) * rounds
 
 
 def require_exclusive(name: str, space: LabelSpace) -> None:
