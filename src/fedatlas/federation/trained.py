@@ -185,7 +185,7 @@ def fitted_thresholds(run: Path, model: str, names: Sequence[str]) -> dict[str, 
     RunFolderError where thresholds.json is damaged."""
     file = run / "thresholds.json"
     models = require_object(file, read_json(file), models=dict)["models"] if file.exists() else {}
-    other = {"best": "last", "last": "best"}.get(model)
+    other = {"best": "last", "last": "best"}.get(model, "")
     if model not in models and other in models:
         # where both are one and the same, thresholds are kept of one of them
         rounds = load_federation(run / "federation.yaml").rounds
