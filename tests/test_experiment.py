@@ -10,6 +10,7 @@ import yaml
 from fedatlas.compare import load_comparison
 from fedatlas.core.errors import FederationError
 from fedatlas.federation.file import hash_of, json_schema, load_federation, parse_federation, resolved
+from fedatlas.federation.session import run_federation
 from fedatlas.federation.yaml import read_yaml
 
 
@@ -218,3 +219,18 @@ def test_display_names_decide_nothing_and_name_known_classes() -> None:
     assert shareable({**plain, "labels": {"names": names, "display": {"liver_left": "x"}}}) == shareable(
         plain
     )
+
+
+def test_no_more_workers_are_started_than_there_are_sites(small, tmp_path, monkeypatch) -> None:
+    asked: list[int] = []
+
+    def workers(target: str, arguments: Any, n: int, log: Path) -> None:
+        asked.append(n)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr("fedatlas.federation.session.Workers", workers)
+    for number in (2, 1000):
+        small["engine"] |= {"workers": number}
+        with pytest.raises(RuntimeError, match="enough"):
+            run_federation(parse_federation(small, base=tmp_path), tmp_path / str(number))
+    assert asked == [2, len(small["sites"])]

@@ -92,7 +92,9 @@ class Labels:
 class Engine:
     """How the federation runs on this machine. Nothing here changes a bit of the result."""
 
-    workers: int = option(0, "Worker processes; 0 runs the sites in turn in this process.", ge=0)
+    workers: int = option(
+        0, "Worker processes, at most one for each site; 0 runs the sites in turn in this process.", ge=0
+    )
     device: str = option("cpu", "Where sites train: cpu, cuda, cuda:0, …")
     cache: str | None = option(None, "Folder of preprocessed cases; null: .cache beside the runs.")
 

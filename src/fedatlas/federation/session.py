@@ -114,9 +114,8 @@ def gather_local(
         _require_elsewhere(federation)
         arguments = {"run": str(folder.path), "cache": str(cache)}
         log = folder.path / "sites" / "workers.log"
-        transport = Workers(
-            "fedatlas.federation.session:open_hosts", arguments, federation.engine.workers, log
-        )
+        n = min(federation.engine.workers, len(federation.sites))  # each site answers one question at a time
+        transport = Workers("fedatlas.federation.session:open_hosts", arguments, n, log)
         transport.start()
     else:
         transport = InProcess(Hosts(experiment, folder).answer)
