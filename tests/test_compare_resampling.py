@@ -96,8 +96,8 @@ def test_of_intervals_of_few_cases_so_many_hold_the_true_mean(
     sizes: tuple[int, ...], skewed: bool, least: float, most: float
 ) -> None:
     """28 cases of four sites, as on CT, and 12 of three, as on MR: 94 of 100. Percentiles of 2.5 and 97.5 of as many cases as there are
-    hold it in 91 and 87. Of values as lopsided as an exponential distribution 92, and with two cases at each site, as in the demo, which
-    have two resamples alone, 84."""
+    hold it in 91 and 87. Of values as lopsided as an exponential distribution 92, and with two cases at each site, as in the demo, of
+    which a resample draws one alone, 84."""
     rng = np.random.default_rng(0)
     held = []
     for _ in range(1000):

@@ -549,7 +549,8 @@ def _rule(preprocessing: Preprocessing) -> Literal["window", "zscore", "meanstd"
 
 
 def normalised(channel: np.ndarray, preprocessing: Preprocessing, base: float | None = None) -> np.ndarray:
-    """Intensities as the net sees them, float32. Under zscore a scan of one intensity becomes 0, and one of two is normalised as a whole, as is one whose foreground has one voxel.
+    """Intensities as the net sees them, float32. Under zscore a scan of one intensity becomes 0; where the foreground has one voxel, or
+    one intensity, as in a mask, mean and deviation are of the whole channel.
 
     base: of a channel that was resampled for zscore, the intensity above which voxels count, which was subtracted before: what
     lay on it is 0, and resampling may have made lower values. None: nothing was subtracted."""

@@ -387,9 +387,9 @@ def join(
 ) -> tuple[np.ndarray, dict[int, int], list[Note]]:
     """Masks per class, bool of one shape, as labels: class index of that shape, or masks [C, …]; pixels per class; notes.
 
-    Where classes are exclusive, a pixel in several masks takes a lesion before its organ, and else the last of them in the order of
-    the label space. Classes of one group may overlap freely. Of others up to 5 % of the
-    smaller mask may, with a note; beyond that FileError names both.
+    Where classes are exclusive, a pixel in several masks takes a lesion before any organ, and else the last of them in the
+    order of the label space. Classes of one group may overlap freely. Of others up to 5 % of the smaller mask may, with a
+    note; beyond that FileError names both.
     """
     kind = np.uint8 if len(space) < 256 else np.int16
     if not space.exclusive:

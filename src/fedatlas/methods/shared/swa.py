@@ -7,9 +7,8 @@ learning: Caldarola, Caputo, Ciccone. Improving generalization in federated lear
 
 Sites go on from the plain model w; the mean is taken at the end, in place of the model of the last round, and is the only one that can
 be the run's best. Nothing more travels. Running statistics of batch normalisation are averaged like weights; the paper gathers them
-anew with the mean, so take group or instance normalisation. With a
-learning rate that falls to 0 late models hardly differ, and neither does their mean; a constant one keeps them moving around an
-optimum, and their mean is nearer to it than any of them.
+anew with the mean, so take group or instance normalisation. With a learning rate that falls to 0 late models hardly differ, and
+neither does their mean; a constant one keeps them moving around an optimum, and their mean is nearer to it than any of them.
 """
 
 import dataclasses
