@@ -191,6 +191,8 @@ def test_a_name_in_the_place_of_a_block_is_told_how(small, tmp_path) -> None:
         ("preprocessing.spacing=4", r"spacing: got 4; expected a list, as \[4, 4, 4\]"),
         ("preprocessing.patch=64", r"patch: got 64; expected a list, as \[64, 64\]"),
         ("augmentation.mirror=0", r"mirror: got 0; expected a list, as \[0\]"),
+        ("net.filters=4,8,16", r"filters: got '4,8,16'; expected a list, as \[4, 8, 16\]"),
+        ("preprocessing.spacing=[6, 6]", r"spacing: got \[6, 6\], which has 2 of 3 entries; give them all"),
         ("method.name=fedpox", "^-o method.name=fedpox: the method 'fedpox' does not exist; did you mean 'fedprox'"),
         ("net.name=unett", "^-o net.name=unett: the net 'unett' does not exist; did you mean 'unet'"),
         ("method.mu=1", "^-o method.mu=1: the key 'mu' does not exist; of method fedavg, known: swa_start,"),

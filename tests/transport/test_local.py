@@ -480,6 +480,20 @@ def test_the_best_model_of_a_round_that_is_done_again_is_left_alone(tmp_path) ->
     assert (best.round, best.score, own.best["a"]["score"]) == (3, 0.6, 0.6)
 
 
+def test_a_round_without_validation_after_the_best_one_changes_nothing(tmp_path) -> None:
+    folder, state = RunFolder(tmp_path), State(tensors_of(net()))
+    best = Best(folder, "classes", "dice")
+    row = {"split": "validation", "grid": "federation", "metric": "dice", "value": 0.5, "known": True}
+    row |= {"model": "global", "round": 1, "site": "a", "case": "p", "class": "x", "reason": ""}
+    for number, rows in ((1, [row]), (2, [])):
+        folder.save(Round(number, replace(state, round=number), {"round": number}, rows))
+        best.see(number, rows)
+    assert (best.round, best.score, best.last_score) == (1, 0.5, None)
+    resumed = Best(folder, "classes", "dice")
+    resumed.recover(2)
+    assert (resumed.round, resumed.score) == (1, 0.5)
+
+
 def test_a_round_whose_validation_lacks_a_site_is_not_the_best(tmp_path) -> None:
     folder, state = RunFolder(tmp_path), State(tensors_of(net()))
     best = Best(folder, "classes", "dice")

@@ -170,6 +170,10 @@ def explain(
         kind = item["type"]
         if kind in ("unexpected_keyword_argument", "extra_forbidden"):
             lines.append(str(unknown_key(what, loc, _keys_at(cls, loc[:-1]), inside)))
+        elif kind.startswith("missing") and isinstance(loc[-1], int):  # a place of a list
+            if len(item["input"]) == loc[-1]:
+                got = f"got {list(item['input'])}, which has {loc[-1]} of {_length_at(cls, loc[:-1])} entries"
+                lines.append(f"{what}: {'.'.join(_told(loc[:-1]))}: {got}; give them all")
         elif kind.startswith("missing"):
             lines.append(f"{where}: missing; it must be given")
         elif kind in _BLOCKS and item["input"] is None:
@@ -192,7 +196,9 @@ def explain(
         elif kind in ("tuple_type", "list_type") and isinstance(item["input"], Mapping):
             lines.append(f"{where}: is a mapping; expected {_BLOCKS[kind]}")
         elif kind in ("tuple_type", "list_type"):
-            example = ", ".join([str(item["input"])] * _length_at(cls, loc))
+            given_text = str(item["input"]).strip("[ ]")
+            several = [part.strip() for part in given_text.split(",")]
+            example = ", ".join(several if len(several) > 1 else several * _length_at(cls, loc))
             lines.append(f"{where}: got {item['input']!r}; expected a list, as [{example}]")
         else:
             message = item["msg"].removeprefix("Value error, ")

@@ -39,8 +39,9 @@ class Best:
 
     def _take(self, number: int, score: float | None, lacking: int) -> bool:
         """Is this round better than the best so far? Then it is the best."""
-        better = not self.round or (-lacking, score) > (-self.lacking, self.score)
-        if score is None or number < self.first or not better:
+        if score is None or number < self.first:
+            return False
+        if self.round and (-lacking, score) <= (-self.lacking, self.score):
             return False
         self.round, self.score, self.lacking = number, score, lacking
         return True
