@@ -1,4 +1,4 @@
-"""FedAtlas from Python: as the command line, to the same bits; and methods and losses of others."""
+"""FedAtlas from Python: as the command line, to the same bits; and methods, losses and nets of others."""
 
 import subprocess
 import sys
@@ -17,11 +17,13 @@ from PIL import Image
 from runs import phantom_federation
 
 import fedatlas
-from fedatlas import losses, methods
+from fedatlas import losses, methods, nets
 from fedatlas.core.options import option, options
+from fedatlas.federation.catalogue import catalogue
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.predict import predict_scans
 from fedatlas.losses.marginal import MarginalDiceCE
+from fedatlas.nets import Net
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
@@ -153,6 +155,48 @@ def test_a_registered_method_and_loss_give_the_bits_of_those_they_repeat(
     assert other.method["name"] == "mine"
     with pytest.raises(fedatlas.FedAtlasError, match=r"entry point of the group fedatlas\.methods"):
         fedatlas.run(fedatlas.change(changed, engine={"workers": 1}), tmp_path, id="workers")
+
+
+def test_a_net_of_ones_own(run: tuple[fedatlas.Run, list[fedatlas.Seen]], tmp_path: Path) -> None:
+    class Plain(Net):
+        def __init__(self, in_channels: int, classes: int) -> None:
+            super().__init__(in_channels, classes, (1, 1))
+            self.conv = torch.nn.Conv2d(in_channels, classes, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x)
+
+    @options
+    class Plainly:
+        """One convolution."""
+
+        bare: bool = option(False, "Give a module that is no Net.")
+
+        def build(self, *, in_channels: int, classes: int, spatial_dims: int) -> Any:
+            return torch.nn.Conv2d(1, classes, 1) if self.bare else Plain(in_channels, classes)
+
+    try:
+        fedatlas.register_net("plainly")(Plainly)
+        theirs = fedatlas.change(run[0].federation, net={"name": "plainly"}, rounds=1)
+        assert isinstance(fedatlas.run(theirs, tmp_path).model("last").net, Plain)
+        assert "plainly" in catalogue("nets")
+        with pytest.raises(
+            fedatlas.FedAtlasError, match=r"Plain: does not name its parts.*parts\(self\).*add-a-net"
+        ):
+            fedatlas.run(fedatlas.change(theirs, method={"name": "fedbn", "keep": ["decoder"]}), tmp_path)
+        with pytest.raises(
+            fedatlas.FedAtlasError, match=r"build gave a Conv2d; expected .* fedatlas\.nets\.Net"
+        ):
+            fedatlas.run(fedatlas.change(theirs, net={"bare": True}), tmp_path)
+        with pytest.raises(fedatlas.FedAtlasError, match=r"entry point of the group fedatlas\.nets"):
+            fedatlas.run(fedatlas.change(theirs, engine={"workers": 1}), tmp_path, id="workers")
+        with pytest.raises(fedatlas.FedAtlasError, match="is there already"):
+            fedatlas.register_net("unet")
+        fedatlas.register_net("no_net")(Plain)
+        with pytest.raises(fedatlas.FedAtlasError, match=r"net no_net: Plain is no class of options"):
+            fedatlas.change(theirs, net={"name": "no_net"})
+    finally:
+        nets.OTHERS.here.clear()
 
 
 @pytest.mark.usefixtures("registered")

@@ -7,6 +7,7 @@ import shutil
 import sys
 import types
 from importlib import metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ import yaml
 from runs import last_state
 from set_cases import scan as write_scan
 
-from fedatlas import methods
+from fedatlas import methods, nets
 from fedatlas.compare.plan import ComparisonFile, Layout, Measure
+from fedatlas.core.tensors import head_of, parts
 from fedatlas.federation.file import load_federation, parse_federation
 from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import wire
@@ -127,6 +129,24 @@ def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
     assert difference < 1e-6, "without momentum it is FedAvg, up to the rounding of old - (old - mean)"
     assert wire.encode(moved["model"]) != wire.encode(still["model"])
     assert dataclasses.is_dataclass(module.FedAvgMState)
+
+
+def test_the_example_of_a_net_works(small, tmp_path, monkeypatch) -> None:
+    page = (ROOT / "docs" / "how-to" / "add-a-net.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    module = types.ModuleType("our_nets.segres")
+    monkeypatch.setitem(sys.modules, "our_nets.segres", module)
+    exec(compile(code, "add-a-net.md", "exec"), module.__dict__)
+    entry = re.findall(r"^segres = \"(.*)\"$", page, re.M)[0]
+    monkeypatch.setattr(nets.OTHERS, "installed", {"segres": EntryPoint("segres", entry, "fedatlas.nets")})
+    assert "segres" in nets.names()
+    for dims in (2, 3):
+        net = nets.build("segres", {"width": 8}, in_channels=1, classes=4, spatial_dims=dims, seed=0)
+        nets.check_output(net, 4)
+        assert set(parts(net)) == {"encoder", "decoder", "head"} and len(head_of(net)) == 2
+    for method in ("fedatlas", "moon"):  # these ask for the head's rows, and for what the encoder gives
+        chosen = {"net": {"name": "segres", "width": 8, "down": [1, 1]}, "method": {"name": method}}
+        assert last_state(small | chosen, tmp_path / method)
 
 
 def _examples() -> tuple[list[str], str]:

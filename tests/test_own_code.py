@@ -131,6 +131,23 @@ def test_an_error_at_the_server_names_method_and_round(small, tmp_path, mine) ->
     assert error.value.__notes__ == ["in Mine.round, round 1"]
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return {'model': state.model}", r"Mine.round, round 1: returned a dict, expected a State"),
+        (
+            "return replace(state, model={k: v / 0 for k, v in state.model.items()}, round=1)",
+            r"Mine.round, round 1: the model holds values that are NaN or infinite, in .* the round is not kept",
+        ),
+    ],
+)
+def test_what_is_no_state_or_no_model_is_not_kept(small, tmp_path, mine, body, said) -> None:
+    mine(body)
+    with pytest.raises(FedAtlasError, match=said):
+        run_federation(federation(small, tmp_path), tmp_path / "run")
+    assert [folder.name for folder in (tmp_path / "run" / "rounds").iterdir()] == ["0000"]
+
+
 def test_a_class_of_no_file_has_no_code() -> None:
     others = Extensions("method", "fedatlas.methods")
     others.here["made"] = type("Made", (), {"__module__": "nowhere"})

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedatlas.federation.api import Model, Run, Seen, change, load, run
     from fedatlas.losses import register as register_loss
     from fedatlas.methods import register as register_method
+    from fedatlas.nets import register as register_net
 
 _PLACES = {
     "load": "fedatlas.federation.api",
@@ -29,6 +30,7 @@ _PLACES = {
     "Seen": "fedatlas.federation.api",
     "register_method": "fedatlas.methods:register",
     "register_loss": "fedatlas.losses:register",
+    "register_net": "fedatlas.nets:register",
     "FedAtlasError": "fedatlas.core.errors",
 }
 """Name -> where it is, with the name that it has there where that is another."""
@@ -43,6 +45,7 @@ __all__ = [
     "load",
     "register_loss",
     "register_method",
+    "register_net",
     "run",
 ]
 

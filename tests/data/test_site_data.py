@@ -413,8 +413,12 @@ def test_the_phantom_is_the_same_for_the_same_seed(tmp_path) -> None:
     indexes = [read_site(SiteConfig(**config), tmp_path) for config in phantom_sites(folders[0])]
     space = label_space_of([index.brings for index in indexes], [["kidney", "tumour"]])
     assert space.names == NAMES and not [problem for index in indexes for problem in check_site(index, space)]
-    (lesions,) = check_federation(indexes, space)  # s1 outlines kidneys alone, of which s2 knows the tumours in them
-    assert lesions.site == "s1" and not lesions.fatal and "annotates 'kidney' and not 'tumour'" in lesions.what
+    (lesions,) = check_federation(
+        indexes, space
+    )  # s1 outlines kidneys alone, of which s2 knows the tumours in them
+    assert (
+        lesions.site == "s1" and not lesions.fatal and "annotates 'kidney' and not 'tumour'" in lesions.what
+    )
     with pytest.raises(ValueError, match="no organ 'heart'"):
         write_phantom(tmp_path / "x", classes=("heart",))
 

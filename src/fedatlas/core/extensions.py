@@ -1,4 +1,4 @@
-"""What others add to a registry: by a decorator in this process, or by an entry point of an installed package.
+"""What others add to a registry, of methods, losses or nets: by a decorator in this process, or by an entry point of an installed package.
 
 A class that a notebook registers is known in its process alone. One of an entry point is known wherever the package is
 installed: in worker processes, at hospitals and at the server.

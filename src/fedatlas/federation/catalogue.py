@@ -14,7 +14,7 @@ def catalogue(what: str) -> dict[str, str]:
     if what == "methods":
         return {name: first_sentence(methods.get(name)) for name in methods.names()}
     registry: Mapping[str, Any] = {
-        "nets": nets.REGISTRY,
+        "nets": {name: nets.get(name) for name in nets.names()},
         "datasets": {
             name: f"{data.title} {data.kind.capitalize()}{'' if data.pixels == 'any' else f', {data.pixels}'}."
             for name in datasets.known()

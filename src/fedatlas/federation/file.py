@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from fedatlas import methods, nets
 from fedatlas.core.contract import Method
 from fedatlas.core.errors import FederationError
+from fedatlas.core.extensions import Extensions
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import blamed, explain, from_dict, not_known, option, options, own_first
 from fedatlas.data.images import Images
@@ -30,6 +31,7 @@ from fedatlas.federation.yaml import absolute, from_folder, keys_of, load_raw, w
 from fedatlas.learning.augment import Augmentation
 from fedatlas.learning.inference import Inference
 from fedatlas.learning.loop import Local
+from fedatlas.losses import OTHERS as OTHER_LOSSES
 from fedatlas.losses import LossChoice, others_of
 from fedatlas.transport.clients import Faults
 from fedatlas.transport.frames import shown
@@ -383,6 +385,22 @@ def make_method(
             f"{federation.task}; choose another method"
         )
     return method
+
+
+def extensible(federation: Federation) -> list[tuple[Extensions, str]]:
+    """What of a federation another package, or this process, may have registered: the registry's additions, and the name that the
+    federation asks for; of its method and the one within, its nets, and its loss."""
+    method, net = make_method(federation), net_options(federation)[1]
+    inner, loss = getattr(method, "inner", None), getattr(method, "loss", None)
+    asked = [
+        (methods.OTHERS, federation.method["name"]),
+        (methods.OTHERS, getattr(inner, "name", None)),
+        (nets.OTHERS, federation.net["name"]),
+        (nets.OTHERS, (getattr(net, "backbone", None) or {}).get("name")),
+        *((nets.OTHERS, spec.name) for _, spec in sorted(method.nets.items())),
+        (OTHER_LOSSES, loss.name if isinstance(loss, LossChoice) else None),
+    ]
+    return list(dict.fromkeys((others, str(name)) for others, name in asked if name))
 
 
 def make_terms(federation: Federation) -> Terms:

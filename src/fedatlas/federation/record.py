@@ -13,7 +13,6 @@ import yaml
 from torch import nn
 
 import fedatlas
-from fedatlas import losses, methods
 from fedatlas.core.errors import RunFolderError
 from fedatlas.core.tensors import n_bytes, tensors_of
 from fedatlas.evaluation.evaluate import AFTER_TRAINING
@@ -21,10 +20,10 @@ from fedatlas.federation.design import Design, arithmetic, versions
 from fedatlas.federation.file import (
     Federation,
     differences,
+    extensible,
     flat_difference,
     hash_of,
     load_federation,
-    make_method,
     resolved,
 )
 from fedatlas.federation.yaml import read_yaml
@@ -154,11 +153,7 @@ CODE = "code"
 
 def code_of_others(federation: Federation) -> dict[str, str]:
     """What of a federation other packages bring, as "method mine" -> the SHA-256 of the file in which it is written."""
-    loss = getattr(make_method(federation), "loss", None)
-    asked = {"method": (methods.OTHERS, str(federation.method["name"]))}
-    if isinstance(loss, losses.LossChoice):
-        asked["loss"] = (losses.OTHERS, loss.name)
-    found = {f"{what} {name}": others.code_of(name) for what, (others, name) in asked.items()}
+    found = {f"{others.what} {name}": others.code_of(name) for others, name in extensible(federation)}
     return {what: code for what, code in found.items() if code}
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from fedatlas import losses, methods
 from fedatlas.core.contract import Member, Method, State
 from fedatlas.core.errors import FederationError, RunFolderError, SiteLost, require_object
 from fedatlas.core.tensors import Tensors, n_bytes
@@ -22,10 +21,10 @@ from fedatlas.federation.best import LACKING, Best, BestLocals, BestOfSites
 from fedatlas.federation.design import Design, Experiment, cache_folder, egress_log, slow_precision
 from fedatlas.federation.file import (
     Federation,
+    extensible,
     hash_of,
     load_federation,
     local_models,
-    make_method,
     make_terms,
     selects,
 )
@@ -127,12 +126,9 @@ def gather_local(
 
 
 def _require_elsewhere(federation: Federation) -> None:
-    """Raises FederationError for a method or a loss that other processes do not know."""
-    where = f"engine.workers is {federation.engine.workers}"
-    methods.OTHERS.require_elsewhere(str(federation.method["name"]), where)
-    loss = getattr(make_method(federation), "loss", None)
-    if isinstance(loss, losses.LossChoice):
-        losses.OTHERS.require_elsewhere(loss.name, where)
+    """Raises FederationError for a method, a net or a loss that other processes do not know."""
+    for others, name in extensible(federation):
+        others.require_elsewhere(name, f"engine.workers is {federation.engine.workers}")
 
 
 def _local_parties(

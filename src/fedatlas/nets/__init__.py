@@ -2,8 +2,9 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, get_type_hints
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any, Protocol, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedatlas.core import seeds
 from fedatlas.core.errors import FederationError
+from fedatlas.core.extensions import Extensions
 from fedatlas.core.options import from_dict, not_known
 from fedatlas.core.outputs import Mixed
 from fedatlas.nets.classifier import CNN, Classifier, DenseNet121
@@ -23,7 +25,7 @@ from fedatlas.nets.heads import SimSiamHeads
 from fedatlas.nets.kim_unet import KimUNet
 from fedatlas.nets.mednext import MedNeXt
 from fedatlas.nets.menunet import MENUNet
-from fedatlas.nets.module import Net
+from fedatlas.nets.module import PAGE, Net
 from fedatlas.nets.organ_heads import OrganHeads
 from fedatlas.nets.ufps_unet import UFPSUNet
 from fedatlas.nets.unet import UNet
@@ -67,14 +69,37 @@ FOR_LEVEL: dict[str, tuple[str, ...]] = {
     ),
     "image": ("cnn", "densenet121"),
 }
-"""Which nets fit labels of voxels, and of whole images."""
+"""Which nets of this package fit labels of voxels, and of whole images."""
+
+OTHERS = Extensions("net", "fedatlas.nets")
+"""Nets of other packages, and of this process."""
+
+N = TypeVar("N", bound=type)
+
+
+def register(name: str) -> Callable[[N], N]:
+    """A decorator: registers a net in this process, see `Extensions.register`. The class is one of `options`, with
+    `build` as of `NetOptions`."""
+    return OTHERS.register(name, lambda: REGISTRY)
+
+
+def names() -> list[str]:
+    """All nets: of this package, then of others."""
+    return [*REGISTRY, *OTHERS.names()]
 
 
 def get(name: str) -> type[Any]:
-    """The options class of a net. Raises FederationError, naming the nearest net, for an unknown name."""
-    if name not in REGISTRY:
-        raise not_known("the net", name, REGISTRY)
-    return REGISTRY[name]
+    """The options class of a net. Raises FederationError, naming the nearest net, for an unknown name, and for a class that
+    cannot make a net."""
+    found = REGISTRY.get(name) or OTHERS.find(name)
+    if found is None:
+        raise not_known("the net", name, names())
+    if not (isinstance(found, type) and callable(getattr(found, "build", None)) and is_dataclass(found)):
+        raise FederationError(
+            f"net {name}: {getattr(found, '__name__', found)} is no class of options that makes a net; write @options above it and "
+            f"in it build(self, *, in_channels, classes, spatial_dims), {PAGE}"
+        )
+    return found
 
 
 def net_of(name: str) -> type[Net]:
@@ -139,7 +164,7 @@ def build(
     if spatial_dims not in (2, 3):
         raise FederationError(f"net {name}: spatial_dims is {spatial_dims}; allowed: 2, 3")
     if findings and not _takes_findings(chosen):
-        able = ", ".join(sorted(other for other, cls in REGISTRY.items() if _takes_findings(cls)))
+        able = ", ".join(sorted(other for other in names() if _takes_findings(get(other))))
         raise FederationError(
             f"net {name}: has no head for findings of the whole image, and labels.findings names {findings}; "
             f"allowed: {able}; or leave labels.findings out"
@@ -147,6 +172,10 @@ def build(
     more = {"findings": findings} if findings else {}
     with seeds.isolated(seed, name):
         net: Net = chosen.build(in_channels=in_channels, classes=classes, spatial_dims=spatial_dims, **more)
+    if not isinstance(net, Net):
+        raise FederationError(
+            f"net {name}: build gave a {type(net).__name__}; expected is a module that derives from fedatlas.nets.Net, {PAGE}"
+        )
     if initial and hasattr(chosen, "initialise"):
         chosen.initialise(net)
     return net
@@ -293,5 +322,7 @@ __all__ = [
     "check_patch",
     "count_outputs",
     "get",
+    "names",
     "net_of",
+    "register",
 ]

@@ -9,6 +9,9 @@ from torch import nn
 from fedatlas.core.errors import FederationError
 from fedatlas.core.outputs import Outputs
 
+PAGE = "see docs/how-to/add-a-net.md"
+"""Where it is said what a net of one's own holds."""
+
 
 class Net(nn.Module):
     """A net of a federation.
@@ -36,8 +39,11 @@ class Net(nn.Module):
 
     def parts(self) -> dict[str, nn.Module | list[nn.Module]]:
         """The modules of each part; "encoder", "decoder", "head", and, where there are any,
-        "deep_supervision" and "image_head"."""
-        raise TypeError(f"{type(self).__name__} does not name its parts")
+        "deep_supervision" and "image_head". Raises FederationError where a net does not say them."""
+        raise FederationError(
+            f"net {type(self).__name__}: does not name its parts, by which this method tells its tensors apart; write "
+            f'parts(self), which gives {{"encoder": …, "decoder": …, "head": …}}, {PAGE}'
+        )
 
     def check_patch(self, patch: Sequence[int]) -> None:
         """Raises FederationError for a patch that the net cannot take: another number of axes, an axis that

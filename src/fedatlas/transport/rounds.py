@@ -16,10 +16,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import nn
 
 from fedatlas.core.contract import Clients, Method, State
-from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError, WireError, parse_json
+from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError, WireError, first_of, parse_json
 from fedatlas.core.tensors import Tree, from_tree, to_tree
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Call
@@ -72,12 +73,15 @@ def run(
     evaluators: whom `evaluate` asks, whose calls go into the record, too; None: `clients`.
     after_round: is given the record of every complete round, and of the start as round 0.
 
-    Raises SiteLost as `clients` does, and FedAtlasError where a method does not count its rounds.
+    Raises SiteLost as `clients` does, and FedAtlasError where a method returns no state, does not count its rounds, or
+    makes a model whose values are not finite.
     """
     if state is None:
         clients.begin(0)
         clients.remembered.update(dict.fromkeys(clients.everyone, ""))
-        state = replace(method.start(net, clients), round=0, rounds=rounds)
+        began_with = method.start(net, clients)
+        _require_state(began_with, f"{type(method).__name__}.start")
+        state = replace(began_with, round=0, rounds=rounds)
         if after_round:
             after_round(Round(0, state, _log(0, clients.calls, {}, 0.0, clients.remembered), []))
     while state.round < rounds:
@@ -91,6 +95,7 @@ def run(
             state = method.round(state, clients)
         trained = time.perf_counter()
         peak = peak_mb()
+        _require_state(state, f"{type(method).__name__}.round, round {number}")
         if state.round != number:
             raise FedAtlasError(
                 f"{type(method).__name__}.round returned the state of round {state.round}, expected {number}; "
@@ -102,6 +107,22 @@ def run(
             calls = [call for each in asked for call in each.calls]
             after_round(Round(number, state, _log(number, calls, phases, peak, clients.remembered), rows))
     return state
+
+
+def _require_state(state: Any, where: str) -> None:
+    """Raises FedAtlasError for what is no state, or holds a model with values that are no numbers, before it is kept."""
+    if not isinstance(state, State):
+        raise FedAtlasError(
+            f"{where}: returned a {type(state).__name__}, expected a State; a round ends with replace(state, model=…, "
+            "round=state.round + 1)"
+        )
+    broken = [name for name, value in state.model.items() if not bool(torch.isfinite(value).all())]
+    if broken:
+        raise FedAtlasError(
+            f"{where}: the model holds values that are NaN or infinite, in {first_of(broken, 3)}; the round is not kept. "
+            "Look at what the server does with the models of the sites, and at the last steps there, as by a rate that is "
+            "too high"
+        )
 
 
 @contextlib.contextmanager
