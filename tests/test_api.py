@@ -67,6 +67,36 @@ def test_a_run_tells_its_rounds_and_gives_data_frames(run: tuple[fedatlas.Run, l
     assert again.path == made.path and again.summary() == made.summary()
 
 
+def test_a_run_that_is_not_finished_says_how_far_it_is(federation: Any, tmp_path: Path) -> None:
+    def stop(after: int) -> Any:
+        def seen(one: fedatlas.Seen) -> None:
+            if one.number == after:
+                raise KeyboardInterrupt
+
+        return seen
+
+    with pytest.raises(KeyboardInterrupt):
+        fedatlas.run(federation, tmp_path, id="one", on_round=stop(0))
+    one = fedatlas.Run(tmp_path / "one")
+    with pytest.raises(fedatlas.FedAtlasError, match=r"not finished.* 0 of 2 rounds are complete\. Go on with it"):
+        one.model()
+    with pytest.raises(fedatlas.FedAtlasError, match=r"rows\.csv: missing; a run writes it when it is finished"):
+        one.results()
+    with pytest.raises(KeyboardInterrupt):
+        fedatlas.run(federation, tmp_path, id="one", on_round=stop(1))
+    with pytest.warns(UserWarning, match=r"not finished, 1 of 2 rounds .* its model best is that of round 1"):
+        assert one.model().net
+    with pytest.raises(fedatlas.FedAtlasError, match="no such folder; a run folder is what"):
+        fedatlas.Run(tmp_path / "none")
+
+
+def test_a_federation_is_loaded_from_a_mapping(phantom: Path, phantom_cache: Path, federation: Any) -> None:
+    plain = phantom_federation(phantom, phantom_cache)
+    assert fedatlas.load(plain) == federation and fedatlas.load(plain, rounds=3).rounds == 3
+    with pytest.raises(fedatlas.FedAtlasError, match=r"load: the key 'round' .*did you mean 'rounds'"):
+        fedatlas.load({**plain, "round": 3})
+
+
 def test_a_change_is_that_of_a_file_that_extends(federation: Any) -> None:
     changed = fedatlas.change(federation, rounds=5, local={"steps": 1}, method={"name": "fedprox"})
     assert (changed.rounds, changed.local.steps, changed.local.lr) == (5, 1, federation.local.lr)

@@ -67,7 +67,7 @@ def test_a_split_does_not_hide_the_files_that_are_wrong(small, tmp_path) -> None
         checked(small, tmp_path)
     first, *_, split, other = str(told.value).splitlines()
     assert first.startswith("site s0: imagesTr/") and "an image without a channel number; rename it" in first
-    assert "split: 1 for validation and 0 for the test leave nothing to train on" in split
+    assert "split: there is nothing to divide: of the 1 cases that its layout lists none" in split
     assert other.startswith("site s1: ") and "no such folder" in other
 
 

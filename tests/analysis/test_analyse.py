@@ -252,7 +252,9 @@ def test_what_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "does not exist" in refused("hessian", str(run), "--data", "nowhere=x")
     assert "grid" in refused("landscape", str(run), "--grid", "1")
     assert "model" in refused("landscape", str(run), "--model", "worst")
-    assert "--device nothing: cannot be used" in refused("landscape", str(run), "--device", "nothing")
+    assert "device: got 'nothing', which cannot be used here (it is no device)" in refused(
+        "landscape", str(run), "--device", "nothing"
+    )
     assert "pool" in refused("membership", str(run), "--pool", "own", "--model", "best")
     said = refused("membership", str(run), "--labels", "annotated")
     assert "no class that it tells has ground truth in all" in said

@@ -105,6 +105,16 @@ def empty(root: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "no label": (lambda r: (r / LABEL).unlink(), LABEL, "missing: training case 'p001' has no label file"),
     "no image": (lambda r: (r / IMAGE).unlink(), LABEL, "a label without an image"),
+    "no channel number": (
+        lambda r: (r / IMAGE).rename(r / "imagesTr" / "p001.nii.gz"),
+        "imagesTr/p001.nii.gz",
+        "an image without a channel number",
+    ),
+    "another channel": (
+        lambda r: (r / IMAGE).rename(r / "imagesTr" / "p001_0001.nii.gz"),
+        IMAGE,
+        "missing: the channels of a site are 1",
+    ),
     "truncated": (truncate, IMAGE, "truncated or damaged"),
     "not an image": (lambda r: (r / LABEL).write_text("x"), LABEL, "not a NIfTI file"),
     "flat": (lambda r: change(r / IMAGE, lambda v: v[..., 0]), IMAGE, "not three-dimensional"),

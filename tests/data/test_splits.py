@@ -184,13 +184,20 @@ def test_files_that_are_wrong_are_told_before_a_split_that_they_leave_too_few_fo
     )
     assert last.startswith("site x: split: 1 for validation and 1 for the test leave nothing to train on")
     assert "labelsTr/p01.nii.gz" in told(root, split={"folds": 3, "fold": 1})
-    many = nnunet(tmp_path / "many", [f"c{n:02d}" for n in range(15)])
+    many = nnunet(tmp_path / "many", [f"c{n:02d}" for n in range(25)])
     for image in (many / "imagesTr").iterdir():
         image.rename(image.with_name(image.name.replace("_0000", "")))
     lines = told(many, split=split).splitlines()
     assert "imagesTr/c00.nii.gz: an image without a channel number; rename it to <case>_0000" in lines[0]
-    assert len(lines) == 22 and lines[20] == "site x: and 10 more errors in its files"
-    assert "leave nothing to train on: the site has 0 labelled cases" in lines[21]
+    assert len(lines) == 22 and lines[20] == "site x: and 5 more findings in its files"
+    assert "split: there is nothing to divide: its layout lists no case; see" in lines[21]
+    none = nnunet(tmp_path / "none", ["c0"])
+    (none / "labelsTr" / "c0.nii.gz").rename(none / "labelsTr" / "c0.nii.GZ")
+    (none / "imagesTr" / "c0_0000.nii.gz").rename(none / "imagesTr" / "c0_0000.nii.GZ")
+    note, _, last = told(none, split=split).splitlines()
+    assert "not read: it does not end in .nii.gz" in note and "nothing to divide" in last, (
+        "a note may be the reason"
+    )
 
 
 def test_shares_are_of_all_patients_however_many_findings_there_are() -> None:

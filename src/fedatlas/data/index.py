@@ -364,11 +364,12 @@ def read_image_site(config: SiteConfig, base: Path, *, channels: int, splitting:
 
 
 def _after_problems(index: SiteIndex, error: DataError) -> DataError:
-    """An error about how many cases there are, below what is wrong with the files, which may be why: a line each."""
-    fatal = [problem for problem in index.problems if problem.fatal]
-    lines = [str(problem) for problem in fatal[:LISTED]]
-    if len(fatal) > LISTED:
-        lines.append(f"site {index.name}: and {len(fatal) - LISTED} more errors in its files")
+    """An error about how many cases there are, below what was found in the files, which may be why: a line each, what is
+    wrong before what is a note."""
+    found = sorted(index.problems, key=lambda problem: not problem.fatal)
+    lines = [str(problem) for problem in found[:LISTED]]
+    if len(found) > LISTED:
+        lines.append(f"site {index.name}: and {len(found) - LISTED} more findings in its files")
     return DataError("\n".join([*lines, str(error)]))
 
 
@@ -491,6 +492,15 @@ def _divided(cases: Sequence[Case], portions: Portions, site: str, seed: int) ->
     for case in cases:
         if case not in fixed and (case.labelled or case.reference is not None):
             groups.setdefault(case.patient, []).append(case)
+    if not groups:
+        has = (
+            f"of the {len(cases)} cases that its layout lists none is a labelled training case"
+            if cases
+            else "its layout lists no case"
+        )
+        raise DataError(
+            f"site {site}: split: there is nothing to divide: {has}; see that its files are where its format has them"
+        )
     order = _ranked(groups, site, seed)
     if portions.folds and portions.fold:
         if portions.folds > len(order):

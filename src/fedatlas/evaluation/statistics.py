@@ -202,6 +202,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 raise ValueError(f"line {number} has not as many columns as its header")
             row["value"] = float(row["value"]) if row["value"] else None
             row["known"], row["round"] = bool(int(row["known"])), int(row["round"])
+    except FileNotFoundError:
+        raise RunFolderError(
+            f"{path}: missing; a run writes it when it is finished: go on with it, by the command that began it, or restore the file where "
+            "it was finished"
+        ) from None
     except (OSError, ValueError, TypeError, csv.Error) as error:
         raise RunFolderError(
             f"{path}: no whole table of results ({error}); restore it, or run again"

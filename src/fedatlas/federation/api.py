@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedatlas.core.errors import DataError, FederationError
+from fedatlas.core.errors import DataError, FederationError, require_run
 from fedatlas.data.formats import flat
 from fedatlas.data.formats.picture import PictureError
 from fedatlas.data.images import on_grid, prepared
@@ -46,9 +46,13 @@ class Seen:
     best_score: float | None
 
 
-def load(path: str | Path, **changes: Any) -> Federation:
-    """A federation file, with keys changed as by `change`. Raises FederationError."""
-    federation = load_federation(Path(path))
+def load(path: str | Path | Mapping[str, Any], **changes: Any) -> Federation:
+    """A federation file, or a mapping of its keys, with keys changed as by `change`; paths in a mapping are taken from the
+    working folder. Raises FederationError."""
+    if isinstance(path, Mapping):
+        federation = parse_federation(path, base=Path(), source="load")
+    else:
+        federation = load_federation(Path(path))
     return change(federation, **changes) if changes else federation
 
 
@@ -60,7 +64,7 @@ def change(federation: Federation, **changes: Any) -> Federation:
 
 
 def run(
-    federation: Federation | str | Path,
+    federation: Federation | str | Path | Mapping[str, Any],
     runs: str | Path = "runs",
     *,
     id: str | None = None,
@@ -102,6 +106,7 @@ class Run:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        require_run(self.path, "federation.yaml")
         self.federation = load_federation(self.path / "federation.yaml")
 
     def __repr__(self) -> str:

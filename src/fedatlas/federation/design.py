@@ -137,24 +137,40 @@ def step_memory(
     return StepMemory(held + outputs, held + 2 * outputs)
 
 
-def usable_device(federation: Federation) -> torch.device:
-    """The device on which sites train. FederationError if it is not one, is not there, or cannot compute in the
-    federation's precision."""
-    name = federation.engine.device
+def device_of(name: str, key: str) -> torch.device:
+    """A device by its name, as cpu or cuda:0. key: names it in a message. Raises FederationError if it is none, or not here."""
     try:
         device = torch.device(name)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        reason = "it is no device" if reason.startswith("Expected one of") else reason
         raise FederationError(
-            f"engine.device: got {name!r}, which cannot be used here ({reason}); here are: {', '.join(there)}"
+            f"{key}: got {name!r}, which cannot be used here ({reason}); here are: {', '.join(there)}"
         ) from None
-    if device.type == "meta" or (federation.local.precision == "fp16" and device.type != "cuda"):
+    if device.type == "meta":
+        raise FederationError(f"{key}: meta computes nothing; use cpu or cuda")
+    return device
+
+
+def device_for(asked: str | None, kept: str) -> torch.device:
+    """The device asked for, else that on which a run trained, where it is here, else the CPU. Raises as `device_of`."""
+    if asked:
+        return device_of(asked, "device")
+    try:
+        return device_of(kept, "engine.device")
+    except FederationError:
+        return torch.device("cpu")
+
+
+def usable_device(federation: Federation) -> torch.device:
+    """The device on which sites train. FederationError as `device_of`, and if it cannot compute in the federation's
+    precision."""
+    device = device_of(federation.engine.device, "engine.device")
+    if federation.local.precision == "fp16" and device.type != "cuda":
         raise FederationError(
-            f"local.precision: fp16 needs a GPU, engine.device is {name}; use float32 or bf16"
-            if device.type != "meta"
-            else "engine.device: meta computes nothing; use cpu or cuda"
+            f"local.precision: fp16 needs a GPU, engine.device is {federation.engine.device}; use float32 or bf16"
         )
     return device
 

@@ -37,7 +37,7 @@ from fedatlas.evaluation.evaluate import Candidate
 from fedatlas.evaluation.images import Panel
 from fedatlas.evaluation.postprocess import Postprocess, postprocess
 from fedatlas.evaluation.statistics import POST, rows_text
-from fedatlas.federation.design import Design, build_net, cache_folder, training_sites
+from fedatlas.federation.design import Design, build_net, cache_folder, device_for, training_sites
 from fedatlas.federation.file import inference_of, load_federation, make_method
 from fedatlas.federation.tasks import task_of
 from fedatlas.federation.usable import Warn, record_of, require_members, silent
@@ -52,17 +52,6 @@ Seen = Callable[[int, int, str], None]
 
 def unseen(done: int, total: int, name: str) -> None:
     """A `Seen` that tells nobody."""
-
-
-def _device(name: str) -> torch.device:
-    """A device by its name. Raises FederationError if it is none, or not here."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise FederationError(f"--device {name}: cannot be used here ({reason}); use cpu") from None
-    return device
 
 
 class Trained:
@@ -87,20 +76,22 @@ class Trained:
                 f"{path}: does not say what its model was trained on; whether the input is of that kind is not checked"
             )
         self.method = make_method(self.federation)
-        kept = self.federation.engine.device
-        try:  # a model that was trained on a GPU is used wherever it is taken
-            torch.zeros(1, device=kept)
-        except (RuntimeError, AssertionError):
-            kept = "cpu"
-        self.device = _device(device) if device else torch.device(kept)
+        self.device = device_for(device, self.federation.engine.device)  # trained on a GPU, used anywhere
         self.model = model
-        self.members = self._members()
+        self.members = self._members(info["finished"] is not None)
+        if info["finished"] is None:
+            warn(
+                f"{path}: is not finished, {self._progress()}; its model {model} is that of round {self.round}, and may be another when it is"
+            )
         design = Design(self.federation, self.space, self.channels)
         source = f"{path}: model {model}"
         require_members(self.members, design.shapes, design.sample_shape, self.device.type, source)
         self.nets = inference.Nets(self.network)
 
-    def _members(self) -> list[Member]:
+    def _progress(self) -> str:
+        return f"{max(self.folder.complete(), default=0)} of {self.federation.rounds} rounds are complete"
+
+    def _members(self, finished: bool) -> list[Member]:
         if self.model.startswith("local/"):
             local = self.folder.local_models()
             site = self.model.removeprefix("local/")
@@ -115,6 +106,11 @@ class Trained:
         if self.model not in ("best", "last"):
             raise RunFolderError(f"model {self.model!r}: not known; allowed: best, last, local/<site>")
         file = self.folder.path / "models" / f"{self.model}.fa"
+        if not file.exists() and not finished:
+            raise RunFolderError(
+                f"{file}: missing, this run is not finished and has not kept such a model yet: {self._progress()}. Go on with it, by the "
+                "command that began it"
+            )
         if not file.parent.exists():
             raise RunFolderError(
                 f"{file}: missing, this run has no models. One that was taken from a record has its scores alone; train it again, "

@@ -16,12 +16,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import nn
 
 from fedatlas.core.contract import Clients, Method, State
 from fedatlas.core.errors import DataError, FedAtlasError, RunFolderError, WireError, first_of, parse_json
-from fedatlas.core.tensors import Tree, from_tree, to_tree
+from fedatlas.core.tensors import Tree, from_tree, is_finite, to_tree
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Call
 from fedatlas.transport.host import ADDED, peak_mb, reset_peak
@@ -116,7 +115,7 @@ def _require_state(state: Any, where: str) -> None:
             f"{where}: returned a {type(state).__name__}, expected a State; a round ends with replace(state, model=…, "
             "round=state.round + 1)"
         )
-    broken = [name for name, value in state.model.items() if not bool(torch.isfinite(value).all())]
+    broken = [name for name, value in state.model.items() if not is_finite(value)]
     if broken:
         raise FedAtlasError(
             f"{where}: the model holds values that are NaN or infinite, in {first_of(broken, 3)}; the round is not kept. "

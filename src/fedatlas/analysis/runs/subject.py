@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedatlas import losses
 from fedatlas.analysis.runs.cases import CaseBatches, cases_of
-from fedatlas.federation.design import Experiment, build_net, cache_folder, training_sites
+from fedatlas.federation.design import Experiment, build_net, cache_folder, device_for, training_sites
 from fedatlas.core.batch import Batch
 from fedatlas.transport import wire
 from fedatlas.transport.rounds import RunFolder, read_run
@@ -76,7 +76,7 @@ class Subject:
         self.info: dict[str, Any] = read_run(path)
         self.space = LabelSpace.from_plain(self.info["labels"])
         self.method = make_method(self.federation)
-        self.device = _device(device, self.federation.engine.device)
+        self.device = device_for(device, self.federation.engine.device)
         trained = training_sites(self.federation)
         for site in sites or ():
             if site not in trained:
@@ -222,20 +222,6 @@ def _with_data(federation: Federation, data: Mapping[str, str]) -> Federation:
         for site in federation.sites
     )
     return replace(federation, sites=sites)
-
-
-def _device(asked: str | None, kept: str) -> torch.device:
-    """The device asked for, or that of the run where it is here, else the CPU."""
-    try:
-        device = torch.device(asked or kept)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        if asked is None:
-            return torch.device("cpu")
-        raise FederationError(
-            f"--device {asked}: cannot be used here ({str(error).splitlines()[0]}); use cpu"
-        ) from None
-    return device
 
 
 def _still(augmentation: Any) -> Any:

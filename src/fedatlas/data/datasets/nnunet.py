@@ -44,7 +44,7 @@ def read(layout: Layout) -> Listing:
         ("test", "imagesTs", layout.test_labels),
     )
     for split, images, labels in splits:
-        scans = _scans(layout, images, ending, channels, problems)
+        scans, broken = _scans(layout, images, ending, channels, problems)
         drawn = {file.name.removesuffix(ending): file for file in _files(layout.root / labels, ending)}
         for case, files in scans.items():
             label = drawn.pop(case, None)
@@ -60,7 +60,7 @@ def read(layout: Layout) -> Listing:
                 )
                 continue
             cases.append(Case(case, files, label, split, case, annotated))
-        for case in drawn:
+        for case in sorted(drawn.keys() - broken):
             problems.append(
                 Problem(
                     layout.site,
@@ -109,15 +109,18 @@ def _files(folder: Path, ending: str) -> list[Path]:
 
 def _scans(
     layout: Layout, folder: str, ending: str, channels: int | None, problems: list[Problem]
-) -> dict[str, tuple[Path, ...]]:
-    """case -> its images in the order of their channels; a case with a channel too few or too many is a problem."""
+) -> tuple[dict[str, tuple[Path, ...]], set[str]]:
+    """case -> its images in the order of their channels; and the names of files whose images are there, but not as they should
+    be: a channel too few, too many or not named is a problem."""
     found: dict[str, dict[int, Path]] = {}
+    broken: set[str] = set()
     for file in _files(layout.root / folder, ending):
         match = re.fullmatch(r"(.+)_(\d{4})", file.name.removesuffix(ending))
         if not match:
             what = "an image without a channel number"
             remedy = f"rename it to <case>_0000{ending}"
             problems.append(Problem(layout.site, f"{folder}/{file.name}", what, remedy))
+            broken.add(file.name.removesuffix(ending))
             continue
         found.setdefault(match[1], {})[int(match[2])] = file
     complete: dict[str, tuple[Path, ...]] = {}
@@ -141,7 +144,7 @@ def _scans(
             )
         else:
             complete[case] = tuple(files[number] for number in range(wanted))
-    return complete
+    return complete, broken | (found.keys() - complete.keys())
 
 
 DATASET = DataSet(

@@ -10,8 +10,8 @@ from fedatlas.data.datasets.shared.pictures import PICTURES
 
 
 def detect(layout: Layout) -> str:
-    """The layout of a folder, from its table file: with no list of training entries it is nnU-Net raw; with
-    the keys of MSD it is that; else a MONAI datalist. Raises DataError where there is no such file."""
+    """The layout of a folder, from its table file: without `training` it is nnU-Net raw; with
+    the keys of MSD it is that; else a MONAI datalist. Raises DataError where there is no such file, or `training` is no list."""
     table = layout.root / layout.table
     picture = None if table.is_file() else _first_picture(layout.root)
     if picture:
@@ -21,8 +21,14 @@ def detect(layout: Layout) -> str:
             f"set `format: masks` for a folder of masks per class, or one of {others}"
         )
     found = read_json(table, layout.site)
-    if not isinstance(found.get("training"), list):
+    training = found.get("training")
+    if training is None:
         return "nnunet"
+    if not isinstance(training, list):
+        raise DataError(
+            f"site {layout.site}: {table}: training is a {type(training).__name__}; expected is a list of entries, as MSD and MONAI "
+            "have it, or no such key, as nnU-Net has it"
+        )
     return "msd" if "modality" in found or "tensorImageSize" in found else "monai"
 
 
