@@ -78,9 +78,13 @@ def test_a_run_that_is_not_finished_says_how_far_it_is(federation: Any, tmp_path
     with pytest.raises(KeyboardInterrupt):
         fedatlas.run(federation, tmp_path, id="one", on_round=stop(0))
     one = fedatlas.Run(tmp_path / "one")
-    with pytest.raises(fedatlas.FedAtlasError, match=r"not finished.* 0 of 2 rounds are complete\. Go on with it"):
+    with pytest.raises(
+        fedatlas.FedAtlasError, match=r"not finished.* 0 of 2 rounds are complete\. Go on with it"
+    ):
         one.model()
-    with pytest.raises(fedatlas.FedAtlasError, match=r"rows\.csv: missing; a run writes it when it is finished"):
+    with pytest.raises(
+        fedatlas.FedAtlasError, match=r"rows\.csv: missing; a run writes it when it is finished"
+    ):
         one.results()
     with pytest.raises(KeyboardInterrupt):
         fedatlas.run(federation, tmp_path, id="one", on_round=stop(1))

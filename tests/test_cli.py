@@ -573,9 +573,9 @@ def test_errors_are_sentences(arguments, text, capsys, monkeypatch, tmp_path) ->
         (["run", "FILE", "--data-changed"], "--data-changed: says how a run goes on; give --resume"),
         (
             ["check", "FILE", "-o", "net.filters=[4,-8,8]"],
-            "filters.1: got -8; input should be greater than or equal",
+            "filters.1: got -8; 1 or more is expected",
         ),
-        (["check", "FILE", "-o", "local.lr=.inf"], "local.lr: got inf; input should be a finite number"),
+        (["check", "FILE", "-o", "local.lr=.inf"], "local.lr: got inf; a finite number is expected"),
         (["init", "data", "./data", "-o", "new.yaml"], "data: was given twice"),
     ],
 )

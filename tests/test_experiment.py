@@ -23,7 +23,10 @@ def parse(small: dict[str, Any], **changes: Any):
     [
         ("roundz", 3, r"'roundz' does not exist; did you mean 'rounds'\?"),
         ("local", {"lrr": 1}, r"'local.lrr' does not exist; did you mean 'lr'\?"),
-        ("local", {"lr": -1}, r"local\.lr: got -1; input should be greater than 0"),
+        ("local", {"lr": -1}, r"local\.lr: got -1; a number above 0 is expected"),
+        ("name", "Klinik Süd", r"name: got 'Klinik Süd'; letters A to Z, digits and \. _ - are allowed"),
+        ("rounds", "3 rounds", r"rounds: got '3 rounds'; a whole number is expected"),
+        ("local", {"precision": "fp8"}, r"local\.precision: got 'fp8'; allowed: 'float32', 'bf16' or 'fp16'"),
         ("local", {"steps": None}, "steps is None and epochs is None"),
         ("local", 3, "local: got 3; expected a mapping with the keys optimizer"),
         ("method", {"name": "fedavgg"}, r"^f\.yaml: the method 'fedavgg' does not exist; did you mean 'fedavg'\?"),

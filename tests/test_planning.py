@@ -45,7 +45,7 @@ from fedatlas.planning.description import (
 )
 from fedatlas.planning.names import Merged, Question, merged
 from fedatlas.planning.plan import brought, descriptions, sizes
-from fedatlas.planning.recognise import recognised
+from fedatlas.planning.recognise import recognised, site_name
 from fedatlas.planning.rules import (
     Machine,
     Proposal,
@@ -117,6 +117,17 @@ def classes(found: Merged) -> dict[str, str | None]:
 
 
 # ---------------------------------------------------------------------------------------------------- names
+
+
+def test_a_folder_names_its_site() -> None:
+    names = ["Klinik Süd", "Hôpital Nº 2", "Großstadt", "病院", "_a b_"]
+    assert [site_name(Path("/data") / name) for name in names] == [
+        "Klinik-Sud",
+        "Hopital-No-2",
+        "Grossstadt",
+        "site",
+        "a-b",
+    ]
 
 
 def test_names_that_differ_in_spelling_alone_are_one_class_without_a_question() -> None:

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import BACKGROUND
-from fedatlas.core.options import from_dict, not_known, option, options
+from fedatlas.core.options import NAME, from_dict, not_known, option, options
 from fedatlas.evaluation.voxels import FINDING_METRICS as OF_FINDINGS
 from fedatlas.federation.file import (
     METRICS_OF,
@@ -30,7 +30,6 @@ from fedatlas.federation.file import (
 from fedatlas.federation.yaml import CHOICES, COMPARISON, FILE, expanded, from_folder, is_choice, read_yaml
 from fedatlas.report.comparison import MILLIMETRES
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 MOST_LETTERS = 96
 """Of the name of a run without its seed."""
 CLAIM = re.compile(r"(Table|Figure) (S?\d+|[IVX]+)[A-Z]?")
@@ -179,14 +178,12 @@ Seed = Annotated[int, Field(ge=0, strict=True)]
 class ComparisonFile:
     """A comparison file."""
 
-    name: str = option(
-        ..., "Names the folder of its runs and its place on a page.", pattern=f"^{NAME.pattern}$"
-    )
+    name: str = option(..., "Names the folder of its runs and its place on a page.", pattern=NAME)
     base: str = option(..., "The federation file, relative to this one.")
     runs: str | None = option(
         None,
         "The name of the folder of its runs, where several files show the same arms; null: its own name.",
-        pattern=f"^{NAME.pattern}$",
+        pattern=NAME,
     )
     arms: dict[str, dict[str, Any] | None] = option(
         ..., "Arm -> what it changes in the base; the first is the reference.", min_length=1
@@ -521,7 +518,7 @@ def _check_names(file: Path, given: ComparisonFile, profile: str | None) -> None
             )
     for what, names in (("arm", given.arms), ("profile", given.profiles)):
         for name in names:
-            if not NAME.fullmatch(name):
+            if not re.fullmatch(NAME, name):
                 raise FederationError(
                     f"{file}: the {what} {name!r}: a name of letters, digits, '.', '_' and '-' is expected"
                 )

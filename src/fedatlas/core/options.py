@@ -4,6 +4,7 @@ The YAML schema, the command line's overrides and the reference pages are derive
 """
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,9 @@ T = TypeVar("T")
 
 CHOICES = frozenset({"method", "net", "strategy", "loss", "inner"})
 """Blocks whose `name` says what the other keys of the block are: another name begins the block anew."""
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Names that become those of folders, as of a run or a site."""
 
 Natural = Annotated[int, Field(ge=1)]
 """An entry of an option: a whole number from 1 on, as the channels of a level."""
@@ -158,7 +162,8 @@ def explain(
 ) -> list[str]:
     """What is wrong with the values for an `@options` class, a line each: the key by its path, what was got,
     what is allowed. source: where the values came from, as a file; given, inside: see `blamed`."""
-    lines, every, block = [], error.errors(), inside.partition(" ")[0]
+    lines, every, block = list[str](), error.errors(), inside.partition(" ")[0]
+    expected: dict[str, list[str]] = {}
     for item in every:
         loc = tuple(item["loc"])
         if item["type"] == "too_short" and any(
@@ -200,10 +205,56 @@ def explain(
             several = [part.strip() for part in given_text.split(",")]
             example = ", ".join(several if len(several) > 1 else several * _length_at(cls, loc))
             lines.append(f"{where}: got {item['input']!r}; expected a list, as [{example}]")
+        elif kind in _EXPECTED:  # one line for all alternatives of a type
+            got = f"{where}: got {item['input']!r}; "
+            if got not in expected:
+                lines.append(got)
+            expected.setdefault(got, []).append(_EXPECTED[kind].format(**_shown(item.get("ctx", {}))))
+            share = re.fullmatch(r"(\d{1,2}) ?%", str(item["input"]))
+            if share and kind == "float_parsing":
+                expected[got][-1] = f"a number, as {int(share[1]) / 100:g}, is expected"
         else:
             message = item["msg"].removeprefix("Value error, ")
             lines.append(f"{where}: got {item['input']!r}; {message[:1].lower()}{message[1:]}")
-    return lines
+    return [line + _joined(expected.get(line, ())) for line in lines]
+
+
+def _joined(expected: Iterable[str]) -> str:
+    """What the alternatives of a type expect, once each, in one clause."""
+    several, end = list(dict.fromkeys(expected)), " is expected"
+    if len(several) > 1 and all(text.endswith(end) for text in several):
+        return " or ".join(text.removesuffix(end) for text in several) + end
+    return ", or ".join(several)
+
+
+def _shown(about: Mapping[str, Any]) -> dict[str, Any]:
+    """What pydantic says of a limit, in words where it is a pattern."""
+    pattern = about.get("pattern")
+    words = "letters A to Z, digits and . _ - are allowed, a letter or digit first"
+    limits = {key: f"{value:g}" if isinstance(value, float) else value for key, value in about.items()}
+    return {**limits, "pattern": words if pattern == NAME else f"it must match {pattern}"}
+
+
+_EXPECTED = {
+    "string_pattern_mismatch": "{pattern}",
+    "string_type": "a text is expected",
+    "string_too_long": "at most {max_length} letters are allowed",
+    "string_too_short": "at least {min_length} letters are needed",
+    "int_type": "a whole number is expected",
+    "int_parsing": "a whole number is expected",
+    "int_from_float": "a whole number is expected",
+    "float_type": "a number is expected",
+    "float_parsing": "a number is expected",
+    "finite_number": "a finite number is expected",
+    "bool_type": "true or false is expected",
+    "bool_parsing": "true or false is expected",
+    "literal_error": "allowed: {expected}",
+    "greater_than": "a number above {gt} is expected",
+    "greater_than_equal": "{ge} or more is expected",
+    "less_than": "a number below {lt} is expected",
+    "less_than_equal": "{le} or less is expected",
+}
+"""What is said of a value, by the kind of pydantic's error."""
 
 
 def _told(loc: tuple[str | int, ...]) -> list[str]:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, WithJsonSchema
 
 from fedatlas.core.errors import DataError, FederationError, first_of
 from fedatlas.core.labels import BACKGROUND, LabelSpace, resolve_names
-from fedatlas.core.options import option, options
+from fedatlas.core.options import NAME, option, options
 from fedatlas.core.seeds import seed_of
 from fedatlas.data import datasets
 from fedatlas.data.datasets.shared.auto import detect
@@ -100,7 +100,7 @@ class SiteConfig:
         "Names the site everywhere.",
         min_length=1,
         max_length=100,
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        pattern=NAME,
     )
     path: str | None = option(
         None,

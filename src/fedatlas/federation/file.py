@@ -6,6 +6,7 @@ built from it stands in `session`.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from fedatlas.core.contract import Method
 from fedatlas.core.errors import FederationError
 from fedatlas.core.extensions import Extensions
 from fedatlas.core.labels import LabelSpace
-from fedatlas.core.options import blamed, explain, from_dict, not_known, option, options, own_first
+from fedatlas.core.options import NAME, blamed, explain, from_dict, not_known, option, options, own_first
 from fedatlas.data.images import Images
 from fedatlas.data.index import SiteConfig
 from fedatlas.data.transforms import Preprocessing, Sampling
@@ -105,9 +106,7 @@ class Engine:
 class Federation:
     """A federation file."""
 
-    name: str = option(
-        ..., "Names the run's folder.", min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-    )
+    name: str = option(..., "Names the run's folder.", min_length=1, max_length=100, pattern=NAME)
     task: Literal["segmentation", "classification"] = option(
         "segmentation", "segmentation: labels of voxels; classification: findings of whole images."
     )
@@ -182,7 +181,7 @@ def parse_federation(
     except ValidationError as error:
         raise FederationError("\n".join(explain(error, Federation, source, given))) from None
     except FederationError as error:
-        raise FederationError(f"{source}: {error}") from None
+        raise _with_source(error, source, given) from None
     try:
         if federation.init_from:
             federation = replace(federation, init_from=settled(federation.init_from))
@@ -190,7 +189,7 @@ def parse_federation(
         if not kept:
             _all_used(federation)
     except FederationError as error:
-        raise FederationError(f"{source}: {error}") from None
+        raise _with_source(error, source, given) from None
     _check_names(federation, source, given)
     names = [site.name for site in federation.sites]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -211,7 +210,7 @@ def parse_federation(
     try:
         make_terms(federation)
     except FederationError as error:
-        raise FederationError(f"{source}: {error}") from None
+        raise _with_source(error, source, given) from None
     return federation
 
 
@@ -298,6 +297,12 @@ def _of_task(federation: Federation) -> Federation:
         chosen, metrics=chosen.metrics or final, round_metrics=chosen.round_metrics or (selecting,)
     )
     return replace(federation, evaluation=chosen)
+
+
+def _with_source(error: FederationError, source: str, given: Mapping[str, str]) -> FederationError:
+    """An error of a federation with who gave the key with which it begins, or else its source."""
+    key = re.match(r"[a-z_]+(\.[a-z_]+)*", str(error))
+    return FederationError(f"{blamed(key[0].split('.') if key else (), source, given)}: {error}")
 
 
 def _check_names(federation: Federation, source: str, given: Mapping[str, str]) -> None:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedatlas import __version__
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import BACKGROUND, LabelSpace
+from fedatlas.core.options import NAME
 from fedatlas.data.datasets.shared.listing import Case, Problem, read_json
 from fedatlas.data.formats.picture import PictureError, read_picture
 from fedatlas.data.index import SiteConfig, SiteIndex, naming_of
@@ -77,7 +78,7 @@ class Description(_Part):
     about: str
     description: Literal[1] = 1
     fedatlas: Text
-    site: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    site: Annotated[str, Field(pattern=NAME, max_length=100)]
     task: Literal["segmentation", "classification"]
     kind: Literal["volumes", "masks", "findings"]
     format: Text

@@ -2,6 +2,7 @@
 
 import os
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +26,10 @@ SPLITS = ("train", "training", "val", "valid", "validation", "test")
 
 
 def site_name(folder: Path) -> str:
-    """The name of a site that its folder suggests."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.resolve().name).strip("-._")
+    """The name of a site that its folder suggests, without accents."""
+    letters = unicodedata.normalize("NFKD", folder.resolve().name.replace("ß", "ss"))
+    plain = "".join(letter for letter in letters if not unicodedata.combining(letter))
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain).strip("-._")
     return name or "site"
 
 
