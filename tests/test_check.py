@@ -208,6 +208,18 @@ def test_notes_stop_nothing(small, tmp_path) -> None:
     assert "nothing stands in the way" in text_of(result)
 
 
+def test_what_is_asked_for_in_vain_is_told(small, tmp_path) -> None:
+    """More processes than sites, and scores of cases that nobody has."""
+    (workers,) = texts(checked(small, tmp_path, "engine.workers=50"), fatal=False)
+    assert "engine.workers is 50, and the federation has 3 sites; one process for each is started" in workers
+    small = copied(small, tmp_path)
+    for site in small["sites"]:
+        for folder in ("imagesTs", "labelsTs"):
+            shutil.rmtree(Path(site["path"]) / folder)
+    (tests,) = texts(checked(small, tmp_path), fatal=False)
+    assert "no site has a test case" in tests and "`split: {test: 0.2}`" in tests
+
+
 def test_test_cases_that_are_not_scored_are_named(small, tmp_path) -> None:
     """A misspelt folder of their labels, or of their reference, costs the table of the test cases."""
     name, reference = small["sites"][0]["name"], small["sites"][0].pop("reference")

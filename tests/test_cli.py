@@ -392,6 +392,20 @@ def test_who_needs_the_authority_is_said(tmp_path, capsys, monkeypatch) -> None:
     assert main(["deploy", "init", str(file), "-o", str(tmp_path / "d")]) == 0
     said = capsys.readouterr().out
     assert "stays with the coordinator; `fedatlas run` needs it" in said and "offline" not in said
+    assert "note: no --host: only parties on this machine reach the server" in said
+    assert main(["deploy", "init", str(file), "-o", str(tmp_path / "d"), "--host", "example.org"]) == 0
+    assert "note:" not in capsys.readouterr().out
+
+
+def test_why_there_is_nothing_to_audit_is_said(tmp_path, capsys) -> None:
+    def told(folder: Path) -> str:
+        assert main(["audit", str(folder)]) == 1
+        return capsys.readouterr().err
+
+    assert "no such folder" in told(tmp_path / "none")
+    assert "it is no hospital's folder and no run" in told(tmp_path)
+    (tmp_path / "kit.yaml").write_text("party: a")
+    assert "nothing has left from here yet" in told(tmp_path)
 
 
 class Terminal(io.StringIO):

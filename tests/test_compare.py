@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from fedatlas.compare import (
 )
 from fedatlas.compare.overlays import Cases, overlays, subjects
 from fedatlas.compare.plan import MOST_LETTERS
+from fedatlas.compare.results import _ranks as ranks_of
 from fedatlas.compare.running import kept_model
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.evaluation.classification import Predictions, score
@@ -874,6 +876,16 @@ def test_budgets_that_differ_are_told() -> None:
     assert "budgets differ" not in markdown(found)
     found["budget"]["two"]["total"] = 12000
     assert "The budgets differ. Optimizer steps of all sites together: one 6; two 12,000." in markdown(found)
+
+
+def test_where_no_arm_has_a_value_there_is_no_rank() -> None:
+    """As of classes that a site does not annotate, where every site annotates all."""
+    comparison: Any = SimpleNamespace(families=[["a", "b"]], seeds=[0], metric="dice")
+    case = ("s0", "c0", "liver")
+    assert not ranks_of(comparison, {arm: {0: {case: None}} for arm in "ab"})
+    assert not ranks_of(comparison, {arm: {0: {}} for arm in "ab"})
+    (found,) = ranks_of(comparison, {"a": {0: {case: 0.5}}, "b": {0: {case: 0.4}}})
+    assert found["mean"] == {"a": 1.0, "b": 2.0}
 
 
 def test_ranks_and_the_critical_difference() -> None:

@@ -766,7 +766,7 @@ def test_doubts_are_listed_without_a_terminal_and_taken_with_yes(
     error = capsys.readouterr().err
     assert "are they the same" in error and "--yes" in error and not out.exists()
     assert main(["init", *sites, "-o", str(out), "--yes"]) == 0
-    assert "taken: " in capsys.readouterr().out
+    assert "\n  taken: " in capsys.readouterr().out
     assert any("aliases" in site for site in yaml.safe_load(out.read_text())["sites"])
 
 

@@ -163,6 +163,14 @@ def test_what_is_broken_is_named_and_stops_training(what: str, root: Path, tmp_p
         list(data.batches((0,), batch=1, steps=1))
 
 
+def test_a_folder_without_folders_of_images_is_told_which_it_lacks(root: Path) -> None:
+    for folder in [folder for folder in root.iterdir() if folder.is_dir()]:
+        shutil.rmtree(folder)
+    note, error = sorted(check(root), key=lambda problem: problem.fatal)
+    assert "imagesTr: no such folder, and no imagesTs; put the images of training cases there" in str(note)
+    assert error.fatal and "holds no training case" in str(error)
+
+
 def test_several_problems_are_counted(root: Path, tmp_path: Path) -> None:
     for name in ("p000", "p001"):
         (root / "labelsTr" / f"{name}.nii.gz").unlink()

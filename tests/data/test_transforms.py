@@ -27,6 +27,7 @@ from fedatlas.data.transforms import (
     normalised,
     read_channels,
     read_image,
+    require_grid,
     resample,
     restore,
     slice_with_neighbours,
@@ -309,6 +310,16 @@ def test_slices_bring_their_neighbours() -> None:
 def save(path: Path, voxels: np.ndarray, affine: np.ndarray | None = None) -> Path:
     nib.save(nib.Nifti1Image(voxels, np.eye(4) if affine is None else affine), path)  # type: ignore[attr-defined]
     return path
+
+
+@pytest.mark.parametrize(
+    ("voxel", "said"), [(7e-4, "seems to count in metres"), (0.2, "lower it, or take the case out")]
+)
+def test_a_scan_of_less_than_a_voxel_is_refused(voxel: float, said: str) -> None:
+    wanted = from_dict(Preprocessing, {"spacing": (3.0, 3.0, 3.0)}, what="preprocessing")
+    geometry = geometry_of((9, 9, 9), np.diag([voxel, voxel, voxel, 1]), wanted)
+    with pytest.raises(DataError, match=f"a single one; .*{said}"):
+        require_grid("scan", geometry, wanted, 2)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

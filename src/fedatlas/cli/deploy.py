@@ -106,6 +106,10 @@ def call_init(arguments: argparse.Namespace) -> int:
     command += [part for text in arguments.override for part in ("-o", text)]
     command += ["--engine", arguments.engine, "--deploy", str(arguments.out)]
     print(f"then: {shlex.join(command)}")
+    if arguments.host == "localhost":
+        print(
+            "note: no --host: only parties on this machine reach the server, at localhost; for hospitals, give its name"
+        )
     return 0
 
 

@@ -63,6 +63,11 @@ def call(arguments: argparse.Namespace) -> int:
         sites, paths = _sites(arguments, counter)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     workers = arguments.workers if arguments.workers is not None else min(4, cores, len(sites))
+    if workers > len(sites):
+        print(
+            f"note: --workers {workers}: a site answers one question at a time; {len(sites)}, one for each, are written"
+        )
+        workers = len(sites)
     workers = 0 if arguments.device != "cpu" and arguments.workers is None else workers
     machine = this_machine(arguments.device, workers, arguments.memory)
     asking = Asking(arguments.yes)
@@ -145,7 +150,7 @@ class Asking:
     def ask(self, question: Any) -> int:
         """The number of a choice."""
         if self.yes:
-            print(f"taken: {question.text} {question.choices[0][0]}")
+            print(f"{question.text}\n  taken: {question.choices[0][0]}")
             return 0
         if not self.terminal:
             self.open.append(question)

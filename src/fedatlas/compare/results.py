@@ -467,6 +467,8 @@ def _ranks(
                 means_of({k: v for k, v in of_arm[s].items() if k in shared[s]}) for s in comparison.seeds
             ]
             there[arm] = {key: mean_of_defined(of.get(key) for of in cells) for each in cells for key in each}
+        if not any(value is not None for of_arm in there.values() for value in of_arm.values()):
+            continue  # there is no such case, or nothing is defined in it
         ranks = mean_ranks(there, higher=comparison.metric not in LOWER)
         if not tested:
             ranks = replace(ranks, friedman=None, critical=None, groups=())

@@ -337,9 +337,15 @@ def require_grid(where: str, geometry: Geometry, preprocessing: Preprocessing, v
     )
     for n, old, new, letter in places:
         if n > 1 and n * old < new:
+            metres = n * old < 1  # no scan of a body is as short
             raise DataError(
                 f"{where}: is {n * old:g} mm long towards {letter}, and `preprocessing.spacing` makes voxels of {new:g} mm "
-                f"there: a single one; lower it, or take the case out"
+                "there: a single one; "
+                + (
+                    "its header seems to count in metres, and is read in mm where it does not say so: write it in mm"
+                    if metres
+                    else "lower it, or take the case out"
+                )
             )
     grid, size = math.prod(geometry.grid_shape), "×".join(map(str, geometry.grid_shape))
     spacing = "×".join(f"{mm:g}" for mm in geometry.grid_spacing)

@@ -37,7 +37,13 @@ def logs_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
     paths = [folder / LOG, *sorted(folder.glob(f"sites/*/{LOG}"))]
     logs = {path.parent.name: [_judged(line) for line in read_log(path)] for path in paths if path.exists()}
     if not logs:
-        raise RunFolderError(f"{folder}: no {LOG} in it; nothing left from here, or it is no site's folder")
+        if not folder.is_dir():
+            why = "no such folder; give a hospital's folder, a site's in a run, or a run"
+        elif any((folder / name).is_file() for name in ("kit.yaml", "run.json")):
+            why = f"no {LOG} in it: nothing has left from here yet"
+        else:
+            why = f"no {LOG} in it, and it is no hospital's folder and no run; give one, or a site's folder in a run"
+        raise RunFolderError(f"{folder}: {why}")
     return logs
 
 

@@ -74,6 +74,22 @@ def notes(experiment: Experiment, sites: Mapping[str, Mapping[str, Any]]) -> lis
             "on one machine, and not across sites"
         )
     sentences += _scored_all_the_same(experiment) if sites else []
+    if sites and not any(summary["cases"]["test"] for summary in sites.values()):
+        sentences.append(
+            "no site has a test case: a run is scored on the validation cases alone, by which its best round is chosen. List test "
+            "cases, "
+            + (
+                "raise `evaluation.test`"
+                if experiment.space.level == "image"
+                else "give sites `split: {test: 0.2}`"
+            )
+            + ", or add a site with `role: test`"
+        )
+    workers, count = federation.engine.workers, len(federation.sites)
+    if workers > count:
+        sentences.append(
+            f"engine.workers is {workers}, and the federation has {_counted(count, 'site')}; one process for each is started"
+        )
     training = {name: summary for name, summary in sites.items() if summary.get("role") != "test"}
     without = [name for name, summary in training.items() if not summary["cases"]["validation"]]
     if without and len(without) == len(training):

@@ -174,6 +174,11 @@ def _site(draft: Draft, site: Description, out: Path) -> Iterator[str]:
         if name == "reference":
             yield from _comment("a fuller truth lies there: it is used for scores, never for training", 4)
         yield from _entry(name, value, 4)
+    if draft.task == "segmentation" and not site.cases.get("test"):
+        yield from _comment(
+            "No test cases. To take some off, of a fifth of the patients, which training then never sees:", 4
+        )
+        yield "    # split: {test: 0.2}"
 
 
 def site_keys(draft: Draft, site: Description) -> dict[str, Any]:

@@ -69,6 +69,16 @@ def read(layout: Layout) -> Listing:
                     "add the image, or remove the label",
                 )
             )
+    if not any((layout.root / images).is_dir() for _, images, _ in splits):
+        problems.append(
+            Problem(
+                layout.site,
+                "imagesTr",
+                "no such folder, and no imagesTs",
+                f"put the images of training cases there, as <case>_0000{ending}, or name another layout by `format`",
+                False,
+            )
+        )
     said, there = found.get("numTraining"), sum(case.split == "train" for case in cases)
     if isinstance(said, int) and said != there and not problems:
         what = f"numTraining is {said}, imagesTr and {layout.labels} hold {there} cases"
