@@ -18,7 +18,7 @@ from runs import last_state
 from set_cases import scan as write_scan
 
 from fedatlas import methods, nets
-from fedatlas.compare.plan import ComparisonFile, Layout, Measure
+from fedatlas.compare.plan import ComparisonFile, Layout, Measure, load_comparison
 from fedatlas.core.tensors import head_of, parts
 from fedatlas.federation.file import load_federation, parse_federation
 from fedatlas.phantoms.organs import write_phantom
@@ -129,6 +129,29 @@ def test_the_example_of_a_method_works(small, tmp_path, monkeypatch) -> None:
     assert difference < 1e-6, "without momentum it is FedAvg, up to the rounding of old - (old - mean)"
     assert wire.encode(moved["model"]) != wire.encode(still["model"])
     assert dataclasses.is_dataclass(module.FedAvgMState)
+
+
+def test_the_files_of_the_challenge_are_read(tmp_path, monkeypatch) -> None:
+    pages = {
+        name: (ROOT / "docs" / "how-to" / f"{name}.md").read_text() for name in ("challenge", "add-a-net")
+    }
+    for block in re.findall(r"```yaml\n(.*?)```", pages["challenge"], re.S):
+        (tmp_path / re.findall(r"\w+\.yaml", block)[0]).write_text(block)
+    module = types.ModuleType("segres_of_a_team")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(re.findall(r"```python\n(.*?)```", pages["add-a-net"], re.S)[0], module.__dict__)
+    monkeypatch.setitem(nets.OTHERS.here, "segres", module.SegRes)
+    for name in ("red_median", "green"):
+        monkeypatch.setitem(methods.OTHERS.here, name, methods.get("fedavg"))
+    hidden = load_federation(tmp_path / "hidden.yaml")
+    assert [site.role for site in hidden.sites] == ["train", "train", "train", "test"]
+    assert hidden.sites[:3] == load_federation(tmp_path / "base.yaml").sites
+    arms = yaml.safe_load((tmp_path / "open.yaml").read_text())["arms"]
+    final = yaml.safe_load((tmp_path / "final.yaml").read_text())
+    (tmp_path / "final.yaml").write_text(yaml.safe_dump(final | {"arms": arms}))
+    for file in ("open", "final"):
+        comparison = load_comparison([tmp_path / f"{file}.yaml"], profile="full", runs=tmp_path / "runs")
+        assert list(comparison.federations) == ["baseline", "team-red", "team-blue", "team-green"]
 
 
 def test_the_example_of_a_net_works(small, tmp_path, monkeypatch) -> None:
