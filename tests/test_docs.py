@@ -148,7 +148,7 @@ def test_the_files_of_the_challenge_are_read(tmp_path, monkeypatch) -> None:
     assert hidden.sites[:3] == load_federation(tmp_path / "base.yaml").sites
     arms = yaml.safe_load((tmp_path / "open.yaml").read_text())["arms"]
     final = yaml.safe_load((tmp_path / "final.yaml").read_text())
-    (tmp_path / "final.yaml").write_text(yaml.safe_dump(final | {"arms": arms}))
+    (tmp_path / "final.yaml").write_text(yaml.safe_dump(final | {"arms": arms}, sort_keys=False))
     for file in ("open", "final"):
         comparison = load_comparison([tmp_path / f"{file}.yaml"], profile="full", runs=tmp_path / "runs")
         assert list(comparison.federations) == ["baseline", "team-red", "team-blue", "team-green"]
