@@ -30,7 +30,6 @@ RECORDED = sorted(path for path in ROOT.glob("experiments/*/records/*") if path.
 BEGUN = (
     "head-neck-others",
     "head-neck-pilots-rounds",
-    "phantom-abdomen-ufps",
 )
 """Comparisons that are not finished: their records are kept, and no page has a table of them."""
 
