@@ -283,7 +283,7 @@ def test_localized_rows_are_every_sites_own_model(tmp_path) -> None:
         ({"layout": {"against": "menu"}}, "set columns to site-class"),
         ({"layout": {**TABLE, "correction": "holm"}}, "set against to an arm"),
         ({"layout": {**TABLE, "against": "mennu"}}, "layout: against: the arm 'mennu' does not exist; did you mean 'menu'"),
-        ({"layout": {**TABLE, "decimals": 7}}, "less than or equal to 6"),
+        ({"layout": {**TABLE, "decimals": 7}}, "6 or less"),
         ({"measure": {"metric": "asd"}}, "percent: asd is in mm"),
         ({"measure": {"local": ["local"]}}, "measure: local: the arm 'local' does not exist"),
         ({"measure": {"sites": "tests"}}, "'train' or 'test'"),

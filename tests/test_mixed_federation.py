@@ -248,7 +248,9 @@ def test_a_finding_that_no_model_speaks_for_is_left_empty(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     members = Trained._members
-    monkeypatch.setattr(Trained, "_members", lambda self: [replace(m, classes=(1,)) for m in members(self)])
+    monkeypatch.setattr(
+        Trained, "_members", lambda self, *given: [replace(m, classes=(1,)) for m in members(self, *given)]
+    )
     picture = folder / "test" / "images" / "p061.png"
 
     def asked(*more: str) -> str:

@@ -155,7 +155,7 @@ def test_wrong_numbers_of_rounds_and_of_images(tmp_path: Path) -> None:
         with pytest.raises(FederationError, match="pretrain_rounds is 10, the federation has rounds: 4"):
             dataclasses.replace(method, pretrain_rounds=10).plan(4)
     for name in ("fedssp", "fedmatch_plus"):
-        with pytest.raises(FederationError, match="pretrain.batch: got 1; .*greater than or equal to 2"):
+        with pytest.raises(FederationError, match="pretrain.batch: got 1; .*2 or more"):
             from_dict(methods.get(name), {"pretrain": {"batch": 1}}, what="file")
 
 

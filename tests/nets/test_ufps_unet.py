@@ -128,7 +128,7 @@ def test_strides_and_widths() -> None:
         ({"strides": [2, 2, 0]}, "from 1 to 3"),
         ({"strides": [2, 2, 4]}, "from 1 to 3"),
         ({"strides": [[2, 2, 2], 2, 2]}, "or 2 of them"),
-        ({"levels": 1}, "greater than or equal to 2"),
+        ({"levels": 1}, "2 or more"),
         ({"norm": "layer"}, "norm"),
         ({"wide": 3}, "did you mean 'width'"),
     ],

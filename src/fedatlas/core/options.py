@@ -238,8 +238,8 @@ def _shown(about: Mapping[str, Any]) -> dict[str, Any]:
 _EXPECTED = {
     "string_pattern_mismatch": "{pattern}",
     "string_type": "a text is expected",
-    "string_too_long": "at most {max_length} letters are allowed",
-    "string_too_short": "at least {min_length} letters are needed",
+    "string_too_long": "at most {max_length} characters are allowed",
+    "string_too_short": "at least {min_length} characters are needed",
     "int_type": "a whole number is expected",
     "int_parsing": "a whole number is expected",
     "int_from_float": "a whole number is expected",

@@ -5,6 +5,7 @@ answers back. What is in these files, and how it is checked, is the matter of `p
 """
 
 import contextlib
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -360,7 +361,7 @@ class SiteClients:
             if not again or time.monotonic() - began >= self.faults.patience:
                 break
             for site in again:
-                if reasons.get(site) != silent[site]:
+                if not _same_but_numbers(reasons.get(site, ""), silent[site]):
                     self.tell(f"waits for {site} ({silent[site]}), which is asked again")
                 del record.lost[site]
             open_, reasons = {site: questions[site] for site in again}, silent
@@ -435,6 +436,11 @@ class SiteClients:
 
     def _folder_of(self, call: int) -> Path:
         return self.scratch / f"{self._round:06d}-{call:03d}"
+
+
+def _same_but_numbers(one: str, other: str) -> bool:
+    """Are two reasons one, as of two damaged answers that differ in their size?"""
+    return re.sub(r"\d+", "", one) == re.sub(r"\d+", "", other)
 
 
 def _refusal(error: Exception) -> Refused:
