@@ -167,9 +167,13 @@ def test_the_example_of_a_net_works(small, tmp_path, monkeypatch) -> None:
         net = nets.build("segres", {"width": 8}, in_channels=1, classes=4, spatial_dims=dims, seed=0)
         nets.check_output(net, 4)
         assert set(parts(net)) == {"encoder", "decoder", "head"} and len(head_of(net)) == 2
-    for method in ("fedatlas", "moon"):  # these ask for the head's rows, and for what the encoder gives
-        chosen = {"net": {"name": "segres", "width": 8, "down": [1, 1]}, "method": {"name": method}}
-        assert last_state(small | chosen, tmp_path / method)
+    rows, features = {"name": "fedavg", "aggregate_unlabelled_rows": False}, {"name": "moon"}
+    for method in (
+        rows,
+        features,
+    ):  # the first asks for the head's rows, the other for what the encoder gives
+        chosen = {"net": {"name": "segres", "width": 8, "down": [1, 1]}, "method": method}
+        assert last_state(small | chosen, tmp_path / str(method["name"]))
 
 
 def _examples() -> tuple[list[str], str]:

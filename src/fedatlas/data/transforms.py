@@ -342,7 +342,7 @@ def require_grid(where: str, geometry: Geometry, preprocessing: Preprocessing, v
                 f"{where}: is {n * old:g} mm long towards {letter}, and `preprocessing.spacing` makes voxels of {new:g} mm "
                 "there: a single one; "
                 + (
-                    "its header seems to count in metres, and is read in mm where it does not say so: write it in mm"
+                    "its header seems to count in metres and does not say so, so that it is read in mm: write it in mm"
                     if metres
                     else "lower it, or take the case out"
                 )
