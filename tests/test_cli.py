@@ -20,11 +20,12 @@ import pytest
 import yaml
 from headers import without_orientation
 
-from fedatlas.cli import listing, main
+from fedatlas.cli import main
 from fedatlas.cli.progress import Counter, Progress
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.evaluation.statistics import read_rows, select
+from fedatlas.federation import known
 from fedatlas.federation.file import load_federation, parse_federation
 from fedatlas.federation.predict import _Labelled, predict_scans
 from fedatlas.federation.record import claim
@@ -503,17 +504,24 @@ def test_lists_and_schema(capsys) -> None:
     assert json.loads(output(capsys, "schema"))["properties"]["sites"]
 
 
-def test_lists_name_what_other_packages_bring(capsys, monkeypatch) -> None:
-    from fedatlas import losses
+def test_lists_and_the_schema_have_what_other_packages_bring(capsys, monkeypatch) -> None:
+    from fedatlas import losses, methods
 
-    module = types.ModuleType("their_losses")
-    module.Theirs = losses.find("masked_bce")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "their_losses", module)
-    entry = EntryPoint("theirs", "their_losses:Theirs", "fedatlas.losses")
-    monkeypatch.setattr(listing, "entry_points", lambda group: [entry] if group == entry.group else [])
-    monkeypatch.setattr(losses.OTHERS, "installed", {"theirs": entry})
+    module = types.ModuleType("their_package")
+    module.Loss, module.Method = losses.find("masked_bce"), methods.get("fedprox")  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "their_package", module)
+    entries = [
+        EntryPoint("theirs", "their_package:Loss", "fedatlas.losses"),
+        EntryPoint("their_way", "their_package:Method", "fedatlas.methods"),
+    ]
+    monkeypatch.setattr(known, "entry_points", lambda group: [e for e in entries if e.group == group])
+    monkeypatch.setattr(losses.OTHERS, "installed", {"theirs": entries[0]})
+    monkeypatch.setattr(methods.OTHERS, "installed", {"their_way": entries[1]})
     assert "theirs" in json.loads(output(capsys, "list", "losses", "--json"))
     assert "theirs" not in json.loads(output(capsys, "list", "methods", "--json"))
+    choices = json.loads(output(capsys, "schema"))["properties"]["method"]["oneOf"]
+    (their_way,) = [one for one in choices if one["properties"]["name"]["const"] == "their_way"]
+    assert "mu" in their_way["properties"] and "fedavg" in {c["properties"]["name"]["const"] for c in choices}
 
 
 @pytest.mark.parametrize(

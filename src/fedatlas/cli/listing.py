@@ -1,7 +1,6 @@
 """`fedatlas list`: what is registered."""
 
 import argparse
-from importlib.metadata import entry_points
 
 from fedatlas.cli import shared
 
@@ -16,12 +15,11 @@ def options(made: argparse.ArgumentParser) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation.known import known
+    from fedatlas.federation.known import installed, known
 
     kept = known()
     entries = kept["registered"][arguments.what] if kept else {}
-    others = {entry.name for entry in entry_points(group=f"fedatlas.{arguments.what}")}
-    if not others <= entries.keys() or not kept:
+    if not installed([arguments.what]) <= entries.keys() or not kept:
         from fedatlas.federation.catalogue import catalogue
 
         entries = catalogue(arguments.what)

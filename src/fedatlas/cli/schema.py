@@ -1,4 +1,4 @@
-"""`fedatlas schema`: the JSON schema of the federation file."""
+"""`fedatlas schema`: the JSON schema of the federation file, with the methods and nets of installed packages."""
 
 import argparse
 import json
@@ -13,13 +13,13 @@ def options(made: argparse.ArgumentParser) -> None:
 
 
 def call(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation.known import known
+    from fedatlas.federation.known import installed, known
 
     kept = known()
-    if kept is None:
+    if kept is None or installed(["methods", "nets"]):
         from fedatlas.federation.file import json_schema
 
-        print(json.dumps(json_schema(), indent=1))
+        print(json.dumps(json_schema(others=True), indent=1))
     else:
         print(json.dumps(kept["schema"], indent=1))
     return 0

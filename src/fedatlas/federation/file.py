@@ -497,13 +497,16 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return {prefix[:-1]: list(value) if isinstance(value, tuple) else value}
 
 
-def json_schema() -> dict[str, Any]:
-    """A JSON schema of the federation file, for editors: keys, defaults, limits and their sentences."""
+def json_schema(*, others: bool = False) -> dict[str, Any]:
+    """A JSON schema of the federation file, for editors: keys, defaults, limits and their sentences.
+
+    others: with the methods and nets of other packages; raises FederationError for one that does not load."""
     schema = TypeAdapter(Federation).json_schema()
-    for what, names, get in (("method", methods.REGISTRY, methods.get), ("net", nets.REGISTRY, nets.get)):
+    for what, registry in (("method", methods), ("net", nets)):
         choices = []
-        for name in names:
-            part = TypeAdapter(get(name)).json_schema(ref_template=f"#/$defs/{what}-{name}-{{model}}")
+        for name in registry.names() if others else registry.REGISTRY:
+            options = TypeAdapter(registry.get(name))
+            part = options.json_schema(ref_template=f"#/$defs/{what}-{name}-{{model}}")
             for key, value in part.pop("$defs", {}).items():
                 schema["$defs"][f"{what}-{name}-{key}"] = value
             part["properties"] = {"name": {"const": name}} | part.get("properties", {})

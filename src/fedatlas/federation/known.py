@@ -1,6 +1,8 @@
 """What the command line must know before anything heavy is imported, kept in `known.json`."""
 
 import json
+from collections.abc import Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -18,3 +20,8 @@ def known() -> dict[str, Any] | None:
         return json.loads(KNOWN.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def installed(kinds: Iterable[str]) -> set[str]:
+    """The names that installed packages add to these registries, as "methods" and "nets", and that KNOWN may lack."""
+    return {entry.name for kind in kinds for entry in entry_points(group=f"fedatlas.{kind}")}
