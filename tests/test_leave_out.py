@@ -16,8 +16,8 @@ from turns import ARMS, average
 from fedatlas.cli import main
 from fedatlas.compare import Comparison, Table, collect, load_comparison, rows_of, run_comparison, write_page
 from fedatlas.compare.results import finished, means
-from fedatlas.compare.running import all_rows
-from fedatlas.core.errors import FederationError
+from fedatlas.compare.running import _some_cases, all_rows
+from fedatlas.core.errors import DataError, FederationError
 from fedatlas.report.comparison import heading, markdown
 
 
@@ -94,6 +94,21 @@ def test_a_further_table_shows_a_left_out_site_alone(done) -> None:
     expected = average(rows_of(done, "prox-without-s2", 0))
     assert found["arms"]["prox"]["mean"] == [pytest.approx(expected)]
     assert "sites s2, each site by models trained without it" in heading(found)
+
+
+def test_a_left_out_site_needs_no_test_cases_of_its_own(small, tmp_path) -> None:
+    """Also where the first run of all trains at it, and scores no site that counts."""
+    folder = shutil.copytree(small["sites"][2]["path"], tmp_path / "s2")
+    for kind in ("imagesTs", "labelsTs"):
+        shutil.rmtree(folder / kind)
+    small["sites"][2]["path"] = str(folder)
+    file = written(tmp_path, small, measure={"sites": ["s2"]})
+    comparison = load_comparison([file], runs=tmp_path / "runs")
+    todo = [(name, 0) for name in comparison.federations]
+    assert todo[0] == ("fedavg-without-s0", 0)
+    _some_cases(comparison, todo)
+    with pytest.raises(DataError, match="asks for test cases, and there are none at s2"):
+        _some_cases(replace(comparison, turns={}), todo)
 
 
 def test_what_a_site_says_of_its_own_split_does_not_count_once_it_is_left_out(small, tmp_path) -> None:

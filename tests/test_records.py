@@ -20,6 +20,7 @@ from fedatlas.compare import (
     keep_records,
     load_comparison,
     markdown,
+    records,
     restore_runs,
     run_comparison,
     state_of,
@@ -213,6 +214,20 @@ def test_what_is_no_record_is_refused_in_words(
         restore_runs(here, tmp_path / "records")
     assert said in str(refused.value)
     assert not here.path("fedavg", 0).exists() and not (tmp_path / "outside").exists()
+
+
+def test_a_run_too_large_for_a_record_is_told(trained: Path, tmp_path: Path, monkeypatch) -> None:
+    """Before it is written, and not when its folder is gone; what is there already is refused for what it is."""
+    there = load_comparison([trained / "both.yaml"], runs=trained / "runs")
+    assert len(keep_records(there, tmp_path / "kept")) == 2
+    monkeypatch.setattr(records, "LARGEST", 2**12)
+    told: list[str] = []
+    assert keep_records(there, tmp_path / "records", told.append) == []
+    assert len(told) == 2 and "fedavg-s0: has no record, which would hold" in told[0]
+    assert not list((tmp_path / "records").rglob("*.xz"))
+    here = load_comparison([trained / "both.yaml"], runs=tmp_path / "runs")
+    with pytest.raises(RunFolderError, match=r"fedavg-s0\.tar\.xz: holds more than 0 MiB"):
+        restore_runs(here, tmp_path / "kept")
 
 
 def test_a_cut_record_is_refused(trained: Path, tmp_path: Path) -> None:

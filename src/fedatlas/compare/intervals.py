@@ -157,9 +157,9 @@ def bootstrap(
     """arm -> interval by patient of its difference to its reference; {} where labels are not of whole images, or sites are left
     out in turn, each with thresholds of its own.
 
-    A resample takes the same patients in all cells. The difference is the mean over all cells of site, class and seed
-    where each has LEAST_PATIENTS with and without the class; else, over classes and seeds, of the images of all sites
-    put together, of the classes that then have as many.
+    A resample takes the same patients in all cells. The difference is the mean over all cells of site, class and seed that have
+    a value, where each has LEAST_PATIENTS with and without the class; else, over classes and seeds, of the images of these
+    cells put together, of the classes that then have as many. Of a class that all images of a site have, or all lack, the site has no value.
     """
     if not has_intervals(comparison):
         return {}

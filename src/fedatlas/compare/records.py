@@ -32,8 +32,8 @@ SUFFIX = ".tar.xz"
 FILES = ("run.json", "federation.yaml", "rows.csv", "best.json", "thresholds.json", "histograms.json")
 OF_ROUND = ("log.json", "rows.json")
 OF_SITE = "predictions-*.npz"
-LARGEST = 2**28
-"""Bytes of a record when it is unpacked; more is refused."""
+LARGEST = 2**30
+"""Bytes of a record when it is unpacked, about four million rows; more is neither written nor read."""
 
 
 def record_of(comparison: Comparison, folder: Path, arm: str, seed: int) -> Path:
@@ -118,8 +118,8 @@ def keep_record(
 
     A record that is there stays, and where the run has other values than its record that is told; one without predictions, which can
     be made now, is made again, and one of another configuration is replaced. A run folder of another configuration has no record.
-    Where a run's images or models are not here, its record has no predictions, which is told. Raises RunFolderError for a file in a
-    record's place that is none.
+    Where a run's images or models are not here, its record has no predictions, which is told, as is a run that is too large for a record.
+    Raises RunFolderError for a file in a record's place that is none.
     """
     path, file = comparison.path(arm, seed), record_of(comparison, folder, arm, seed)
     try:
@@ -146,8 +146,15 @@ def keep_record(
         tell(f"{file}: without predictions, of which intervals by patient are made: {error}")
         if same:
             return False
+    files = _files(path)
+    if (size := sum(map(len, files.values()))) > LARGEST:
+        tell(
+            f"{path}: has no record, which would hold {size / 2**20:.0f} MiB of rows and logs, and at most {LARGEST / 2**20:.0f} "
+            "are read back; keep the run's folder, or validate in fewer rounds (evaluation.every)"
+        )
+        return False
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, _packed(_files(path)))
+    write_atomic(file, _packed(files))
     return True
 
 
@@ -193,13 +200,18 @@ def _packed(files: Mapping[str, bytes]) -> bytes:
 
 def _unpacked(file: Path) -> dict[str, bytes]:
     """Name -> content; RunFolderError for anything but a record."""
-    found: dict[str, bytes] = {}
+    found, size = dict[str, bytes](), 0
     try:
         with tarfile.open(file, mode="r:xz") as archive:
             for entry in archive:
                 reader = archive.extractfile(entry) if entry.isreg() and _belongs(entry.name) else None
-                if reader is None or sum(map(len, found.values())) + entry.size > LARGEST:
+                if reader is None:
                     raise RunFolderError(f"{file}: not a record of a run; it holds {entry.name!r}")
+                size += entry.size
+                if size > LARGEST:
+                    raise RunFolderError(
+                        f"{file}: holds more than {LARGEST / 2**20:.0f} MiB, which no record does; remove it, or fetch it again"
+                    )
                 found[entry.name] = reader.read()
     except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
         raise RunFolderError(

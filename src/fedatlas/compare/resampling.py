@@ -13,12 +13,13 @@ DRAWS = 4000
 
 class Cell(NamedTuple):
     """One term of a weighted mean: the mean over a site's cases. values: what is drawn, a case or a patient -> the values of its
-    cases. column: of the table, whose cells share its weight."""
+    cases. column: of the table, whose cells share its weight. name: of the column, for messages."""
 
     site: str
     weight: float
     values: Mapping[str, Sequence[float]]
     column: Hashable = None
+    name: str = ""
 
 
 def interval_of(
@@ -29,8 +30,10 @@ def interval_of(
     A resample draws cases (patients, each with all of its cases) of every site with replacement, the same ones in all cells. It draws
     one fewer than the site has, so that the variance of a site's mean is not too small with few (McCarthy and Snowden, 1985, "The
     bootstrap and finite population sampling"), and the interval lies between the percentiles of `interval_levels`. A cell that is
-    left without a case is left out of that resample, and its weight goes to the others of its column. unit: what is drawn, "case" or "patient". value, low, high, n (how
-    many there are to draw from), and reason where there is none of the first, or no interval: with fewer than LEAST_PAIRS, or a single one of a site, which no resample varies.
+    left without a case is left out of that resample, and its weight goes to the others of its column; a column that is left without any, which
+    of two cases happens in one resample of seven or fewer, is left out too. unit: what is drawn, "case" or "patient". value, low, high, n (how
+    many there are to draw from), and reason where there is none of the first, or no interval: with fewer than LEAST_PAIRS, with a single one
+    of a site, which no resample varies, or of a column, which a resample has as it is or not at all.
     """
     used = [cell for cell in cells if cell.values]
     units = {site: sorted({name for cell in used if cell.site == site for name in cell.values}) for site in
@@ -41,6 +44,10 @@ def interval_of(
     weights = np.array([cell.weight for cell in used])
     value = float(np.average([np.mean(_flat(cell.values)) for cell in used], weights=weights))
     alone = [site for site, names in units.items() if len(names) == 1]
+    of_column: dict[Hashable, set[tuple[str, str]]] = {}
+    for cell in used:
+        of_column.setdefault(cell.column, set()).update((cell.site, name) for name in cell.values)
+    alone += [cell.name for cell in used if len(of_column[cell.column]) == 1]
     if count < LEAST_PAIRS or alone:
         reason = (
             f"{count} {unit}s, fewer than {LEAST_PAIRS}"

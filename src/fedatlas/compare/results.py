@@ -423,7 +423,7 @@ def _weighted(
         classes = Counter((seed, site) for seed, site, _ in apart)
         sites = Counter(seed for seed, _ in classes)
         return [
-            Cell(site, 1 / (classes[seed, site] * sites[seed]), units, column=(seed, site))
+            Cell(site, 1 / (classes[seed, site] * sites[seed]), units, column=(seed, site), name=site)
             for (seed, site, _), units in apart.items()
         ]
     sites_of = Counter((seed, name) for seed, _, name in apart)
@@ -437,6 +437,7 @@ def _weighted(
             1 / (sites_of[seed, name] * columns[seed]),
             units,
             column=(seed, site, name) if own else (seed, name),
+            name=f"{name} at {site}" if own else name,
         )
         for (seed, site, name), units in apart.items()
     ]

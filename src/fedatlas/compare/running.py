@@ -106,8 +106,7 @@ def run_comparison(
                 tell(f"{arm}-s{seed}: {str(error).splitlines()[0] if arm in stale else error}")
                 stale.add(arm)
     _some_data([comparison.federations[arm][seed] for arm, seed in todo])
-    for arm, seed in todo[:1]:
-        _some_cases(comparison, arm, seed)
+    _some_cases(comparison, todo)
     total = len(chosen) * len(comparison.seeds)
     tell(f"{comparison.folder}: {total} runs, {done} finished, {len(todo)} to do")
     for note in dict.fromkeys(
@@ -157,16 +156,21 @@ def _some_data(federations: Sequence[Federation]) -> None:
         )
 
 
-def _some_cases(comparison: Comparison, arm: str, seed: int) -> None:
-    """Raises DataError if the sites that `measure` asks for have no case of its split in this run, or none has a validation case
-    though it asks for the best model. What is wrong with a site's data is for the run to say."""
-    federation = comparison.federations[arm][seed]
-    split, asked = comparison.measure.split, comparison.measure.sites
+def _some_cases(comparison: Comparison, todo: Sequence[tuple[str, int]]) -> None:
+    """Raises DataError if the sites that count have no case of the split that `measure` asks for in the first of these runs that scores
+    any, or none has a validation case though it asks for the best model. What is wrong with a site's data is for the run to say."""
+    split = comparison.measure.split
+    for arm, seed in todo:
+        federation = comparison.federations[arm][seed]
+        sites = [site.name for site in federation.sites if comparison.counts(arm, site.name)]
+        if sites:
+            break
+    else:
+        return
     try:
         sources = Experiment(federation, cache_folder(federation, comparison.folder)).sources
     except FedAtlasError:
         return
-    sites = [name for name in sources if asked is None or name in asked]
     if not any(sources[name].items[split] for name in sites):
         sited = split == "test" and federation.task == "segmentation"
         key = "`split: {test: …}` of the sites" if sited else f"`evaluation.{split}`"

@@ -510,8 +510,8 @@ def _by_cell(found: Mapping[str, Any], references: Sequence[str]) -> Differences
     if of_images:
         told += (
             " The interval resamples patients, the same ones in all cells, with the trained models held fixed. It is of the "
-            "mean over cells where each has at least 5 patients with and 5 without the class; else of the mean over "
-            "classes and seeds, with the images of all sites put together, over the classes that then have as many."
+            "mean over cells where each that has a value has at least 5 patients with and 5 without the class; else of the mean over "
+            "classes and seeds, with the images of the sites that have a value put together, over the classes that then have as many."
         )
 
     def cells(arm: str) -> list[str]:
