@@ -118,12 +118,41 @@ def test_extends_and_overrides(small, tmp_path) -> None:
             load_federation(file, [bad])
 
 
+LOSS = "marginal_dice_ce_exclusion"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"method": {"name": "standalone"}, "method.loss.name": LOSS, "method.loss.options.exclusion_ce": 0.5},
+        {"method.loss.name": LOSS, "method.name": "standalone", "method.loss.options.exclusion_ce": 0.5},
+        {"method.loss.options.exclusion_ce": 0.5, "method.loss": {"name": LOSS}, "method.name": "standalone"},
+        {"method.loss": {"name": LOSS, "options": {"exclusion_ce": 0.5}}, "method": {"name": "standalone"}},
+        {
+            "method.loss.options": {"exclusion_ce": 0.5},
+            "method.loss.name": LOSS,
+            "method": {"name": "standalone"},
+        },
+    ],
+)
+def test_a_choice_within_a_choice_may_be_given_before_it_or_after_it(small, tmp_path, changes) -> None:
+    """By -o, and in an arm of a comparison."""
+    expected = {"name": "standalone", "loss": {"name": LOSS, "options": {"exclusion_ce": 0.5}}}
+    file = write(tmp_path / "f.yaml", small | {"method": {"name": "fedprox", "mu": 0.1}})
+    given = [f"{key}={json.dumps(value)}" for key, value in changes.items()]
+    assert load_federation(file, given).method == expected
+    arms = write(tmp_path / "arms.yaml", {"name": "arms", "base": "f.yaml", "arms": {"one": changes}})
+    assert load_comparison([arms]).federations["one"][0].method == expected
+
+
 def test_paths_are_relative_to_the_file_that_gives_them(small, tmp_path) -> None:
     (tmp_path / "deep").mkdir()
     small["sites"][0]["path"] = "here"
-    write(tmp_path / "base.yaml", small)
+    write(tmp_path / "base.yaml", small | {"log": {"tensorboard": "curves"}})
     file = write(tmp_path / "deep" / "f.yaml", {"extends": "../base.yaml"})
-    assert load_federation(file).sites[0].path == str((tmp_path / "here").resolve())
+    federation = load_federation(file)
+    assert federation.sites[0].path == str((tmp_path / "here").resolve())
+    assert federation.log.tensorboard == str((tmp_path / "curves").resolve())
 
 
 def test_the_hash_is_of_what_decides_the_result(small) -> None:

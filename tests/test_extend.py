@@ -348,6 +348,13 @@ def test_the_loss_that_a_runs_method_took_goes_on(small, joins, tmp_path) -> Non
         assert taken.get("loss", {}).get("options") == options
 
 
+def test_paths_of_the_new_file_are_relative_to_it(finished, joins, tmp_path) -> None:
+    new = {"sites": [joins | {"path": None}], "labels": {"names": ["p"]}, "log": {"tensorboard": "curves"}}
+    (tmp_path / "new").mkdir()
+    extend(finished, asked(tmp_path / "new", new), tmp_path / "out.yaml", model="last")
+    assert load_federation(tmp_path / "out.yaml").log.tensorboard == str(tmp_path / "new" / "curves")
+
+
 @pytest.mark.parametrize("method", [{"name": "mib", "lambda_kd": 3.0}, {"name": "condistfl", "tau": 0.5}])
 def test_what_the_new_file_says_stands_before_the_run(
     finished, joins, tmp_path, method: dict[str, Any]

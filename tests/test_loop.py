@@ -13,7 +13,16 @@ from fedatlas.core.batch import Batch
 from fedatlas.core.errors import FederationError
 from fedatlas.core.seeds import generator, isolated
 from fedatlas.core.tensors import Tensors, tensors_of
-from fedatlas.learning.loop import Local, Loop, Stepper, lr_factor, optimizer_tree, restore_optimizer, train
+from fedatlas.learning.loop import (
+    Local,
+    Loop,
+    Stepper,
+    forget_optimizer,
+    lr_factor,
+    optimizer_tree,
+    restore_optimizer,
+    train,
+)
 
 LOCALS = {
     "adamw": Local(lr=0.05, batch=3, steps=4),
@@ -167,6 +176,40 @@ def test_gradients_of_modules_are_clipped_each_by_itself() -> None:
     for layer in (net[0], net[2]):  # type: ignore[index]
         norm = math.sqrt(sum(float(p.grad.square().sum()) for p in layer.parameters()))  # type: ignore[union-attr]
         assert norm == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("opt_state", ["persist", "reset"])
+def test_two_rounds_of_scaled_steps_are_one_of_twice_as_many(opt_state: Any, monkeypatch) -> None:
+    """The scale of the loss is not sought again in every round: here nine of the first round's twelve steps overflow. As with fp16, of a
+    scale at which float32 overflows."""
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, init_scale=2.0**127))
+    local = Local(optimizer="sgd", momentum=0.0, lr=0.001, batch=3, steps=12, opt_state=opt_state)
+
+    def trained(at: Any, *, rounds: int) -> Tensors:
+        net = make()
+        for at.round in range(rounds):
+            every = [batch for r in range(2) for batch in Site.batches(site_of(r), batch=3, steps=12)]
+            at.batches = lambda every=every, **how: every[12 * at.round :][: 24 // rounds]
+            loop = Loop(at, net, local, round=at.round, rounds=rounds)
+            for batch in loop:
+                loop.step({name: 300 * value for name, value in terms(net, batch).items()})
+            logged.append(at.logged.pop("overflows", 0))
+        return tensors_of(net)
+
+    def site_of(round: int) -> Any:
+        made = Site()
+        made.round = round
+        return made
+
+    logged: list[float] = []
+    two, one = trained(site(), rounds=2), trained(site(), rounds=1)
+    assert same(two, one) and not same(two, tensors_of(make()))
+    assert logged == [9, 0, 9]
+    at = site()
+    trained(at, rounds=2)
+    forget_optimizer(at, "optimizer")
+    assert at.memory == {}
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])

@@ -103,6 +103,12 @@ def test_the_learning_rate_is_lowest_where_a_model_enters() -> None:
     assert {once.lr_factor(round, 20) for round in range(20)} == {1.0}
 
 
+def test_a_share_of_rounds_is_not_rounded_past_the_round_that_is_meant() -> None:
+    """.55 of 100 is 55.000000000000007 in floating point."""
+    for rounds, start, first in ((100, 0.55, 55), (200, 0.55, 110), (50, 0.56, 28), (10, 0.75, 8)):
+        assert FedASAM(swa=SWA(start=start)).start_of_mean(rounds) == first
+
+
 def test_rounds_before_the_start_are_those_of_fedavg() -> None:
     late = play(FedASAM(asam_start=1, swa=NEVER, local=LOCAL), rounds=2)
     assert same(play(FedASAM(asam_start=2, swa=NEVER, local=LOCAL)).model, play(FedAvg(local=LOCAL)).model)

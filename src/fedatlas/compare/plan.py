@@ -27,7 +27,7 @@ from fedatlas.federation.file import (
     parse_federation,
     selects,
 )
-from fedatlas.federation.yaml import CHOICES, COMPARISON, FILE, expanded, from_folder, is_choice, read_yaml
+from fedatlas.federation.yaml import CHOICES, COMPARISON, FILE, expanded, from_folder, order_of, read_yaml
 from fedatlas.report.comparison import MILLIMETRES
 
 MOST_LETTERS = 96
@@ -701,7 +701,7 @@ def change(raw: dict[str, Any], changes: Mapping[str, Any], what: str) -> None:
 
     Raises FederationError for a path that leads nowhere.
     """
-    for key, value in sorted(changes.items(), key=lambda item: not is_choice(str(item[0]))):
+    for key, value in sorted(changes.items(), key=lambda item: order_of(str(item[0]))):
         _change(raw, str(key).split("."), copy.deepcopy(value), f"{what}: {key}", ())
 
 

@@ -17,7 +17,7 @@ from fedatlas.federation.file import Federation, load_federation, make_method
 from fedatlas.federation.initial import sentence
 from fedatlas.federation.tasks import task_of
 from fedatlas.federation.usable import record_of
-from fedatlas.federation.yaml import absolute, load_raw, read_yaml
+from fedatlas.federation.yaml import load_raw, read_yaml, with_paths
 from fedatlas.transport.store import write_atomic
 
 
@@ -41,7 +41,7 @@ def extend(
         raise FederationError(
             f"{run}: its sites trained alone, so it has no model of all to go on from; train one"
         )
-    old, new = read_yaml(run / "federation.yaml"), load_raw(file)
+    old, new = read_yaml(run / "federation.yaml"), with_paths(load_raw(file), file.resolve().parent)
     if not new and not without:
         raise FederationError(f"{file}: says nothing new; give `sites`, new names in `labels`, or other keys")
     given = new.pop("sites", None) or []
@@ -120,7 +120,7 @@ def _sites(old: Mapping[str, Any], new: Any, without: Sequence[str], file: Path)
         name: {key: value for key, value in site.items() if key == "name" or value != defaults.get(key)}
         for name, site in sites.items()
     }
-    return kept | {str(site["name"]): absolute(dict(site), file.resolve().parent) for site in new}
+    return kept | {str(site["name"]): dict(site) for site in new}
 
 
 def _written(values: Mapping[str, Any], out: Path, run: Path) -> Federation:

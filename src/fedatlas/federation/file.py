@@ -28,7 +28,7 @@ from fedatlas.evaluation.evaluate import Evaluation
 from fedatlas.evaluation.metrics import METRICS as VOXEL_METRICS
 from fedatlas.federation.initial import InitFrom, settled
 from fedatlas.federation.log import Log
-from fedatlas.federation.yaml import absolute, from_folder, keys_of, load_raw, with_path, with_weights
+from fedatlas.federation.yaml import keys_of, load_raw, with_paths, with_weights
 from fedatlas.learning.augment import Augmentation
 from fedatlas.learning.inference import Inference
 from fedatlas.learning.loop import Local
@@ -165,17 +165,9 @@ def parse_federation(
     """A federation from plain values, as `load_federation`. given: keys -> who gave them, where not the source did. kept: of a
     run folder, whose file may have values that its task does not use, as they were ignored once."""
     given = given or {}
-    values = dict(raw)
+    values = with_paths(raw, base)
     if values.get("task") == "classification":
         values.setdefault("net", {"name": "cnn"})
-    if isinstance(values.get("sites"), list | tuple):
-        values["sites"] = [absolute(site, base) for site in values["sites"]]
-    if "net" in values:
-        values["net"] = with_weights(values["net"], from_folder(base))
-    values["init_from"] = with_path(values.get("init_from"), base)
-    log = values.get("log")
-    if isinstance(log, Mapping) and isinstance(log.get("tensorboard"), str):
-        values["log"] = {**log, "tensorboard": from_folder(base)(log["tensorboard"])}
     try:
         federation = TypeAdapter(Federation).validate_python(values)
     except ValidationError as error:

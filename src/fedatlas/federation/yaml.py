@@ -16,15 +16,15 @@ from fedatlas.federation.known import known
 
 
 def load_raw(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The plain values of a federation file, with `extends` resolved and `key.path=value` overrides applied; paths of
-    sites and of weights that another file gives are absolute. Raises FederationError."""
+    """The plain values of a federation file, with `extends` resolved and `key.path=value` overrides applied; paths that
+    another file gives are absolute. Raises FederationError."""
     raw = read_yaml(path)
     if "arms" in raw or "base" in raw:
         raise FederationError(
             f"{path}: is a comparison file, as it has {'arms' if 'arms' in raw else 'base'}; expected a federation file, which has sites. A "
             f"comparison is trained by: fedatlas compare {path}"
         )
-    for text in sorted(overrides, key=lambda text: not is_choice(text.partition("=")[0])):
+    for text in sorted(overrides, key=lambda text: order_of(text.partition("=")[0])):
         override(raw, text)
     return raw
 
@@ -110,21 +110,31 @@ def followed(path: Path) -> Path:
         raise FederationError(f"{str(path)!r}: is no path that can be followed ({error})") from None
 
 
-def with_path(given: Any, base: Path) -> Any:
-    """The block `init_from`, which may be a path alone, with its path absolute."""
-    block = {"path": given} if isinstance(given, str) else given
-    if not isinstance(block, Mapping) or not isinstance(block.get("path"), str):
-        return block
-    return {**block, "path": from_folder(base)(block["path"])}
+def with_paths(raw: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """The values of a file in the folder `base`, with every path absolute: of sites, of first weights, of `init_from` and of
+    `log.tensorboard`."""
+    values, change = dict(raw), from_folder(base)
+    if isinstance(values.get("sites"), list | tuple):
+        values["sites"] = [_absolute(site, change) for site in values["sites"]]
+    if "net" in values:
+        values["net"] = with_weights(values["net"], change)
+    start, log = values.get("init_from"), values.get("log")
+    if isinstance(start, str):  # a path alone
+        start = values["init_from"] = {"path": start}
+    if isinstance(start, Mapping) and isinstance(start.get("path"), str):
+        values["init_from"] = {**start, "path": change(start["path"])}
+    if isinstance(log, Mapping) and isinstance(log.get("tensorboard"), str):
+        values["log"] = {**log, "tensorboard": change(log["tensorboard"])}
+    return values
 
 
-def absolute(site: Any, base: Path) -> Any:
+def _absolute(site: Any, change: Callable[[str], str]) -> Any:
     if not isinstance(site, Mapping) or not isinstance(site.get("path"), str):
         return site
     given = site["path"]
     if given.startswith("bundled:"):
         return {**site, "path": str(bundled_path() / given.removeprefix("bundled:"))}
-    return {**site, "path": from_folder(base)(given)}
+    return {**site, "path": change(given)}
 
 
 class _Strict(yaml.SafeLoader):
@@ -198,13 +208,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = (), expected: str = FILE) -> 
         raise FederationError(f"{path}: extends: got {parent!r}; the name of one file is expected")
     base_path = path.parent / parent
     base = read_yaml(base_path, (*seen, followed(path)), expected)
-    if isinstance(base.get("sites"), list):
-        base["sites"] = [absolute(site, base_path.parent) for site in base["sites"]]
-    if "net" in base:
-        base["net"] = with_weights(base["net"], from_folder(base_path.parent))
-    if "init_from" in base:
-        base["init_from"] = with_path(base["init_from"], base_path.parent)
-    return merged(base, raw)
+    return merged(with_paths(base, base_path.parent), raw)
 
 
 def merged(base: Any, over: Any, key: str = "") -> Any:
@@ -217,11 +221,13 @@ def merged(base: Any, over: Any, key: str = "") -> Any:
     return base | {k: merged(base[k], value, k) if k in base else value for k, value in over.items()}
 
 
-def is_choice(path: str) -> bool:
-    """Whether a key.path is the name of one of `CHOICES`, which replaces the whole block: set before options of that choice, in
-    whatever order both are given."""
+def order_of(path: str) -> tuple[int, int, bool]:
+    """Where a key.path comes when several are set at once: first the blocks of `CHOICES`, of which another name replaces the whole, the outer
+    ones before the inner ones and a name before the rest of its block; then all others as they are given. So the options of a choice may
+    be given before it or after it."""
     above, _, last = path.rpartition(".")
-    return last == "name" and above.rpartition(".")[2] in CHOICES
+    name = last == "name" and above.rpartition(".")[2] in CHOICES
+    return (0, path.count(".") - name, not name) if name or last in CHOICES else (1, 0, False)
 
 
 def override(raw: dict[str, Any], text: str) -> None:

@@ -16,7 +16,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -123,6 +123,8 @@ class Stepper:
         """The parameters that it moves, by their names in the net."""
         self.factor = 1.0
         """The learning rate of this step, divided by `local.lr`."""
+        self.overflows = 0
+        """Steps at which nothing moved, as a gradient overflowed in fp16; each halves the scale of the loss."""
         self._unstepped = False
         """Whether the last gradients were read and never stepped along; the scaler then wants `update` before the next."""
 
@@ -181,18 +183,21 @@ class Stepper:
     def _move(self) -> None:
         self.clip()
         self.scaler.step(self.optimizer)
+        before = self.scaler.get_scale()
         self.scaler.update()
+        self.overflows += self.scaler.get_scale() < before
         self._unstepped = False
 
 
 class Loop(Stepper):
     """The batches of one round at a site, to be read once, and the optimizer of the net that learns from them.
 
-    When the last batch is done the optimizer's state goes to `site.memory`, and the means of what was noted are logged. A
-    loop that is left early, by `break` or an exception, keeps and logs nothing.
+    When the last batch is done the optimizer's state goes to `site.memory`, and the means of what was noted are logged. With fp16 the
+    scale of the loss is kept, too, also where `local.opt_state` is reset, and the steps at which nothing moved are logged as
+    "overflows", if there are any. A loop that is left early, by `break` or an exception, keeps and logs nothing.
 
     round: this one, counted from 0; rounds: how many there are. They place the round on the learning-rate schedule. memory: the key in `site.memory`
-    under which the optimizer's state is kept. prefix: begins the names in the log, where a site trains several nets.
+    under which the optimizer's state is kept, until `forget_optimizer`. prefix: begins the names in the log, where a site trains several nets.
     optimizer, clipped: see `Stepper`.
 
     Reading the batches raises FloatingPointError where a mean is not finite.
@@ -262,13 +267,31 @@ class Loop(Stepper):
         if self.local.opt_state == "persist":
             for key, stepper in self._steppers.items():
                 self.site.memory[key] = optimizer_tree(stepper.optimizer, stepper.net)
+        for key, stepper in self._steppers.items():
+            if stepper.scaler.is_enabled():
+                self.site.memory[_scale(key)] = cast(Tree, stepper.scaler.state_dict())
         named = {f"{self.prefix}{name}": value for name, value in self.means.items()}
+        if overflows := sum(stepper.overflows for stepper in self._steppers.values()):
+            named[f"{self.prefix}overflows"] = overflows
         self.site.log(**named, steps=len(self), step_seconds=seconds)
 
     def _add(self, key: str, stepper: Stepper) -> None:
         self._steppers[key] = stepper
         if self.local.opt_state == "persist" and key in self.site.memory:
             restore_optimizer(stepper.optimizer, stepper.net, self.site.memory[key])
+        if stepper.scaler.is_enabled() and _scale(key) in self.site.memory:
+            stepper.scaler.load_state_dict(cast(dict[str, Any], self.site.memory[_scale(key)]))
+
+
+def _scale(key: str) -> str:
+    """Where the scale of the loss is kept beside the optimizer's state of this key."""
+    return f"{key} scale"
+
+
+def forget_optimizer(site: Site, memory: str) -> None:
+    """Removes what a `Loop` kept under this key."""
+    for key in (memory, _scale(memory)):
+        site.memory.pop(key, None)
 
 
 def train(

@@ -108,7 +108,7 @@ class DiceBCE:
     def trained(self, known: Tensor) -> Tensor:
         """[B, C] bool, the channels that `channels` names. known: [B, C]."""
         if self.channels == "all":
-            return torch.ones_like(known)
+            return _annotates(known)[:, None].expand_as(known)
         return _with_background(known, _annotates(known) & (self.channels == "known"))
 
     def _of_head(self, z: Tensor, y: Tensor, valid: Tensor) -> Tensor:

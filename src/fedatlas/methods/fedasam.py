@@ -73,7 +73,7 @@ class FedASAM(MeanOfModels):
 
     def start_of_mean(self, rounds: int) -> int:
         """The round, from 0, whose model the mean begins with; `rounds` or more: none."""
-        return math.ceil(self.swa.start * rounds)
+        return math.ceil(self.swa.start * rounds - 1e-9)
 
     def plan(self, rounds: int) -> list[str]:
         """What `check` should tell: which of its two halves has no round."""

@@ -48,7 +48,7 @@ from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.outputs import heads as voxel_heads
 from fedatlas.core.tensors import Tensors, Tree, average, tensors_of
-from fedatlas.learning.loop import Loss, train
+from fedatlas.learning.loop import Loss, forget_optimizer, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.masked import masked_bce
 from fedatlas.methods.shared.averaging import SENDS, Weighted, Weighting, site_weights
@@ -155,7 +155,7 @@ class Kim(Weighted):
         length = self.pretrain_rounds or rounds
         for round in range(length):
             train(site, net, loss, self.local, round=round, rounds=length, memory=memory)
-        site.memory.pop(memory, None)
+        forget_optimizer(site, memory)
         return {"teacher": tensors_of(net), "classes": sorted(site.labels.annotated)}
 
     @at_site

@@ -24,7 +24,7 @@ from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, average, tensors_of
 from fedatlas.learning import augment
 from fedatlas.learning.augment import Augmentation
-from fedatlas.learning.loop import Local, train
+from fedatlas.learning.loop import Local, forget_optimizer, train
 from fedatlas.losses.similarity import negative_cosine as D
 from fedatlas.methods.shared.averaging import Weighting, site_weights
 
@@ -113,4 +113,4 @@ def averaged(replies: Replies, rule: Weighting, *, model: str = "model") -> tupl
 
 def forget(site: Site) -> None:
     """Takes what the phase kept at a site out of its memory."""
-    site.memory.pop(MEMORY, None)
+    forget_optimizer(site, MEMORY)

@@ -31,7 +31,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels, known_row
 from fedatlas.core.options import from_dict, option, options
 from fedatlas.core.outputs import Others, voxel_logits
 from fedatlas.core.tensors import Tensors, Tree, load, n_bytes, shapes_of, tensors_of
-from fedatlas.learning.loop import Local, autocast, count_steps
+from fedatlas.learning.loop import Local, autocast, count_steps, forget_optimizer
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
 from fedatlas.losses.onehot import DiceBCE
@@ -257,7 +257,7 @@ def train_teacher(
             # one alone is the best, whatever its score
             if how.choose == "best" and length > how.every and (last or (round + 1) % how.every == 0):
                 best.see(net, round + 1, site.score(net))
-    site.memory.pop(memory, None)
+    forget_optimizer(site, memory)
     if best.model is not None:
         site.log(teacher_round=best.round, teacher_score=best.score)
     own = {"teacher": best.model or tensors_of(net), "classes": sorted(site.labels.annotated)}
