@@ -1,6 +1,8 @@
 """What a deployment does where something is not there: a server, a port, a package, a kit's file. The engine is a stub
 whose jobs are threads of this process."""
 
+import errno
+import fcntl
 import os
 import re
 import shlex
@@ -250,6 +252,26 @@ def test_a_port_is_looked_at_when_what_a_killed_server_left_is_gone(kit) -> None
     (folder / "engine.pid").write_text(str(left.pid))
     start(folder, None, lambda text: None, parent=nobody())
     assert left.wait(10) < 0
+
+
+def test_a_file_system_without_locks_stops_nobody(kit, tmp_path, monkeypatch) -> None:
+    """A run, a deployment's server and a party say what nobody makes sure of then, and go on."""
+
+    def flock(file, how):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder, told = kit("server"), list[str]()
+    with RunFolder(tmp_path / "run").held(told.append):
+        across._held(folder, "first", told.append).close()
+        start(folder, None, told.append, parent=nobody())
+    asked = (
+        (tmp_path / "run", "no other process works on this run"),
+        (folder, "no other run uses this deployment"),
+        (folder, "this party is started once"),
+    )
+    said = [f"{place}: cannot be locked (Function not implemented); see that {what}" for place, what in asked]
+    assert [text for text in told if "lock" in text] == said and told[-1] == "server: ending"
 
 
 def test_where_a_server_listens() -> None:

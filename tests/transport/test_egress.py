@@ -1,5 +1,7 @@
 """egress.py: what a method tries to smuggle stays at the site, and the log shows what was done to it."""
 
+import errno
+import fcntl
 import hashlib
 import json
 import resource
@@ -240,6 +242,15 @@ def test_a_full_disk_leaves_no_half_line(tmp_path) -> None:
     assert path.read_bytes() == before
     write(path, 1)
     assert len(read_log(path)) == 3 and not broken(path)
+
+
+def test_a_log_is_written_where_the_file_system_has_no_locks(tmp_path, monkeypatch) -> None:
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    path = tmp_path / "egress.jsonl"
+    assert len(write(path, 2)) == 2 and broken(path) == {}
 
 
 def write(path: Path, n: int = 4) -> list[bytes]:

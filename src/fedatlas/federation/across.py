@@ -5,7 +5,6 @@ gather_trial  an engine's real processes, all on this machine
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -32,6 +31,7 @@ from fedatlas.transport.clients import SiteClients
 from fedatlas.transport.deployment import Job
 from fedatlas.transport.egress import Asked, Declaration
 from fedatlas.transport.frames import Question
+from fedatlas.transport.locks import lock
 from fedatlas.transport.pipeline import ServerPipeline
 from fedatlas.transport.relay import ServerRelay, skewed
 from fedatlas.transport.rounds import RunFolder, read_run
@@ -161,28 +161,23 @@ class Deployed:
 
 
 def _held(kit: Path, run: str, tell: Tell) -> BinaryIO:
-    """The lock of a deployment's server, held by this run until it is closed; it is the kernel's, and ends with the
-    process however that ends. tell: called where the file system has no locks. Raises FederationError, naming the run,
-    where another one holds it."""
-    lock = (kit / "run.lock").open("a+b", buffering=0)
+    """The lock of a deployment's server, see `lock`, held by this run until it is closed. tell: called where the file
+    system has no locks. Raises FederationError, naming the run, where another one holds it."""
+    file = (kit / "run.lock").open("a+b", buffering=0)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file, kit, tell, otherwise="see that no other run uses this deployment")
     except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().decode(errors="replace").strip() or "another run"
-        lock.close()
+        file.seek(0)
+        holder = file.read().decode(errors="replace").strip() or "another run"
+        file.close()
         raise FederationError(
             f"{kit.parent}: {holder} uses this deployment, which serves one run at a time; wait until it has ended, or "
             "make another deployment"
         ) from None
-    except OSError as error:
-        tell(
-            f"{kit}: cannot be locked ({error.strerror or error}); see that no other run uses this deployment"
-        )
     with contextlib.suppress(OSError):  # the disk may be full; it locks all the same
-        lock.truncate(0)
-        lock.write(f"run {run} (process {os.getpid()} on {socket.gethostname()})".encode())
-    return lock
+        file.truncate(0)
+        file.write(f"run {run} (process {os.getpid()} on {socket.gethostname()})".encode())
+    return file
 
 
 def gather(engine: str, deploy: Path, *, data_changed: bool = False) -> Gather:

@@ -11,7 +11,6 @@ process that holds the data. Either is started again when it ends.
 """
 
 import contextlib
-import fcntl
 import importlib
 import ipaddress
 import json
@@ -37,6 +36,7 @@ from fedatlas.core.errors import FederationError
 from fedatlas.transport.deployment import ENGINES, RELAY, Engine, Launch, Plan, bound, listens_at
 from fedatlas.transport.frames import shown
 from fedatlas.transport.local import Workers
+from fedatlas.transport.locks import lock
 from fedatlas.transport.relay import SiteRelay
 
 RESERVED = ("server", "authority")
@@ -227,7 +227,7 @@ def start(
     launch: Launch = (engine.site_process if site else engine.server_process)(kit)
     relay, logs, pid_file = kit / "relay", kit / "logs", kit / "engine.pid"
     logs.mkdir(exist_ok=True)
-    with _alone(kit):
+    with _alone(kit, tell):
         _end_stale(pid_file, relay)
         workers = None
         if site:
@@ -491,12 +491,12 @@ def _group_lives(pid: int, process: "subprocess.Popen[bytes] | None") -> bool:
 
 
 @contextlib.contextmanager
-def _alone(kit: Path) -> Iterator[None]:
-    """Holds a kit for one supervisor."""
-    with (kit / "lock").open("w", encoding="utf-8") as lock:
+def _alone(kit: Path, tell: Tell) -> Iterator[None]:
+    """Holds a kit for one supervisor. tell: called where the file system has no locks."""
+    with (kit / "lock").open("w", encoding="utf-8") as file:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            lock(file, kit, tell, otherwise="see that this party is started once")
+        except BlockingIOError:
             raise FederationError(f"{kit}: is running already; one party runs once") from None
         yield
 

@@ -12,6 +12,7 @@ that arrived.
 What a check of form cannot find is information hidden in the values of a tensor of the right shape.
 """
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -656,7 +657,9 @@ class EgressLog:
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            # where the file system has no locks, a site is served by one process at a time all the same
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
             size = file.seek(0, 2)
             last, rest = _ending(file)
             previous = last[:64].decode("ascii", "replace") if last else FIRST

@@ -1,7 +1,6 @@
 """The one round loop, and the run folder that makes every complete round a point to resume from."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from fedatlas.core.tensors import Tree, from_tree, is_finite, to_tree
 from fedatlas.transport import wire
 from fedatlas.transport.clients import Call
 from fedatlas.transport.host import ADDED, peak_mb, reset_peak
+from fedatlas.transport.locks import lock
 from fedatlas.transport.reply import Spool
 from fedatlas.transport.store import not_waiting, read_whole, sync_folder, with_room, write_atomic
 
@@ -193,38 +193,33 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self, tell: Callable[[str], None]) -> Iterator[None]:
-        """Locks the folder for this process, and makes it if need be. The lock is the kernel's: it ends with the
-        context, and with the process however that ends. tell: called where the file system has no locks.
+        """Locks the folder for this process while the context is open, see `lock`, and makes it if need be. tell: called
+        where the file system has no locks.
 
         Raises RunFolderError where the folder cannot be made or written, and, naming the process and its machine, where
         another process holds it.
         """
-        file = self.path / "lock"
+        path = self.path / "lock"
 
         def opened() -> FileIO:
             self.path.mkdir(parents=True, exist_ok=True)
-            return file.open("a+b", buffering=0)
+            return path.open("a+b", buffering=0)
 
         def signed() -> None:
-            lock.truncate(0)
+            file.truncate(0)
             began = datetime.now(UTC).isoformat(timespec="seconds")
-            lock.write(f"process {os.getpid()} on {socket.gethostname()}, since {began},".encode())
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {began},".encode())
 
-        with self._written(file, opened) as lock:
+        with self._written(path, opened) as file:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file, self.path, tell, otherwise="see that no other process works on this run")
             except BlockingIOError:
-                lock.seek(0)
+                file.seek(0)
                 raise RunFolderError(
-                    f"{self.path}: {lock.read().decode().strip() or 'another process'} works on this run; wait until it has "
+                    f"{self.path}: {file.read().decode().strip() or 'another process'} works on this run; wait until it has "
                     "ended, or begin another run with --id"
                 ) from None
-            except OSError as error:
-                tell(
-                    f"{self.path}: cannot be locked ({error.strerror or error}); see that no other process works on "
-                    "this run"
-                )
-            self._written(file, signed)
+            self._written(path, signed)
             yield
 
     def _written(self, file: Path, write: Callable[[], T]) -> T:
