@@ -543,14 +543,39 @@ def test_a_final_evaluation_that_lost_a_site_is_done_again(small, tmp_path, monk
     assert read_json(path / "run.json")["finished"] is not None
 
 
-def test_a_damaged_newest_round_falls_back_to_the_one_before(tmp_path) -> None:
+@pytest.mark.parametrize("change", [lambda file: file.write_bytes(b"half"), Path.unlink])
+def test_a_newest_round_without_a_whole_state_falls_back_to_the_one_before(tmp_path, change) -> None:
     folder, method = RunFolder(tmp_path), Walk()
     state = State(tensors_of(net()))
     for number in (1, 2, 3):
         folder.save(Round(number, replace(state, round=number), {}, []))
-    (folder.rounds / "0003" / "state.fa").write_bytes(b"half")
+    change(folder.rounds / "0003" / "state.fa")
     latest = folder.latest(method)
-    assert latest is not None and latest.round == 2 and folder.complete() == [1, 2]
+    assert latest is not None and latest.round == 2
+    assert sorted(os.listdir(folder.rounds)) == ["0001", "0002"]
+    change(folder.rounds / "0002" / "state.fa")
+    with pytest.raises(RunFolderError, match=r"no round can be resumed\. .*0002/state\.fa: .*; .*0001/state"):
+        folder.latest(method)
+    assert folder.complete() == [1, 2], "nothing is removed where no state is found"
+
+
+def test_a_later_round_goes_at_once_or_not_at_all(tmp_path, monkeypatch) -> None:
+    """Who is killed while a damaged round is removed leaves none that looks complete and lacks its log."""
+    folder, state = RunFolder(tmp_path), State(tensors_of(net()))
+    for number in (1, 2):
+        folder.save(Round(number, replace(state, round=number), {}, []))
+    (folder.rounds / "0002" / "state.fa").unlink()
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        (path / "log.json").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(shutil, "rmtree", killed)
+        folder.latest(Walk())
+    assert folder.complete() == [1]
+    latest = folder.latest(Walk())
+    assert latest is not None and latest.round == 1 and os.listdir(folder.rounds) == ["0001"]
 
 
 def test_a_copy_of_a_round_is_no_round(tmp_path) -> None:

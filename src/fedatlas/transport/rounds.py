@@ -302,7 +302,7 @@ class RunFolder:
     def latest(self, method: Method) -> State | None:
         """The state of the last complete round that can be read; None if no round was completed.
 
-        What a later round left behind, damaged or half, is removed. Raises RunFolderError if rounds were
+        What a later round left behind, damaged, half or without its state, is removed. Raises RunFolderError if rounds were
         completed and no state can be read.
         """
         for part in self.rounds.glob(".*.part"):
@@ -311,7 +311,8 @@ class RunFolder:
         for number in reversed(self.complete()):
             path = self.rounds / f"{number:04d}" / "state.fa"
             if not path.exists():
-                break
+                damaged.append(f"{path}: missing")
+                continue
             try:
                 state = self.state(path, method)
                 self.held_after(number)
@@ -320,10 +321,12 @@ class RunFolder:
                 continue
             for later in self.complete():
                 if later > number:
-                    shutil.rmtree(self.rounds / f"{later:04d}")
+                    part = self.rounds / f".{later:04d}.part"
+                    os.rename(self.rounds / f"{later:04d}", part)
+                    shutil.rmtree(part)
             return state
-        if self.complete():
-            raise RunFolderError(f"{self.path}: no round can be resumed. " + " ".join(damaged))
+        if damaged:  # those before the last two keep no state
+            raise RunFolderError(f"{self.path}: no round can be resumed. " + "; ".join(damaged[:2]))
         return None
 
     def state(self, path: Path, method: Method) -> State:
