@@ -182,6 +182,46 @@ RAW: list[tuple[Callable[[Question], bytearray], str]] = [
     (lambda q: raw(q, WEIGHT, bytes(12), **{"0": entry("object", [1, 2], 0, 8), "1": BIAS}), "header cannot"),
     (lambda q: raw(q, WEIGHT, bytes(12), **{"0": [], "1": BIAS}), "header cannot"),
     (lambda q: raw(q, WEIGHT, bytes(14), **{"0": entry("F32", [1, 2], 1, 9), "1": BIAS}), "header cannot"),
+    (
+        lambda q: raw(
+            q, WEIGHT, bytes(12), **{"0": entry("F32", [1, 2], 0, 8), "1": entry("F32", [1], 4, 8)}
+        ),
+        "do not lie end to end in its 12 bytes",
+    ),
+    (
+        lambda q: raw(
+            q, WEIGHT, bytes(16), **{"0": entry("F32", [1, 2], 0, 8), "1": entry("F32", [1], 12, 16)}
+        ),
+        "do not lie end to end",
+    ),
+    (lambda q: raw(q, WEIGHT, bytes(16), **{"0": entry("F32", [1, 2], 0, 8), "1": BIAS}), "end to end"),
+    (
+        lambda q: raw(
+            q,
+            WEIGHT,
+            bytes(12),
+            **{"0": entry("F32", [1, 2], 0, 8), "1": BIAS, "x": entry("BOOL", [4], 8, 12)},
+        ),
+        "do not lie end to end",
+    ),
+    (
+        lambda q: raw(
+            q,
+            WEIGHT,
+            bytes(12),
+            **{"0": entry("F32", [1, 2], 0, 8), "1": BIAS, "x": entry("BOOL", [0], 12, 12)},
+        ),
+        "its structure leaves out 1 of its tensors",
+    ),
+    (
+        lambda q: raw(
+            q,
+            WEIGHT.replace('"1"', '"0"'),
+            bytes(12),
+            **{"0": entry("F32", [1, 2], 0, 8), "1": BIAS},
+        ),
+        "its structure cannot be read",
+    ),
     (lambda q: bytearray(40), "do not begin as one of ours"),
     (lambda q: raw(q, "1")[:90], "truncated or damaged"),
 ]

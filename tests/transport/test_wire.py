@@ -1,6 +1,7 @@
 """wire.py: what goes in comes out, and nothing else is accepted."""
 
 import hashlib
+import json
 
 import pytest
 import safetensors.torch
@@ -45,6 +46,17 @@ def test_plain_values_without_tensors() -> None:
 def test_the_body_is_a_safetensors_file() -> None:
     kept = safetensors.torch.load(bytes(wire.encode(TREE)[40:]))
     assert any(torch.equal(value, TREE["model"]["w"]) for value in kept.values() if value.shape == (3, 2))
+
+
+def test_a_file_that_the_package_wrote_is_read() -> None:
+    """As messages were written first: the package lays tensors end to end, too, in an order of its own."""
+    tensors = {
+        str(n): value for n, value in enumerate([torch.tensor([True]), torch.zeros(0), torch.randn(3)])
+    }
+    tree = json.dumps(["l", [["t", number] for number in tensors]])
+    body = safetensors.torch.save(tensors, {"tree": tree})
+    data = wire.MAGIC + hashlib.sha256(body).digest() + body
+    assert equal(wire.decode(data), list(tensors.values()))
 
 
 def test_a_net_travels() -> None:

@@ -1,8 +1,9 @@
 """Trees to bytes and back. Executes nothing: tensors are safetensors, the rest is JSON, a digest guards both.
 
 Layout: 8 bytes magic, 32 bytes SHA-256 of all that follows, then a safetensors file whose tensors are numbered
-and whose metadata holds the structure as JSON. Equal trees give equal bytes. The file is written and read here,
-not by the safetensors package, so that a model is copied once each way and not three times.
+and whose metadata holds the structure as JSON. The tensors lie end to end, and the structure names each once. Equal
+trees give equal bytes. The file is written and read here, not by the safetensors package, so that a model is copied
+once each way and not three times.
 """
 
 import hashlib
@@ -124,6 +125,9 @@ class Message:
             entries = {number: _entry(form, len(view) - start) for number, form in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise WireError(f"message: its header cannot be read ({type(error).__name__})") from error
+        spans = sorted(entry[2:] for entry in entries.values())
+        if [0, *(end for _, end in spans)] != [*(begin for begin, _ in spans), len(view) - start]:
+            raise WireError(f"message: its tensors do not lie end to end in its {len(view) - start:,} bytes")
         return cls(structure, entries, view[start:])
 
     def forms(self) -> Tree:
@@ -132,7 +136,7 @@ class Message:
             number: torch.empty(shape, dtype=dtype, device="meta")
             for number, (dtype, shape, _, _) in self.entries.items()
         }
-        return _unpack(self.structure, forms, 0)
+        return self._unpacked(forms)
 
     def tree(self, *, copy: bool = True) -> Tree:
         """The tree itself; copy: as in `decode`. Raises WireError for values that no tensor of ours can have."""
@@ -146,7 +150,13 @@ class Message:
             if dtype == torch.bool and int(raw.max()) > 1:
                 raise WireError("message: a truth value of a tensor is neither 0 nor 1")
             tensors[number] = raw.view(dtype).reshape(shape)
-        return _unpack(self.structure, tensors, 0)
+        return self._unpacked(tensors)
+
+    def _unpacked(self, tensors: dict[str, Tensor]) -> Tree:
+        tree = _unpack(self.structure, tensors, 0)
+        if tensors:
+            raise WireError(f"message: its structure leaves out {len(tensors)} of its tensors")
+        return tree
 
 
 def _entry(form: Any, most: int) -> tuple[torch.dtype, tuple[int, ...], int, int]:
@@ -190,14 +200,15 @@ def _pack(value: Any, path: str, tensors: list[Tensor]) -> Any:
     )
 
 
-def _unpack(packed: Any, tensors: Mapping[str, Tensor], depth: int) -> Any:
+def _unpack(packed: Any, tensors: dict[str, Tensor], depth: int) -> Any:
+    """What `_pack` packed; takes the tensors that it names out of `tensors`, so that none is named twice."""
     if packed is None or isinstance(packed, bool | int | float | str):
         return packed
     if depth > MOST_DEPTH:
         raise WireError(f"message: its values lie more than {MOST_DEPTH} deep in each other")
     match packed:
         case ["t", str(number)] if number in tensors:
-            return tensors[number]
+            return tensors.pop(number)
         case ["l", list(items)]:
             return [_unpack(item, tensors, depth + 1) for item in items]
         case ["d", dict(items)]:
