@@ -139,12 +139,12 @@ def test_csv_values_that_are_none_are_told_by_line(tmp_path: Path, value: str) -
 
 
 def test_csv_classes_by_name_and_no_finding(tmp_path: Path) -> None:
-    """CheXpert's columns: No Finding makes what is left empty absent, and overrules nothing that is said."""
+    """CheXpert's columns: No Finding makes what is left empty absent, and overrules nothing that is said, nor what is uncertain."""
     rows = [
-        ("Path", "Sex", "No Finding", "Edema", "Support Devices"),
-        ("train/patient00001/study1/view1_frontal.jpg", "Male", "1.0", "", "1.0"),
-        ("train/patient00002/study1/view1_frontal.jpg", "Female", "", "-1.0", ""),
-        ("train/patient00002/study2/view1_frontal.jpg", "Female", "", "1.0", "0.0"),
+        ("Path", "Sex", "No Finding", "Edema", "Fracture", "Support Devices"),
+        ("train/patient00001/study1/view1_frontal.jpg", "Male", "1.0", "", "-1.0", "1.0"),
+        ("train/patient00002/study1/view1_frontal.jpg", "Female", "", "-1.0", "", ""),
+        ("train/patient00002/study2/view1_frontal.jpg", "Female", "", "1.0", "", "0.0"),
     ]
     table(tmp_path / "train.csv", rows)
     for row in rows[1:]:
@@ -152,7 +152,7 @@ def test_csv_classes_by_name_and_no_finding(tmp_path: Path) -> None:
     form = CsvForm(
         table="train.csv",
         file="Path",
-        classes=("Edema", "Support Devices"),
+        classes=("Edema", "Fracture", "Support Devices"),
         no_finding="No Finding",
         patient_in=r"(patient\d+)/",
     )

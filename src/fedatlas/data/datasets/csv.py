@@ -202,7 +202,7 @@ def _csv_case(
     if faults or split is None:
         return None, faults
     if form.no_finding and values[form.no_finding] == 1:
-        values = {column: 0 if value is None else value for column, value in values.items()}
+        values = {column: 0 if empty(row.values[column]) else value for column, value in values.items()}
     present = frozenset(name for name in classes if values[name] == 1)
     absent = frozenset(name for name in classes if values[name] == 0)
     return image_case(name, file, patient, split, present, absent), []
