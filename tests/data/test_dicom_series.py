@@ -532,6 +532,24 @@ def test_labels_come_back_as_they_were(space, kind, source, tmp_path) -> None:
     assert again.file_meta.TransferSyntaxUID == ExplicitVRLittleEndian  # unless a contour is too long for it
 
 
+@pytest.mark.parametrize("kind", ["seg", "rtstruct"])
+def test_a_result_with_other_codes_or_names_is_another_object(kind, tmp_path) -> None:
+    write_series(tmp_path, voxels_of(), STRAIGHT)
+    volume = dicom.load(one(tmp_path))
+    labels = labels_of(volume.voxels.shape)
+
+    def made(space: LabelSpace, codes: dict[str, tuple[str, str, str]]) -> tuple[str, str]:
+        meant = drawings.meanings(space, codes)[0]
+        data = drawings.WRITERS[kind](None, labels, volume, space, meant, "run")
+        return data.SOPInstanceUID, data.SeriesInstanceUID
+
+    renamed = LabelSpace((*SPACE.names[:-1], "bladder"))
+    corrected = {SPACE.names[1]: ("4147007", "SCT", "Mass")}
+    all_of = [made(SPACE, {}), made(SPACE, corrected), made(renamed, {})]
+    assert all_of[0] == made(SPACE, {})
+    assert len({uid for both in all_of for uid in both}) == 6
+
+
 @pytest.mark.parametrize("syntax", ["ours", "explicit"])
 def test_a_contour_above_64_kb_comes_back(syntax, tmp_path) -> None:
     """An outline with teeth; with explicit VR, as others write it, its points are bytes of an unknown kind."""

@@ -1,7 +1,7 @@
 """An archive of images (PACS) by DICOMweb: series are fetched from it, and results stored back.
 
 Messages name the archive and pseudonyms of series (`dicom.pseudonym`), no patient. What is stored has UIDs that follow from
-the series, the model and the labels: storing the same result again makes no second object.
+the series, the model, the labels, and names and codes of the classes: storing the same result again makes no second object.
 """
 
 import importlib

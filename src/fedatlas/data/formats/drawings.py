@@ -11,7 +11,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -334,6 +334,15 @@ def _uid(*parts: Any) -> str:
     return f"2.25.{uuid.uuid5(uuid.NAMESPACE_OID, '|'.join(map(str, parts))).int}"
 
 
+def _content(
+    labels: np.ndarray, volume: Volume, space: LabelSpace, codes: Mapping[str, Meaning], model: str
+) -> tuple[Any, ...]:
+    """What the UIDs of a result follow from: the series, the labels, names and codes of the classes, and the model."""
+    digest = hashlib.sha256(np.ascontiguousarray(labels).data).hexdigest()
+    classes = [(name, *astuple(codes[name])) for name in (space.names[c] for c in space.foreground)]
+    return volume.headers[0].SeriesInstanceUID, digest, classes, model
+
+
 @quiet()
 def write_seg(
     path: Path | None,
@@ -384,7 +393,7 @@ def write_seg(
         placed = np.zeros((count, *frames.shape[1:]), frames.dtype)
         placed[np.subtract(volume.frames, 1)] = frames
         frames = placed
-    place = volume.headers[0].SeriesInstanceUID, _digest(labels), model
+    content = _content(labels, volume, space, codes, model)
     with _of_headers(volume, "a SEG"):
         _complete(volume)
         made = hd.seg.Segmentation(
@@ -392,9 +401,9 @@ def write_seg(
             pixel_array=frames,
             segmentation_type=hd.seg.SegmentationTypeValues.BINARY,
             segment_descriptions=described,
-            series_instance_uid=_uid("seg series", *place),
+            series_instance_uid=_uid("seg series", *content),
             series_number=_number(volume),
-            sop_instance_uid=_uid("seg", *place),
+            sop_instance_uid=_uid("seg", *content),
             instance_number=1,
             manufacturer="FedAtlas",
             manufacturer_model_name=model[:64],
@@ -431,7 +440,7 @@ def write_rtstruct(
     as the standard has it, so that whoever fills contours gets the voxels back.
     """
     with _of_headers(volume, "an RTSTRUCT"):
-        made = _structure_set(volume, model, _digest(labels))
+        made = _structure_set(volume, model, _content(labels, volume, space, codes, model))
         frame = _frame_of_reference(volume)
         made.FrameOfReferenceUID, made.PositionReferenceIndicator = frame, ""
         made.ReferencedFrameOfReferenceSequence = [_reference(volume, frame)]
@@ -498,16 +507,15 @@ def _item(**values: Any) -> Any:
     return made
 
 
-def _structure_set(volume: Volume, model: str, digest: str) -> Any:
-    """What an RTSTRUCT says of itself, its patient and its study. digest: of the labels, from which its UIDs follow."""
+def _structure_set(volume: Volume, model: str, content: Sequence[Any]) -> Any:
+    """What an RTSTRUCT says of itself, its patient and its study. content: of `_content`, from which its UIDs follow."""
     module, source = pydicom(), volume.headers[0]
-    place = source.SeriesInstanceUID, digest, model
     day, time = datetime.now().strftime("%Y%m%d %H%M%S").split()
     made = _item(
         SOPClassUID="1.2.840.10008.5.1.4.1.1.481.3",
-        SOPInstanceUID=_uid("rtstruct", *place),
+        SOPInstanceUID=_uid("rtstruct", *content),
         Modality="RTSTRUCT",
-        SeriesInstanceUID=_uid("rtstruct series", *place),
+        SeriesInstanceUID=_uid("rtstruct series", *content),
         SeriesNumber=_number(volume),
         SeriesDescription="FedAtlas structures",
         InstanceNumber=1,
@@ -678,10 +686,6 @@ def _frames_of_one(volume: Volume) -> bool:
         what = f"its slices are frames of {len(volume.headers)} objects, for which NIfTI alone is written"
         raise FileError(where, what, "take --as nifti")
     return True
-
-
-def _digest(labels: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(labels).data).hexdigest()
 
 
 def _number(volume: Volume) -> int:
