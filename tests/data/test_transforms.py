@@ -9,6 +9,7 @@ import pytest
 import torch
 from nibabel import orientations
 from nibabel.affines import apply_affine
+from scipy.spatial.transform import Rotation
 
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
@@ -86,6 +87,62 @@ def test_what_a_header_leaves_in_doubt(qform, sform, unit, told, tmp_path: Path)
     assert len(found) == len(told)
     assert all(words in what for words, (what, _) in zip(told, found, strict=True))
     assert doubts_of({}) == [] and doubts_about(tmp_path / "a.png") == []
+
+
+AXES = np.array([[-0.8, 0, 0, 90], [0, 0.8, 0, -100], [0, 0, 2.5, -50], [0, 0, 0, 1]])
+"""Of a scan whose first axis points left."""
+TURN = Rotation.from_euler("xyz", [179.99, 0.4, 12], degrees=True).as_matrix()
+"""A turn whose quaternion float32 holds badly."""
+
+
+def changed(affine: np.ndarray, **columns: list[float]) -> np.ndarray:
+    """Another affine with these columns: x, y, z, or the place."""
+    made = affine.copy()
+    for name, values in columns.items():
+        made[:3, ("x", "y", "z", "place").index(name)] = values
+    return made
+
+
+FLIPPED, MOVED = changed(AXES, x=[0.8, 0, 0]), changed(AXES, place=[90, -100, -49])
+SKEWED = changed(AXES, z=[0, 1.2, 2.2])
+TURNED = np.block([[TURN, np.zeros((3, 1))], [np.zeros((1, 3)), np.ones((1, 1))]]) @ AXES
+ELSEWHERE, LEFT = "it lies elsewhere by qform than by sform", "left and right are in doubt"
+
+
+@pytest.mark.parametrize(
+    ("qform", "sform", "told"),
+    [
+        pytest.param((AXES, 1), (AXES, 1), None, id="equal"),
+        pytest.param((FLIPPED, 1), (AXES, 1), LEFT, id="left and right exchanged"),
+        pytest.param(
+            (changed(FLIPPED, place=[-90, -100, -50]), 1), (AXES, 4), LEFT, id="flipped in an atlas"
+        ),
+        pytest.param((AXES[:, [1, 0, 2, 3]], 1), (AXES, 1), LEFT, id="axes exchanged"),
+        pytest.param((MOVED, 1), (AXES, 1), ELSEWHERE, id="another origin"),
+        pytest.param((AXES @ np.diag([1, 1, 1.1, 1]), 1), (AXES, 1), ELSEWHERE, id="another spacing"),
+        pytest.param((changed(AXES, place=[90.01, -100, -50]), 1), (AXES, 1), None, id="a rounding of it"),
+        pytest.param((MOVED, 1), (AXES, 2), None, id="another origin in another space"),
+        pytest.param((SKEWED, 1), (SKEWED, 1), None, id="skewed with the nearest qform"),
+        pytest.param((changed(SKEWED, x=[0.8, 0, 0]), 1), (SKEWED, 1), LEFT, id="skewed and flipped"),
+        pytest.param(
+            (changed(SKEWED, place=[0, 0, 0]), 1), (SKEWED, 1), ELSEWHERE, id="skewed, another origin"
+        ),
+        pytest.param((TURNED, 1), (TURNED, 1), None, id="a turn that quaternions hold badly"),
+        pytest.param((FLIPPED, 0), (AXES, 1), None, id="no qform"),
+        pytest.param((FLIPPED, 1), (AXES, 0), None, id="no sform"),
+    ],
+)
+def test_qform_and_sform_that_disagree_are_told(qform, sform, told: str | None, tmp_path: Path) -> None:
+    image = nib.Nifti1Image(np.zeros((300, 300, 200), np.uint8), None)  # type: ignore[attr-defined]
+    image.set_qform(*qform)
+    image.set_sform(*sform)
+    nib.save(image, tmp_path / "a.nii.gz")  # type: ignore[attr-defined]
+    found = doubts_about(tmp_path / "a.nii.gz")
+    assert len(found) == (told is not None)
+    assert told is None or told in found[0][0]
+    header: Any = nib.load(tmp_path / "a.nii.gz").header  # type: ignore[attr-defined]
+    rows = {name: header[name] for name in header if not name.startswith("srow")}
+    assert doubts_of(rows) == []  # as of a format without them
 
 
 @pytest.mark.parametrize(("axes", "shape", "spacing"), GRIDS)

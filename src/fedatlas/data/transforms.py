@@ -8,6 +8,7 @@ Shapes: C classes, I input channels, X, Y, Z the axes of a scan, *S those of the
 """
 
 import gzip
+import itertools
 import math
 import os
 import tempfile
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from nibabel import orientations
 from nibabel.filebasedimages import ImageFileError
+from nibabel.quaternions import quat2mat
 from nibabel.spatialimages import HeaderDataError
 from torch import Tensor
 
@@ -148,11 +150,46 @@ def doubts_of(header: Mapping[str, Any]) -> list[tuple[str, str]]:
     if int(header.get("qform_code", 1)) == 0 and int(header.get("sform_code", 1)) == 0:
         what = "neither qform nor sform is set: left and right are a guess"
         found.append((what, "convert it again from its source, with orientation"))
+    apart = _disagreement(header)
+    if apart:
+        found.append((apart, "see which of them is right, and write it into both"))
     unit = unit_of(header.get("xyzt_units", 0))[0]
     if unit != "mm":
         what = f"its header says that it is in {unit}, and so it was read"
         found.append((what, "if it is in mm, mend the unit in its header (xyzt_units)"))
     return found
+
+
+def _disagreement(header: Mapping[str, Any]) -> str:
+    """In what qform and sform of a NIfTI header disagree; nothing where one of them is not set, or the header has no rows of them.
+
+    qform holds no shears: it is compared with the one that is nearest to sform. Codes that differ name two spaces, as the
+    scanner's and an atlas's, which may lie apart; that axes are exchanged or flipped no registration explains.
+    """
+    codes = [int(header.get(name, 0)) for name in ("qform_code", "sform_code")]
+    rows = [*(f"quatern_{i}" for i in "bcd"), *(f"qoffset_{i}" for i in "xyz"), *(f"srow_{i}" for i in "xyz")]
+    if min(codes) <= 0 or any(name not in header for name in ("dim", "pixdim", *rows)):
+        return ""
+    *numbers, x, y, z = (np.asarray(header[name], dtype=np.float64) for name in rows)
+    sform, turn, place = np.stack([x, y, z]), np.array(numbers[:3]), np.array(numbers[3:])
+    sizes = np.asarray(header["pixdim"], dtype=np.float64)[:4]
+    lengths = np.sqrt((sform[:, :3] ** 2).sum(0))
+    u, _, v = np.linalg.svd(sform[:, :3] / lengths)
+    nearest = u @ v * lengths
+    # rounded to float32, b, c and d may be longer than 1
+    qform = quat2mat([math.sqrt(max(0.0, 1 - float(turn @ turn))), *turn]) * sizes[1:]
+    qform[:, 2] *= -1 if sizes[0] < 0 else 1
+    cosines = (qform * nearest).sum(0)
+    if (cosines < math.cos(math.radians(45)) * np.sqrt((qform**2).sum(0)) * lengths).any():
+        return "its axes point elsewhere by qform than by sform, which was read: left and right are in doubt"
+    steps = np.maximum(np.asarray(header["dim"])[1:4], 1) - 1.0
+    corners = np.array(list(itertools.product((0, 1), repeat=3))) * steps
+    off = np.linalg.norm(corners @ (qform - nearest).T + place - sform[:, 3], axis=1)
+    # a tenth of a voxel, and more far from the first one: float32 holds a turn to a thousandth
+    allowed = 0.1 * lengths.min() + 1e-3 * np.linalg.norm(corners * lengths, axis=1)
+    if codes[0] == codes[1] and (off > allowed).any():
+        return "it lies elsewhere by qform than by sform, which was read"
+    return ""
 
 
 def doubts_about(path: Path) -> list[tuple[str, str]]:
