@@ -424,7 +424,7 @@ def test_every_arm_runs_for_two_rounds(file: Path, arm: str, folders: Path, runs
 
 
 @pytest.mark.parametrize(
-    ("folder", "budget"), [("phantom-abdomen", (40, 20)), ("abdomen-mr", (20, 10)), ("head-neck", (60, 20))]
+    ("folder", "budget"), [("phantom-abdomen", (40, 20)), ("abdomen-mr", (40, 20)), ("head-neck", (60, 20))]
 )
 def test_smaller_federations_have_the_same_arms(folder: str, budget: tuple[int, int], tmp_path: Path) -> None:
     file = FOLDER.parent / folder / "ufps.yaml"

@@ -234,7 +234,8 @@ def _clock(minutes: float) -> str:
 
 
 def _mean_text(comparison: Comparison, arm: str, seed: int) -> str:
-    mean = average(comparison, cell_means(rows_of(comparison, arm, seed)))
+    known, rows = comparison.measure.known, rows_of(comparison, arm, seed)
+    mean = average(comparison, cell_means([row for row in rows if known in (None, bool(row["known"]))]))
     what = f"mean {comparison.metric} ({comparison.measure.split})"
     return f"{what} {mean:.3f}" if mean is not None else f"{what} not defined"
 

@@ -2,7 +2,7 @@
 
 A model that was trained on the kidney alone says nothing of the liver. So a class is asked of its owners, the sites that
 annotate it: Jiang, Ma, Zeng, Ying. UFPS, Patterns 2024, Figure 2 and Table 2, where every class has one owner (its
-supplement, S6.4 to S6.6). It is the rule for FedBN, DOD*, FedCRLD and methods with local parts.
+supplement, S6.4 to S6.6). It is the rule for FedBN, DOD* and FedCRLD, and for `standalone` and `local_parts`, of which every site asks all owners alike.
 
 Reconstruction: the paper takes the foreground logit of a class from the model of its owner, and the mean of the models'
 background logits. The rule here (`core.contract.Member`) is of probabilities, and any number of sites may own a class. What a
