@@ -337,6 +337,9 @@ def test_a_hostile_step_of_secure_aggregation(tmp_path, step: str, change: Chang
         {"releases": 1.0, "series": 0.5},
         {"releases": 1.0, "series": 2.0**53},
         {"releases": 1.0, "series": 1.0, "loss": 2.0},
+        {"releases": 1.0, "series": 1.0, "drawn": 0.5},
+        {"releases": 1.0, "series": 1.0, "drawn": 2.0**53},
+        {"releases": 1.0, "drawn": 1.0},
     ],
 )
 def test_privacy_without_an_honest_count_of_releases(tmp_path, log: dict[str, float]) -> None:
@@ -344,8 +347,8 @@ def test_privacy_without_an_honest_count_of_releases(tmp_path, log: dict[str, fl
     asked = tamper(protected(tmp_path, privacy=private, faults=DROP), "b", lambda t: t.update(log=log))
     run(Drift(), linear(), asked, 1)
     assert (
-        "under privacy it logs the number of its releases and their series, and nothing else"
-        in asked.lost["b"]
+        "under privacy it logs the number of its releases, their series and a number drawn for this one, and "
+        "nothing else" in asked.lost["b"]
     )
 
 

@@ -345,14 +345,57 @@ def test_a_site_that_counts_anew_is_added_up(tmp_path) -> None:
     assert then.calls[-1].epsilon == then.pipeline.epsilon(6, len(SITES))
 
 
+def test_a_site_that_is_restored_to_an_older_copy_has_sent_more(tmp_path) -> None:
+    """The copy is of before its last answer, which it gives anew with other noise where the call is done again."""
+    clients = federation(tmp_path, privacy=Privacy(clip=0.1, noise=5.0))
+    ask = lambda: {s: r["model"]["weight"] for s, r in clients.call(Drift().step, model=tensors_of(net()))}  # noqa: E731
+    for number in (1, 2, 3):
+        if number == 3:
+            shutil.copytree(tmp_path / "a", tmp_path / "copy")
+        clients.begin(number)
+        first = ask()
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "copy").rename(tmp_path / "a")
+    clients.begin(3)
+    again = ask()
+    assert torch.equal(first["b"], again["b"]) and not torch.equal(first["a"], again["a"])
+    assert clients.released.sites["b"][:2] == (0, 3), "the very answer of then"
+    assert clients.released.sites["a"][:2] == (3, 3) and clients.released.most == 6
+    assert set(clients.calls[-1].logs["a"]) == {"releases"}
+
+
+def test_an_answer_that_an_older_version_kept_is_taken(tmp_path) -> None:
+    """It has no number that was drawn for it."""
+    clients = federation(tmp_path, privacy=Privacy(clip=0.1, noise=5.0))
+    for _ in range(2):
+        clients.begin(1)
+        clients.call(Drift().step, model=tensors_of(net()))
+        for file in tmp_path.glob("?/exchange/sent/*.fa"):
+            mark, kept = file.read_bytes()[:32], wire.decode(file.read_bytes()[32:])
+            kept["log"].pop("drawn", None)
+            file.write_bytes(mark + wire.encode(kept))
+        clients.released = replace(clients.released, heard={"1/0": dict.fromkeys(SITES, 1)})
+    assert clients.released.most == 1 and clients.drawn == {}
+
+
 def test_the_very_answer_of_then_is_not_counted_twice() -> None:
     """A run whose last rounds are damaged asks them again, and the sites send what they keep, with the counts of then."""
     released, of = Released(), {"a": 5, "b": 6}
+    answer = lambda n: {"releases": {"a": n, "b": n}, "drawn": {"a": 10 * n, "b": 20 * n}, "call": f"{n}/0"}  # noqa: E731
     for number in (1, 2, 3):
-        released = released.after({"a": number, "b": number}, series=of, call=f"{number}/0")
-    again = released.after({"a": 2, "b": 2}, series=of, call="2/0")
-    again = again.after({"a": 3, "b": 3}, series=of, call="3/0")
+        released = released.after(**answer(number), series=of)
+    again = released.after(**answer(2), series=of).after(**answer(3), series=of)
     assert again.most == 3 and again.sites == {"a": (0, 3, 5), "b": (0, 3, 6)}
+
+
+def test_another_answer_with_the_same_count_is_counted() -> None:
+    """A site that was restored to before its answer has none to send again: it adds other noise, and counts as far as then."""
+    released = Released()
+    for number in (1, 2, 3):
+        released = released.after({"a": number}, series={"a": 5}, drawn={"a": number}, call=f"{number}/0")
+    restored = released.after({"a": 3}, series={"a": 5}, drawn={"a": 9}, call="3/0")
+    assert restored.most == 6 and restored.sites["a"] == (3, 3, 5), "no less than the 4 that were sent"
+    assert restored.after({"a": 3}, series={"a": 5}, drawn={"a": 9}, call="3/0").most == 6
 
 
 @pytest.mark.parametrize(
@@ -381,6 +424,8 @@ def test_what_was_counted_before_there_were_series_goes_on() -> None:
     old = Released(most=3, fewest=2, sites={"a": [0, 3]}, heard={"3/0": {"a": 3}})
     assert old.after({"a": 4}, series={"a": 5}, call="4/0").sites["a"] == (0, 4, 5)
     assert old.after({"a": 3}, series={"a": 5}, call="3/0").sites["a"] == [0, 3], "the very answer of then"
+    new = old.after({"a": 3}, series={"a": 5}, drawn={"a": 7}, call="3/0")
+    assert new.sites["a"] == (3, 3, 5), "which had no number drawn for it"
     assert old.after({"a": 1}, series={"a": 5}, call="4/0").sites["a"] == (3, 1, 5)
 
 

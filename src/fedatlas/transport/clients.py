@@ -24,7 +24,7 @@ from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.pipeline import ServerPipeline
 from fedatlas.transport.reply import Passing, Refused, Spool
-from fedatlas.transport.stages import KEPT_REPLIES, LIFTS_MASKS, SERIES, STEPS, NotHeld, Payload
+from fedatlas.transport.stages import DRAWN, KEPT_REPLIES, LIFTS_MASKS, SERIES, STEPS, NotHeld, Payload
 from fedatlas.transport.store import lacked_room, make_room
 
 
@@ -75,8 +75,8 @@ class Count(NamedTuple):
 class Released:
     """What ε of a run rests on, over all its calls so far. most: noised models that one site has sent; fewest: sites
     that answered such a call with one. In a sum under masks that was never opened they count for `most` alone. sites: site -> its
-    `Count`. heard: call -> what sites said with their
-    answers to it, of the last calls. epsilon: ε of all that, None without noise or where nobody says it."""
+    `Count`. heard: call -> site -> the number that it drew with its answer, or its count where an older version drew none, of
+    the last calls. epsilon: ε of all that, None without noise or where nobody says it."""
 
     most: int = 0
     fewest: int = NEVER
@@ -89,18 +89,21 @@ class Released:
         releases: Mapping[str, int],
         *,
         series: Mapping[str, int] = MappingProxyType({}),
+        drawn: Mapping[str, int] = MappingProxyType({}),
         call: str = "",
         opened: bool = True,
     ) -> "Released":
         """With a further call. releases: so many has each site sent that answered it, as its own folder counts; series: the number that
-        the folder drew when it began to count. With another one, or where the count does not rise, the folder was lost or is an older
-        copy, and what the site had said is added; but not where it said the same to the same call, which is the very answer of then.
-        opened: what they answered could be seen, alone or in a sum."""
+        the folder drew when it began to count; drawn: that which it drew with its answer. With another series, or where the
+        count does not rise, the folder was lost or is an older copy, and what the site had said is added; but not where it drew
+        the same for the same call, which is the very answer of then. opened: what they answered could be seen, alone or in a
+        sum."""
         sites, then = dict(self.sites), self.heard.get(call, {})
+        now = {site: drawn.get(site, told) for site, told in releases.items()}
         for site, told in releases.items():
             count = Count(*sites.get(site, ()))
             same = count.series in (None, series.get(site))
-            if same and told == then.get(site):
+            if same and now[site] == then.get(site):
                 continue
             goes_on = same and told > count.last
             sites[site] = Count(
@@ -108,7 +111,7 @@ class Released:
             )
         most = max(self.most, *(sites[site][0] + sites[site][1] for site in releases))
         others = [(name, of) for name, of in self.heard.items() if name != call]
-        heard = dict([*others, (call, dict(releases))][-KEPT_REPLIES:])
+        heard = dict([*others, (call, now)][-KEPT_REPLIES:])
         return Released(most, min(self.fewest, len(releases)) if opened else self.fewest, sites, heard)
 
 
@@ -173,6 +176,8 @@ class SiteClients:
     """Processor threads that the server computes with, as many as a site."""
     series: dict[str, int] = field(default_factory=dict)
     """site -> the series of its count of releases, with its last usable answer that had one."""
+    drawn: dict[str, int] = field(default_factory=dict)
+    """site -> the number that it drew with its last usable answer, where that was private and had one."""
     released: Released = field(default_factory=Released)
     keep_released: Callable[[Released], None] = lambda released: None
     """Stores what ε rests on as soon as it is known, since a round that breaks off has released all the same."""
@@ -292,7 +297,8 @@ class SiteClients:
         if not releases:
             return record
         call = f"{self._round}/{self._call}"
-        self.released = self.released.after(releases, series=self.series, call=call, opened=opened)
+        told = {"series": self.series, "drawn": self.drawn}
+        self.released = self.released.after(releases, **told, call=call, opened=opened)
         self.keep_released(self.released)  # whatever becomes of ε
         spent = self.pipeline.epsilon(self.released.most, self.released.fewest)
         self.released = replace(self.released, epsilon=spent)
@@ -393,6 +399,9 @@ class SiteClients:
             raise refusal from None
         if self.pipeline.terms.private(question.function):
             self.series[site] = int(tree["log"].pop(SERIES))
+            self.drawn.pop(site, None)  # an answer that an older version kept has none
+            if DRAWN in tree["log"]:
+                self.drawn[site] = int(tree["log"].pop(DRAWN))
         self.answering[site] = tree["from"]
         self.instances.setdefault(site, tree["from"])
         # a step of a sum begins with no memory, and names the newest that is there

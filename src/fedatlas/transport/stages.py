@@ -224,14 +224,16 @@ class Releases:
         return private
 
     def count(self) -> dict[str, float]:
-        """Counts one more private update that is about to leave. Returns what is logged: the number of updates in this run, and the
-        series of the count, drawn by chance when it began, so that a count that began anew can be told."""
+        """Counts one more private update that is about to leave. Returns what is logged: the number of updates in this run, the
+        series of the count, drawn by chance when it began, so that a count that began anew can be told, and a number
+        drawn for this update, so that it can be told from another one to the same question."""
         path = self.folder / "releases.txt"
         kept = path.read_text(encoding="utf-8").split() if path.exists() else []
         count = 1 + int(kept[0]) if kept else 1
-        series = int(kept[1]) if kept[1:] else secrets.randbelow(LARGEST_SERIES)
+        series = int(kept[1]) if kept[1:] else secrets.randbelow(LARGEST_DRAWN)
         write_atomic(path, f"{count} {series}".encode())
-        return {"releases": float(count), SERIES: float(series)}
+        drawn = secrets.randbelow(LARGEST_DRAWN)
+        return {"releases": float(count), SERIES: float(series), DRAWN: float(drawn)}
 
     def sent_before(self, round: int, call: int, mark: str) -> Data | None:
         """The reply that was sent to the question with this mark (a SHA-256 in hex) in this call; None: none was."""
@@ -259,8 +261,11 @@ class Releases:
 SERIES = "series"
 """The key of a log with the number that a site drew when it began to count its releases."""
 
-LARGEST_SERIES = 2**53
-"""Series are below it: a float holds them."""
+DRAWN = "drawn"
+"""The key of a log with a number that a site draws with each release: the very answer of then has the same."""
+
+LARGEST_DRAWN = 2**53
+"""Numbers that are drawn by chance are below it: a float holds them."""
 
 RETRIES = 10_000
 """The most releases that a site is believed for each call so far: a question may be asked again until patience is over."""
@@ -268,13 +273,14 @@ RETRIES = 10_000
 
 def problem_of_releases(log: Mapping[str, Any], round: int, call: int) -> str | None:
     """At the server: what is wrong with the numbers that a site logs with a private answer to a call, of a round, both as
-    `Question` counts them; None: nothing."""
+    `Question` counts them; None: nothing. An answer that an older version kept has no number that was drawn for it."""
     count, series, most = log.get("releases"), log.get(SERIES), RETRIES * (round + 1) * (call + 1)
-    allowed = "under privacy it logs the number of its releases and their series, and nothing else"
-    for number, least, below in ((count, 1, math.inf), (series, 0, LARGEST_SERIES)):
+    allowed = "under privacy it logs the number of its releases, their series and a number drawn for this one, and nothing else"
+    numbers = (count, 1, math.inf), (series, 0, LARGEST_DRAWN), (log.get(DRAWN, 0.0), 0, LARGEST_DRAWN)
+    for number, least, below in numbers:
         if type(number) is not float or not number.is_integer() or not least <= number < below:
             return allowed
-    if set(log) != {"releases", SERIES}:
+    if set(log) - {DRAWN} != {"releases", SERIES}:
         return allowed
     return (
         f"{allowed}; it logs {count:g}, and believed are at most {most:,}" if count and count > most else None
