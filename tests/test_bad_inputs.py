@@ -180,6 +180,13 @@ def test_true_is_no_number(change, text, small) -> None:
         parse_federation(small | change, base=Path())
 
 
+def test_memory_is_not_known_where_the_system_does_not_say(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "_LIMITS", ())
+    monkeypatch.delattr(memory.os, "sysconf_names")
+    monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows, where a bundle may run
+    assert memory.machine_memory() is None
+
+
 def test_memory_is_of_the_container(monkeypatch, tmp_path) -> None:
     (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
     (tmp_path / "none").write_text("max\n")

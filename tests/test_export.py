@@ -101,6 +101,43 @@ def test_a_bundle_tells_of_a_scan_without_orientation(run: Path, phantom: Path, 
     assert note.startswith(f"note: {tmp_path / 'in/plain.nii.gz'}: neither qform nor sform is set")
 
 
+def test_a_bundle_refuses_what_predict_refuses_in_the_same_words(
+    run: Path, phantom: Path, tmp_path: Path
+) -> None:
+    export(run, "bundle", tmp_path / "bundle")
+    (tmp_path / "in").mkdir()
+    file = in_metres(scans(phantom)[0], tmp_path / "in/p1.nii.gz")
+    image: Any = nib.load(file)  # type: ignore[attr-defined]
+    unsaid = nib.Nifti1Image(np.asanyarray(image.dataobj), image.affine)  # type: ignore[attr-defined]
+    unsaid.header.set_xyzt_units("unknown")
+    nib.save(unsaid, file)  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match="a single one; its header seems to count in metres") as refused:
+        predict_scans(run, [[file]], tmp_path / "ours")
+    assert str(refused.value) in bundle_said(tmp_path / "bundle", tmp_path / "in", tmp_path / "theirs")
+    assert not list((tmp_path / "theirs").glob("*.nii.gz"))
+
+
+def test_a_bundle_notes_what_predict_notes(run: Path, phantom: Path, tmp_path: Path) -> None:
+    export(run, "bundle", tmp_path / "bundle")
+    (tmp_path / "in").mkdir()
+    scan: Any = nib.load(scans(phantom)[0])  # type: ignore[attr-defined]
+    skewed, flipped = scan.affine.copy(), scan.affine @ np.diag([-1, 1, 1, 1])
+    skewed[1, 2] += 0.3 * scan.affine[2, 2]
+    for name, sform, qform in (("flipped", scan.affine, flipped), ("skewed", skewed, skewed)):
+        made = nib.Nifti1Image(np.asanyarray(scan.dataobj), None)  # type: ignore[attr-defined]
+        made.set_sform(sform, 1)
+        made.set_qform(qform, 1)
+        nib.save(made, tmp_path / f"in/{name}.nii.gz")  # type: ignore[attr-defined]
+    told: list[str] = []
+    files = sorted((tmp_path / "in").iterdir())
+    predict_scans(run, [[file] for file in files], tmp_path / "ours", warn=told.append)
+    command = [sys.executable, "-c", WITHOUT_FEDATLAS, str(tmp_path / "in"), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path / "bundle", capture_output=True, text=True, check=True)
+    notes = [line.removeprefix("note: ") for line in done.stdout.splitlines() if line.startswith("note: ")]
+    assert notes == [text for text in told if any(str(file) in text for file in files)]
+    assert "left and right are in doubt" in notes[0] and "off a right angle" in notes[1]
+
+
 def bundle_said(bundle: Path, folder: Path, out: Path) -> str:
     """What a bundle says that fails; nothing where it does not."""
     command = [sys.executable, "-c", WITHOUT_FEDATLAS, str(folder), str(out)]

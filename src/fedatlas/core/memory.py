@@ -1,7 +1,7 @@
 """How much memory there is, and errors for what cannot fit in it, before it is tried."""
 
 import os
-import resource
+from contextlib import suppress
 from pathlib import Path
 
 from fedatlas.core.errors import FedAtlasError
@@ -13,16 +13,19 @@ def machine_memory() -> int | None:
     """Bytes of memory that this process can have at most: those of the machine, or of its container where that has
     fewer. None where the system does not say. Swap does not count: training that swaps does not end."""
     limits = []
-    if "SC_PHYS_PAGES" in os.sysconf_names:
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for name in _LIMITS:
         try:
             limits.append(int(Path(name).read_text(encoding="utf-8")))
         except (OSError, ValueError):  # no such file, or "max"
             continue
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit != resource.RLIM_INFINITY:
-        limits.append(limit)
+    with suppress(ImportError):  # Windows, where an exported bundle may run, has no `resource`
+        import resource
+
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        if limit != resource.RLIM_INFINITY:
+            limits.append(limit)
     return min((count for count in limits if count > 0), default=None)
 
 

@@ -15,7 +15,7 @@ from fedatlas.data.formats.flat import Note
 from fedatlas.data.index import Naming, SiteIndex, naming_of
 from fedatlas.data.leaks import Leak, leak_of
 from fedatlas.data.reading import Raw, digest, gathered, read_case
-from fedatlas.data.transforms import SKEW, doubts_about, skew_of
+from fedatlas.data.transforms import doubts_about, skew_told
 
 
 class Scan(NamedTuple):
@@ -248,10 +248,9 @@ def notes_of(case: Case, raw: Raw) -> list[Note]:
     if raw.image is None:
         return list(raw.notes)
     doubts = [] if case.series else doubts_about(case.images[0])
-    skew = skew_of(raw.affine)
-    if skew > SKEW:
-        what = f"its axes are {skew:.1f}° off a right angle, and are taken as if they met at one: distances are off"
-        doubts.append((what, "resample it on axes at right angles, with its label"))
+    skew = skew_told(raw.affine)
+    if skew:
+        doubts.append((f"{skew}: distances are off", "resample it on axes at right angles, with its label"))
     return [*raw.notes, *(Note(case.images[0], what, remedy) for what, remedy in doubts)]
 
 

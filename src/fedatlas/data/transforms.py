@@ -366,6 +366,16 @@ def skew_of(affine: np.ndarray) -> float:
     return math.degrees(math.asin(min(1.0, max(between))))
 
 
+def skew_told(affine: np.ndarray) -> str:
+    """What is said of a scan whose axes are skew; nothing where they are not."""
+    skew = skew_of(affine)
+    return (
+        f"its axes are {skew:.1f}° off a right angle, and are taken as if they met at one"
+        if skew > SKEW
+        else ""
+    )
+
+
 def require_grid(where: str, geometry: Geometry, preprocessing: Preprocessing, volumes: int) -> None:
     """Raises DataError, beginning with `where`, for a scan that is shorter than a voxel of the federation's grid, and for
     a grid of which the machine cannot hold so many volumes in float32."""

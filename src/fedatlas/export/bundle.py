@@ -122,6 +122,7 @@ def _of_scans(subject: Subject) -> tuple[list[str], dict[str, Any]]:
                     "_target_": "scripts.ToGrid",
                     "preprocessing": shape,
                     "channels": subject.trained.channels,
+                    "classes": len(space),
                     "inputs": subject.trained.inputs,
                     "anyway": "@anyway",
                 },

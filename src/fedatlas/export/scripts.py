@@ -26,8 +26,10 @@ from fedatlas.data.transforms import (
     geometry_of,
     image_for_prediction,
     in_mm,
+    require_grid,
     restore,
     saved,
+    skew_told,
     write_label_map,
 )
 from fedatlas.learning.inference import predict, restrict
@@ -39,15 +41,20 @@ Data = dict[str, Any]
 class ToGrid:
     """From a scan as LoadImaged and EnsureChannelFirstd give it, image [I, X, Y, Z], to the grid of the net, [I, *S].
 
-    preprocessing: as of the federation file. channels: I. inputs: what the net was trained on; an image of another kind is
-    an error, unless `anyway`. Raises DataError.
+    preprocessing: as of the federation file. channels: I; classes: C. inputs: what the net was trained on; an image of another
+    kind is an error, unless `anyway`. Raises DataError, as `load_scan`.
     """
 
     def __init__(
-        self, preprocessing: Mapping[str, Any], channels: int, inputs: Any = None, anyway: bool = False
+        self,
+        preprocessing: Mapping[str, Any],
+        channels: int,
+        classes: int,
+        inputs: Any = None,
+        anyway: bool = False,
     ) -> None:
         self.preprocessing: Any = SimpleNamespace(**preprocessing)
-        self.channels, self.inputs, self.anyway = channels, inputs, anyway
+        self.channels, self.classes, self.inputs, self.anyway = channels, classes, inputs, anyway
 
     def __call__(self, data: Data) -> Data:
         loaded = data["image"]
@@ -64,9 +71,13 @@ class ToGrid:
         affine = in_mm(np.asarray(loaded.affine), loaded.meta.get("xyzt_units", 0))
         geometry = geometry_of(image.shape[1:], affine, self.preprocessing)
         _tell(self.inputs, look_of(image, spacing=geometry.turned_spacing), file, self.anyway)
+        require_grid(file, geometry, self.preprocessing, len(image) + self.classes)
         on_grid = image_for_prediction(file, image, geometry, self.preprocessing)
         for what, remedy in doubts_of(loaded.meta):
             print(f"note: {file}: {what}; {remedy}")
+        skew = skew_told(affine)
+        if skew:
+            print(f"note: {file}: {skew}")
         return {
             "image": torch.from_numpy(on_grid),
             "geometry": geometry,

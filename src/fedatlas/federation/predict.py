@@ -17,14 +17,13 @@ from fedatlas.data.formats.picture import PictureError
 from fedatlas.data.images import prepared
 from fedatlas.data.inputs import Look, judge
 from fedatlas.data.transforms import (
-    SKEW,
     FileError,
     Scan,
     doubts_about,
     load_scan,
     read_channels,
     saved,
-    skew_of,
+    skew_told,
     write_label_map,
 )
 from fedatlas.federation.pacs import Pacs
@@ -263,11 +262,9 @@ def _label_volume(trained: Trained, given: Given, post: bool, anyway: bool, warn
         )
     for what, remedy in doubts_about(files[0]) if volume is None else ():
         warn(f"{given.shown}: {what}; {remedy}")
-    skew = skew_of(scan.geometry.affine)
-    if skew > SKEW:
-        warn(
-            f"{given.shown}: its axes are {skew:.1f}° off a right angle, and are taken as if they met at one"
-        )
+    skew = skew_told(scan.geometry.affine)
+    if skew:
+        warn(f"{given.shown}: {skew}")
     found = trained.predict(scan.image)
     labels = scan.restore(found.voxels)
     labels = trained.clean(labels) if post else labels
