@@ -32,7 +32,7 @@ from fedatlas.core.errors import FederationError, RunFolderError, SiteLost
 from fedatlas.evaluation.statistics import read_rows
 from fedatlas.federation.across import ahead_of, gather_trial
 from fedatlas.federation.audit import logs_of
-from fedatlas.federation.deploy import News, init, start
+from fedatlas.federation.deploy import News, adapter, init, start
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import Parties, gather_local, run_federation
 from fedatlas.transport import wire
@@ -370,6 +370,20 @@ def test_a_key_is_rotated_with_three_commands(engine, small, tmp_path, capsys) -
     assert {p: p.read_bytes() for p in private} != private
     assert main(["deploy", "init", str(file), "-o", str(out)]) == 1
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_a_certificate_is_signed_for_the_days_that_it_can_be_made_for(
+    engine, small, tmp_path, capsys
+) -> None:
+    pytest.importorskip({"nvflare": "nvflare", "flower": "flwr"}[engine])
+    init(parse_federation(small, base=Path()), tmp_path / "deploy", engine=engine)
+    request = adapter(engine).renew(tmp_path / "deploy" / "server")
+    sign = ["deploy", "sign", str(tmp_path / "deploy"), str(request), "-o", str(tmp_path / "answers")]
+    for days in ("0", "-1", "100000000"):
+        assert main([*sign, "--days", days]) == 1
+        assert f"--days {days}: certificates can be valid for 1 to 36500 days" in capsys.readouterr().err
+    assert not (tmp_path / "answers").exists()
 
 
 def test_kits_are_made_once(small, tmp_path) -> None:

@@ -159,8 +159,9 @@ def call_renew(arguments: argparse.Namespace) -> int:
 
 
 def call_sign(arguments: argparse.Namespace) -> int:
-    from fedatlas.federation.deploy import adapter, read_kit
+    from fedatlas.federation.deploy import adapter, read_kit, require_days
 
+    require_days(arguments.days)
     engine = adapter(read_kit(arguments.deploy / "server")["engine"])
     made = engine.sign(arguments.request, arguments.deploy / "authority", arguments.deploy, arguments.days)
     arguments.out.mkdir(parents=True, exist_ok=True)

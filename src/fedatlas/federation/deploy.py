@@ -128,12 +128,18 @@ def _require_reachable(engine: str, host: str, port: int, admin_port: int, days:
             raise FederationError(f"{flag} {number}: allowed are 1 to 65535")
     if port == admin_port:
         raise FederationError(f"--port and --admin-port are both {port}; they must differ")
-    if not 1 <= days <= MOST_DAYS:
-        raise FederationError(f"--days {days}: certificates can be valid for 1 to {MOST_DAYS} days")
+    require_days(days)
 
 
 MOST_DAYS = 36_500
 """For how long a certificate may be valid."""
+
+
+def require_days(days: int) -> None:
+    """Raises FederationError where no certificate can be valid for so many days."""
+    if not 1 <= days <= MOST_DAYS:
+        raise FederationError(f"--days {days}: certificates can be valid for 1 to {MOST_DAYS} days")
+
 
 _START = """#!/bin/sh
 # Starts this party and stays in the foreground; Ctrl-C, or the end of the terminal, ends it.
