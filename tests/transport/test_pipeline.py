@@ -256,18 +256,54 @@ def test_a_run_that_is_begun_anew_keeps_its_replies(tmp_path) -> None:
     assert [path.name for path in sorted(sent.iterdir())] == [f"{round:06d}-000.fa" for round in (1, 4, 5, 6)]
 
 
+def test_an_answer_that_leaves_again_finds_the_memory_that_it_names(tmp_path) -> None:
+    """Its answer of round 2 was late and did not count; the next call forgot what it had left in the memory. Then the run was
+    killed, and round 2 is done again."""
+    clients = federation(tmp_path, privacy=Privacy(clip=0.1, noise=1.0), comm=Comm(up="int8"))
+    ask = lambda: {s: r["model"]["weight"] for s, r in clients.call(Drift().step, model=tensors_of(net()))}  # noqa: E731
+    file = tmp_path / "a" / "memory" / "000002-000.fa"
+    clients.begin(1)
+    ask()
+    counted = dict(clients.remembered)
+    clients.begin(2)
+    first, memory = ask(), file.read_bytes()
+    clients.remembered = dict(counted)
+    ask()
+    assert not file.exists()
+    clients.begin(2)
+    clients.remembered = dict(counted)
+    again = ask()
+    assert (
+        all(torch.equal(first[site], again[site]) for site in SITES) and clients.remembered["a"] == file.stem
+    )
+    assert file.read_bytes() == memory
+    clients.begin(3)
+    assert list(ask()) == list(SITES)
+
+
+def test_a_run_that_is_begun_anew_finds_the_memory_of_its_replies(tmp_path) -> None:
+    """The run before it stopped in round 4: by then the memory of round 1 is forgotten, and the reply is kept."""
+    protected: Any = {"privacy": Privacy(clip=0.1, noise=1.0), "comm": Comm(up="int8")}
+    go(tmp_path, rounds=4, **protected)
+    assert not (tmp_path / "a" / "memory" / "000001-000.fa").exists()
+    _, clients = go(tmp_path, rounds=1, **protected)
+    assert clients.remembered["a"] == "000001-000", "of the answer that was sent again"
+    assert clients.call(Drift().step, model=tensors_of(net())).sites == list(SITES)
+    assert clients.remembered["a"] == "000001-001"
+
+
 def test_the_reply_that_was_kept_first_goes_first(tmp_path) -> None:
     kept = Releases(Privacy(clip=0.1, noise=1.0), 4, tmp_path)
     names = lambda: [path.name[5] for path in sorted((tmp_path / "sent").iterdir())]  # noqa: E731
     for round, written in ((9, 10), (8, 30), (7, 20), (6, 20)):
-        kept.keep(round, 0, "ab" * 32, b"reply")
+        kept.keep(round, 0, "ab" * 32, b"reply", b"")
         path = tmp_path / "sent" / f"{round:06d}-000.fa"
         os.utime(path, ns=(written, written))
-    kept.keep(1, 0, "ab" * 32, b"reply")
+    kept.keep(1, 0, "ab" * 32, b"reply", b"")
     assert names() == ["1", "6", "7", "8"], "9 was the oldest, whatever its number"
-    kept.keep(2, 0, "ab" * 32, b"reply")
+    kept.keep(2, 0, "ab" * 32, b"reply", b"")
     assert names() == ["1", "2", "7", "8"], "of equal age the first by name"
-    assert kept.sent_before(2, 0, "ab" * 32) == b"reply" and kept.sent_before(2, 0, "cd" * 32) is None
+    assert kept.sent_before(2, 0, "ab" * 32) == (b"reply", b"") and kept.sent_before(2, 0, "cd" * 32) is None
 
 
 def raising(error: type[Exception]) -> Any:
@@ -365,16 +401,19 @@ def test_a_site_that_is_restored_to_an_older_copy_has_sent_more(tmp_path) -> Non
 
 
 def test_an_answer_that_an_older_version_kept_is_taken(tmp_path) -> None:
-    """It has no number that was drawn for it."""
+    """It has no number that was drawn for it, and the memory that it names is not kept with it."""
     clients = federation(tmp_path, privacy=Privacy(clip=0.1, noise=5.0))
-    for _ in range(2):
-        clients.begin(1)
-        clients.call(Drift().step, model=tensors_of(net()))
-        for file in tmp_path.glob("?/exchange/sent/*.fa"):
-            mark, kept = file.read_bytes()[:32], wire.decode(file.read_bytes()[32:])
-            kept["log"].pop("drawn", None)
-            file.write_bytes(mark + wire.encode(kept))
-        clients.released = replace(clients.released, heard={"1/0": dict.fromkeys(SITES, 1)})
+    ask = lambda: {s: r["model"]["weight"] for s, r in clients.call(Drift().step, model=tensors_of(net()))}  # noqa: E731
+    clients.begin(1)
+    first = ask()
+    for file in tmp_path.glob("?/exchange/sent/*.fa"):
+        mark, kept = file.read_bytes()[:32], wire.decode(file.read_bytes()[40:])
+        del kept["log"]["drawn"]
+        file.write_bytes(mark + wire.encode(kept))
+    clients.released = replace(clients.released, heard={"1/0": dict.fromkeys(SITES, 1)})
+    clients.begin(1)
+    again = ask()
+    assert all(torch.equal(first[site], again[site]) for site in SITES)
     assert clients.released.most == 1 and clients.drawn == {}
 
 
@@ -797,7 +836,7 @@ def test_a_model_that_changes_are_of_is_kept_for_the_next(tmp_path) -> None:
 def test_a_clock_that_is_set_back_takes_no_reply_from_a_site(tmp_path) -> None:
     kept = Releases(Privacy(clip=0.1, noise=1.0), 4, tmp_path)
     for round in range(1, 10):
-        kept.keep(round, 0, "ab" * 32, b"reply")
+        kept.keep(round, 0, "ab" * 32, b"reply", b"")
         if round == 5:
             age(tmp_path / "sent", 1.0)
     assert [path.name[5] for path in sorted((tmp_path / "sent").iterdir())] == ["6", "7", "8", "9"]

@@ -74,6 +74,17 @@ def test_what_came_of_a_call_that_did_not_count_is_forgotten(tmp_path) -> None:
     assert store.versions() == ["000001-000", "000001-003"] and store.before(2, 0) == {"moment": 3}
 
 
+def test_a_version_that_was_forgotten_is_put_back_as_it_was(tmp_path) -> None:
+    store = MemoryStore(tmp_path)
+    store.save(1, 0, {"n": 1})
+    name = store.after(1, 0)
+    data = store.kept(name)
+    store.save(1, 0, {})
+    assert store.versions() == [] and store.kept("") == b""
+    store.put_back(name, data)
+    assert store.before(1, 1, name) == {"n": 1} and store.versions() == [name]
+
+
 def test_what_lasts_is_not_taken_back(tmp_path) -> None:
     store = MemoryStore(tmp_path)
     store.save_lasting({})

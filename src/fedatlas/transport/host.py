@@ -210,7 +210,8 @@ class Host:
         to, pipeline = CallId(self.name, function, round, call), self.pipeline
         try:
             mark = pipeline.mark(to, shared, own)
-            if (before := pipeline.sent_before(to, mark, self.instance)) is not None:
+            before = pipeline.sent_before(to, mark, self.instance, self.memory.put_back)
+            if before is not None:
                 return before
             self._require_known(function)
             torch.set_num_threads(self.threads)
@@ -218,9 +219,11 @@ class Host:
             del shared, own
             answer.cost = {"seconds": time.perf_counter() - began, "peak_mb": peak_mb()}
             contents = answer.contents()
-            reply = answer.encoded(to, self.instance, self.memory.after(round, call))
+            after = self.memory.after(round, call)
+            reply = answer.encoded(to, self.instance, after)
             del answer
-            return pipeline.leave(to, mark, contents, reply)
+            kept = self.memory.kept(after) if mark and self.remembers else b""
+            return pipeline.leave(to, mark, contents, reply, kept)
         except Exception as error:
             return self._error(to, error)
 

@@ -365,15 +365,21 @@ class SitePipeline:
         digest.update(own or b"")
         return digest.hexdigest()
 
-    def sent_before(self, call: CallId, mark: str, instance: str) -> Data | None:
+    def sent_before(
+        self, call: CallId, mark: str, instance: str, put_back: Callable[[str, Data], None]
+    ) -> Data | None:
         """The very reply that was sent to this question before, which leaves again, because a second noisy copy would tell more
-        than the first; None if a new one is to be made. instance: the installation that sends it now."""
+        than the first; None if a new one is to be made. instance: the installation that sends it now. put_back: takes the
+        version of the site's memory that the reply names, and its bytes, before it leaves."""
         if self.releases is None or not mark:
             return None
         before = self.releases.sent_before(call.round, call.call, mark)
         if before is None:
             return None
-        again = reply.sent_again(before, instance)
+        sent, memory = before
+        again, version = reply.sent_again(sent, instance)
+        if memory:
+            put_back(version, memory)
         self.record(call, {"": "the very answer that was sent before"}, again)
         return again
 
@@ -459,10 +465,11 @@ class SitePipeline:
     def _what(self, call: CallId) -> str:
         return f"site {self.site}: the answer to {call.function}"
 
-    def leave(self, call: CallId, mark: str, contents: dict[str, str], data: Data) -> Data:
-        """The last thing before a reply leaves: it is kept where it may be asked for again, and logged. Returns it."""
+    def leave(self, call: CallId, mark: str, contents: dict[str, str], data: Data, memory: Data) -> Data:
+        """The last thing before a reply leaves: it is kept where it may be asked for again, with the memory that the call
+        left (its bytes), and logged. Returns it."""
         if self.releases and mark:
-            self.releases.keep(call.round, call.call, mark, data)
+            self.releases.keep(call.round, call.call, mark, data, memory)
         self.record(call, contents, data)
         return data
 

@@ -64,10 +64,11 @@ class Answer:
         return contents(vars(self))
 
 
-def sent_again(reply: Data, instance: str) -> Data:
-    """A reply that is sent again, from the installation that the site is now: it may have been moved since."""
+def sent_again(reply: Data, instance: str) -> tuple[Data, str]:
+    """A reply that is sent again, from the installation that the site is now: it may have been moved since; and the
+    version of the site's memory that it names."""
     tree: Any = wire.decode(reply, copy=False)
-    return wire.encode({**tree, "from": instance})
+    return wire.encode({**tree, "from": instance}), tree["memory"]
 
 
 def opened(tree: Any, question: Question, instance: str | None = None) -> dict[str, Any]:

@@ -235,19 +235,26 @@ class Releases:
         drawn = secrets.randbelow(LARGEST_DRAWN)
         return {"releases": float(count), SERIES: float(series), DRAWN: float(drawn)}
 
-    def sent_before(self, round: int, call: int, mark: str) -> Data | None:
-        """The reply that was sent to the question with this mark (a SHA-256 in hex) in this call; None: none was."""
+    def sent_before(self, round: int, call: int, mark: str) -> tuple[Data, Data] | None:
+        """The reply that was sent to the question with this mark (a SHA-256 in hex) in this call, and the bytes of the
+        site's memory that were kept with it; None: none was."""
         path = self._path(round, call)
         if not path.exists():
             return None
         data = read_whole(path)
-        return data[32:] if bytes(data[:32]) == bytes.fromhex(mark) else None
+        if bytes(data[:32]) != bytes.fromhex(mark):
+            return None
+        if data[32:40] == wire.MAGIC:  # an older version kept the reply alone
+            return data[32:], b""
+        end = 40 + int.from_bytes(data[32:40], "little")
+        return data[40:end], data[end:]
 
-    def keep(self, round: int, call: int, mark: str, reply: Data) -> None:
+    def keep(self, round: int, call: int, mark: str, reply: Data, memory: Data) -> None:
         """Keeps a reply for `sent_before`, and those that were written last before it, of whatever rounds: a run that
-        is begun anew counts its rounds from 1 again."""
+        is begun anew counts its rounds from 1 again. memory: the site's, as the call left it, which the reply names; it
+        is kept beside it since the site may have forgotten it when the reply is sent again."""
         path = self._path(round, call)
-        write_atomic(path, bytes.fromhex(mark) + reply)
+        write_atomic(path, b"".join((bytes.fromhex(mark), len(reply).to_bytes(8, "little"), reply, memory)))
         _make_newest(path)
         others = [other for other in path.parent.glob("*.fa") if other != path]
         oldest_first = sorted(others, key=lambda other: (other.stat().st_mtime_ns, other.name))

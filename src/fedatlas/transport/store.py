@@ -307,6 +307,16 @@ class MemoryStore:
         version = self._newest_before((round, call + 1))
         return self._path(version).stem if version else ""
 
+    def kept(self, version: str) -> bytes:
+        """The bytes of a version, by its name; empty for "", of which nothing is kept."""
+        return (self.folder / f"{version}.fa").read_bytes() if version else b""
+
+    def put_back(self, version: str, data: Data) -> None:
+        """Keeps a version as it was, by its name and bytes; it may have been forgotten since."""
+        path = self.folder / f"{version}.fa"
+        if not path.exists() or path.read_bytes() != data:
+            write_atomic(path, data)
+
     def _path(self, version: tuple[int, int]) -> Path:
         return self.folder / f"{version[0]:06d}-{version[1]:03d}.fa"
 
