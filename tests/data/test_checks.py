@@ -199,6 +199,25 @@ def test_what_is_odd_but_usable_is_a_note(root: Path) -> None:
     assert len(strayed) == 4 and not any(note.fatal for note in strayed)
 
 
+def test_a_class_of_the_table_that_no_training_case_annotates_is_a_note(root: Path) -> None:
+    edit(
+        root / "dataset.json",
+        annotated={"p000": ["spleen"], "p001": ["spleen"], "p002": [], "p003": ["liver"]},
+    )
+    (note,) = [note for note in check(root) if "training cases" in note.what]
+    assert not note.fatal and note.what == "'liver' is annotated in none of its 3 training cases"
+    assert note.remedy.startswith(
+        'list it in "annotated" of the cases in which it is complete, or leave it out'
+    )
+    assert not [note for note in check(root, annotated=("spleen",)) if "training cases" in note.what]
+    edit(root / "dataset.json", annotated={f"p00{n}": [["liver", "spleen"][n % 2]] for n in range(4)})
+    (note,) = [note for note in check(root, aliases={"spleen": "liver"}) if "made of" in note.what]
+    assert (
+        "'liver' is annotated in none of its 3 training cases: it is made of 'liver', 'spleen'" in note.what
+    )
+    assert note.remedy.startswith('list them all in "annotated" of the cases in which they are complete')
+
+
 def test_a_scan_without_orientation_is_a_note(root: Path) -> None:
     for name in (IMAGE, LABEL):
         without_orientation(root / name, root / name)

@@ -1,5 +1,7 @@
 """What other systems draw on a DICOM series: contours of a finer series, copies, points, other frames of reference, exchanged rows."""
 
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -10,10 +12,14 @@ import pydicom
 import pytest
 from dicom_series import item, write_series
 
+from fedatlas.core.errors import DataError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.data.checks import check_site
 from fedatlas.data.datasets.dicom import Dicom, read
 from fedatlas.data.datasets.shared.listing import Layout, Listing
 from fedatlas.data.formats import dicom, drawings
+from fedatlas.data.index import SiteConfig, SiteIndex, naming_of, read_site
+from fedatlas.data.reading import read_case
 from fedatlas.data.transforms import FileError
 
 SHAPE = (24, 20, 8)
@@ -218,6 +224,82 @@ def test_an_roi_is_drawn_on_the_series_of_its_frame_of_reference(tmp_path) -> No
 def test_an_roi_that_names_no_frame_of_reference_is_drawn_on_each_series(tmp_path) -> None:
     both_series(tmp_path, ("", ""))
     assert [case.annotated for case in listed(tmp_path).cases] == [("kidney", "liver")] * 2
+
+
+def spelled(folder: Path, *spellings: str) -> None:
+    """A patient for each spelling of the liver."""
+    for number, spelling in enumerate(spellings):
+        place = folder / f"p{number}"
+        data = draw(place, "rtstruct", f"p{number}/ct", patient=f"P{number}")
+        data.StructureSetROISequence[0].ROIName = spelling
+        save(data, place / "rtstruct.dcm")
+
+
+def site_of(folder: Path, **config: Any) -> SiteIndex:
+    return read_site(SiteConfig(name="s", path=str(folder), format="dicom", **config), folder)
+
+
+def known(index: SiteIndex) -> set[str]:
+    """The classes that all cases know."""
+    naming = naming_of(index, SPACE)[0]
+    return {SPACE.names[c] for c in frozenset.intersection(*(naming.known(c.annotated) for c in index.cases))}
+
+
+def test_spellings_that_are_aliases_of_one_class_are_told_to_be_known_nowhere(tmp_path) -> None:
+    spelled(tmp_path, "Liver", "LIVER", "Liver")
+    index = site_of(tmp_path, aliases={"Liver": "liver", "LIVER": "liver"})
+    assert known(index) == {"kidney"}
+    notes = [problem for problem in check_site(index, SPACE) if "training cases" in problem.what]
+    assert [(note.fatal, note.what, note.remedy) for note in notes] == [
+        (
+            False,
+            "'liver' is annotated in none of its 3 training cases: it is made of 'LIVER', 'Liver', and known only where all of "
+            "them are annotated",
+            "if they are spellings of one structure, make them one name with `reading.names`; if they are its parts, draw them "
+            "all, or leave it out with `annotated`",
+        )
+    ]
+    assert not any('"annotated"' in problem.remedy for problem in check_site(index, SPACE))
+
+
+def test_spellings_become_one_name(tmp_path) -> None:
+    spelled(tmp_path, "Liver", "LIVER", "Liver")
+    index = site_of(tmp_path, reading={"names": {"LIVER": "Liver"}}, aliases={"Liver": "liver"})
+    assert list(index.table) == ["background", "Liver", "kidney"] and known(index) == {"liver", "kidney"}
+    assert not [problem for problem in check_site(index, SPACE) if "annotated" in str(problem)]
+
+
+def test_structures_of_one_object_that_become_one_name_are_united_and_told(tmp_path) -> None:
+    save(draw(tmp_path, "rtstruct"), tmp_path / "rtstruct.dcm")
+    index = site_of(tmp_path, reading={"names": {"kidney": "liver"}})
+    (case,) = index.cases
+    assert list(index.table) == ["background", "liver"]
+    raw = read_case(index, case, SPACE, naming_of(index, SPACE))
+    assert raw.label is not None and np.array_equal(raw.label.voxels > 0, labels() > 0)
+    (note,) = index.problems
+    assert not note.fatal and note.what.startswith(
+        "1 series have several structures that `reading.names` makes one"
+    )
+
+
+def test_structures_of_two_objects_that_become_one_name_are_an_error(tmp_path) -> None:
+    save(draw(tmp_path, "rtstruct"), tmp_path / "rtstruct.dcm")
+    other = draw(tmp_path / "again", "rtstruct")
+    shutil.rmtree(tmp_path / "again")
+    other.SOPInstanceUID = other.file_meta.MediaStorageSOPInstanceUID = "2.25.7"
+    other.StructureSetROISequence[0].ROIName = "LIVER"
+    del other.StructureSetROISequence[1], other.ROIContourSequence[1]
+    save(other, tmp_path / "other.dcm")
+    assert not [problem for problem in listed(tmp_path).problems if problem.fatal]
+    (problem,) = [p for p in listed(tmp_path, names={"LIVER": "liver"}).problems if p.fatal]
+    assert "'liver' is drawn by" in problem.what
+
+
+def test_a_name_that_no_structure_has_is_refused(tmp_path) -> None:
+    save(draw(tmp_path, "rtstruct"), tmp_path / "rtstruct.dcm")
+    words = "no segment or ROI is called 'Lever'; did you mean 'liver'? it has: 'kidney', 'liver'"
+    with pytest.raises(DataError, match=re.escape(f"reading.names: {words}")):
+        listed(tmp_path, names={"Lever": "liver"})
 
 
 @pytest.mark.parametrize("shape", [(24, 20, 8), (20, 20, 8)], ids=["oblong", "square"])

@@ -259,6 +259,20 @@ def test_a_mask_file_of_a_picture_that_is_turned_upright_is_a_note(tmp_path: Pat
         assert (told in notes(index_of(tmp_path))) is said
 
 
+def test_two_folders_of_one_class_that_is_known_nowhere_are_told(tmp_path: Path) -> None:
+    for name, folder in (("a", "heart"), ("b", "Herz")):
+        picture(tmp_path / f"images/{name}.png", anatomy(0)[0])
+        picture(tmp_path / f"masks/{folder}/{name}.png", anatomy(0)[1]["heart"])
+        picture(tmp_path / f"masks/left_lung/{name}.png", anatomy(0)[1]["left lung"])
+    index = index_of(tmp_path, aliases={"Herz": "heart"})
+    told = notes(index)
+    assert "'heart' is annotated in none of its 2 training cases: it is made of 'Herz', 'heart'" in told
+    assert "if they are one structure, keep its masks in one folder" in told and '"annotated"' not in told
+    assert "annotated in none" not in notes(
+        index_of(tmp_path, reading={"absent": True}, aliases={"Herz": "heart"})
+    )
+
+
 def test_masks_that_cannot_be_meant(tmp_path: Path) -> None:
     for values, text in (
         ([[0, 1, 2]], "the values 0, 1, 2, none above half of 255: it looks like a label map"),

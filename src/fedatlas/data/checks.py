@@ -91,6 +91,37 @@ def untaught_site(index: SiteIndex, space: LabelSpace, naming: Naming) -> list[P
     return [Problem(index.name, "", what, remedy)]
 
 
+def untaught_classes(index: SiteIndex, space: LabelSpace, naming: Naming) -> list[Problem]:
+    """A note for every class of a site that trains which is known in none of its training cases, though its table holds it;
+    where none is known at all, see `untaught_site`, for those alone of which the labels are several.
+
+    naming: of its table, the first of `naming_of`.
+    """
+    train = [case for case in index.cases if case.split == "train"]
+    if not index.trains or not train:
+        return []
+    known = frozenset[int]().union(*(naming.known(case.annotated) for case in train))
+    drawn, series = all(case.label is None for case in train), any(case.series for case in train)
+    found = []
+    for c in sorted(set(naming.classes.values()) - known):
+        labels = [name for name, target in naming.classes.items() if target == c]
+        what = f"{space.names[c]!r} is annotated in none of its {len(train)} training cases"
+        if len(labels) > 1:
+            what += f": it is made of {', '.join(map(repr, labels))}, and known only where all of them are annotated"
+            if series:
+                remedy = "if they are spellings of one structure, make them one name with `reading.names`; if they are its parts, draw them all"
+            elif drawn:
+                remedy = "if they are one structure, keep its masks in one folder; if they are its parts, give a mask of each"
+            else:
+                remedy = 'list them all in "annotated" of the cases in which they are complete'
+        elif known:
+            remedy = "draw it" if drawn else 'list it in "annotated" of the cases in which it is complete'
+        else:
+            continue
+        found.append(Problem(index.name, "", what, f"{remedy}, or leave it out with `annotated`", False))
+    return found
+
+
 def unscored_cases(index: SiteIndex) -> list[Problem]:
     """Test cases without a label, or without one in the reference of a site that has one. They are not scored."""
     tests = [case for case in index.cases if case.split == "test"]
@@ -195,7 +226,8 @@ def check_site(
         naming = naming_of(index, space)
     except FederationError as error:
         return [_misnamed(index, error), *found]
-    found += [*untaught_site(index, space, naming[0]), *unscored_cases(index)]
+    found += [*untaught_site(index, space, naming[0]), *untaught_classes(index, space, naming[0])]
+    found += unscored_cases(index)
     drawn: dict[int, int] = {}
     annotated: dict[int, int] = {}
     digests = []
@@ -223,7 +255,12 @@ def check_site(
             what = f"holds {', '.join(raw.label.strayed)}, which does not count as annotated in this case"
             wanted = index.annotated is None
             if wanted:
-                remedy = 'its voxels count as not annotated; list it in "annotated" if it is complete'
+                remedy = "its voxels count as not annotated; "
+                remedy += (
+                    'list it in "annotated" if it is complete'
+                    if case.label
+                    else "a class of several labels is known only where all of them are drawn"
+                )
                 found.append(Problem(index.name, _label_file(index, case), what, remedy, False))
         if case.split != "test":
             for c, n in raw.label.counts.items():

@@ -1,7 +1,7 @@
 """Series in DICOM (CT, MR, PET) with their segmentations (SEG) or structure sets (RTSTRUCT), as a PACS exports them.
 
 A case is a series with what is drawn on it, wherever in the folder the two lie: a SEG or RTSTRUCT names its series by UID.
-Folders and archives (zip) are read with all that lies below them. A class is the name of a segment or an ROI. It is
+Folders and archives (zip) are read with all that lies below them. A class is the name of a segment or an ROI, or what `names` makes of it. It is
 annotated in the cases that draw it; a segment without a voxel says that the class was looked for and is not there, and an ROI
 without a closed contour says nothing, since planning systems make empty ones from templates, and so does one that lies wholly
 beyond the series or in another frame of reference.
@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Literal
 
-from fedatlas.core.errors import DataError
+from fedatlas.core.errors import DataError, did_you_mean, first_of
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import option, options
 from fedatlas.data.datasets import DataSet
@@ -30,6 +30,11 @@ class Dicom:
     unlabelled: bool = option(
         False,
         "Whether series without a segmentation are cases, too, without labels; else a note counts them.",
+    )
+    names: dict[str, str] = option(
+        {},
+        "Names of segments or ROIs -> the names under which they are read, several to one where they are spellings of one structure, "
+        "or its pieces, which are united.",
     )
     paths: bool = option(
         False,
@@ -56,7 +61,15 @@ def read(layout: Layout) -> Listing:
     for series in chosen:
         studies[series.person] = min(series.study, studies.get(series.person, series.study))
     cases, problems, titles = list[Case](), list[Problem](), dict[Path, str]()
-    empty = missing = beyond = elsewhere = 0
+    empty = missing = beyond = elsewhere = joined = 0
+    written = {item.name for series in chosen for drawing in series.drawings for item in drawing.items}
+    strange = [name for name in form.names if name not in written]
+    if strange:
+        there = first_of(map(repr, sorted(written))) or "there is none"
+        raise DataError(
+            f"site {layout.site}: reading.names: no segment or ROI is called {strange[0]!r};"
+            f"{did_you_mean(strange[0], written)} it has: {there}"
+        )
     for series in chosen:
         folder = f" ({shown(series.files[0].parent, layout.root)})" if form.paths else ""
         title = f"{series.name}{folder}"
@@ -64,6 +77,7 @@ def read(layout: Layout) -> Listing:
         for file in series.files:
             titles[file] = f"{titles[file]}, {title}" if file in titles else title
         masks, drawn_by = [], defaultdict[str, set[str]](set)
+        spellings = defaultdict[str, set[str]](set)
         annotated: set[str] = set()
         for drawing in series.drawings:
             titles[Path(series.name, drawing.name)] = f"{title}/{drawing.name}"
@@ -71,13 +85,15 @@ def read(layout: Layout) -> Listing:
                 continue
             beyond += drawing.beyond
             elsewhere += drawing.elsewhere
-            for (name, mask), item in zip(drawing.masks(), drawing.items, strict=True):
+            for (spelling, mask), item in zip(drawing.masks(), drawing.items, strict=True):
+                name = form.names.get(spelling, spelling)
                 if not item.drawn and drawing.kind == "RTSTRUCT":
                     empty += 1
                     continue
                 if name.lower() == BACKGROUND:
                     continue
                 drawn_by[name].add(drawing.name)
+                spellings[name].add(spelling)
                 annotated.add(name)
                 masks += [(name, mask)] if item.drawn else []
         twice = sorted(name for name, by in drawn_by.items() if len(by) > 1)
@@ -85,6 +101,7 @@ def read(layout: Layout) -> Listing:
             by = " and ".join(sorted(drawn_by[twice[0]])[:2])
             remedy = "take out the one that does not count, or choose a kind with `reading.drawings`"
             problems.append(Problem(layout.site, title, f"{twice[0]!r} is drawn by {by}", remedy))
+        joined += any(len(several) > 1 for several in spellings.values())
         if not annotated and not form.unlabelled:
             missing += 1
             continue
@@ -125,6 +142,11 @@ def read(layout: Layout) -> Listing:
         elsewhere,
         f"ROIs are drawn in another frame of reference than a series that their RTSTRUCT names; {unsaid} there",
         "draw them on the series itself, if they are meant for it",
+    )
+    note(
+        joined,
+        "series have several structures that `reading.names` makes one; they were united",
+        "if one is a copy of another, take it out",
     )
     names = sorted({name for case in cases for name in case.annotated})
     return Listing(table_of(names), tuple(cases), 1, tuple(problems), titles=titles)
