@@ -2,6 +2,7 @@
 played by a relay in this one, so that no net is needed."""
 
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -17,12 +18,15 @@ import pytest
 from deployments import until
 
 from fedatlas.core.errors import FederationError
+from fedatlas.federation import across
 from fedatlas.federation.across import free_ports
+from fedatlas.federation.file import parse_federation
 from fedatlas.transport import pki
 from fedatlas.transport.deployment import RELAY, Job, Launch, Plan
 from fedatlas.transport.frames import Question
 from fedatlas.transport.nvflare import engine as nvflare
 from fedatlas.transport.relay import Ask, ServerRelay, SiteRelay
+from fedatlas.transport.rounds import RunFolder
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed")
 psutil = pytest.importorskip("psutil")
@@ -362,6 +366,28 @@ def test_a_request_needs_the_present_key_and_a_certificate_its_own(tmp_path: Pat
 def test_names_that_the_engine_does_not_take(tmp_path: Path, sites: tuple[str, ...]) -> None:
     with pytest.raises(FederationError, match="engine nvflare"):
         nvflare.provision(Plan("federation", "localhost", 9001, 9002, sites), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["Anna Maier", "a#1", "Anna's", 'a"b', "a\\b"])
+def test_no_party_starts_where_flare_could_start_no_job(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE splits the command of a job at what stands in these paths."""
+    place = Path("/home") / name
+    said = re.escape(f" at {place}; the path may hold no space, quote, backslash or #")
+    with pytest.raises(FederationError, match="the kit is" + said):
+        nvflare._launch(place / "engine", "client", [])
+    monkeypatch.setattr(sys, "executable", str(place))
+    with pytest.raises(FederationError, match="Python is" + said):
+        nvflare._launch(Path("/home/müller,é(1)/engine"), "client", [])
+
+
+def test_a_trial_says_before_it_starts_that_flare_runs_no_job_in_its_folder(
+    small: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(across.Trial, "_start", lambda *_: pytest.fail("a party was started"))
+    with pytest.raises(FederationError, match=r"a run/deploy-nvflare/server; the path may hold no space"):
+        across.gather_trial("nvflare")(
+            parse_federation(small, base=Path()), RunFolder(tmp_path / "a run"), print
+        )
 
 
 def test_no_server_no_job(tmp_path: Path) -> None:

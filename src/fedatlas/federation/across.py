@@ -437,6 +437,7 @@ class Trial:
             extra_sites=extra,
         )
         try:
+            adapter(engine).server_process(kits[0])  # told here where the engine cannot run in this folder
             for kit in kits:
                 own = paths if kit.name in extra else {k: v for k, v in paths.items() if k == kit.name}
                 more = [

@@ -29,6 +29,7 @@ import base64
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -402,6 +403,17 @@ def site_process(kit: Path) -> Launch:
 
 
 def _launch(engine: Path, kind: str, settings: list[str]) -> Launch:
+    """Raises FederationError where FLARE could start no job: it writes the command of one as a text, and splits that."""
+    for what, path in (("the kit is", engine.parent), ("Python is", Path(sys.executable))):
+        try:
+            whole = shlex.split(str(path), True) == [str(path)]
+        except ValueError:
+            whole = False
+        if not whole:
+            raise FederationError(
+                f"engine nvflare: {what} at {path}; the path may hold no space, quote, backslash or #, at which FLARE "
+                "splits the command of a job. Take a folder without them"
+            )
     module = f"nvflare.private.fed.app.{kind}.{kind}_train"
     command = (sys.executable, "-u", "-m", module, "-m", str(engine), "-s", f"fed_{kind}.json")
     settings = ["secure_train=true", "org=fedatlas", "config_folder=config", *settings]
