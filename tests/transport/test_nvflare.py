@@ -362,6 +362,31 @@ def test_a_request_needs_the_present_key_and_a_certificate_its_own(tmp_path: Pat
         nvflare.sign(nvflare.renew(elsewhere / "c"), authority, tmp_path, days=7)
 
 
+def test_the_certificate_that_submits_jobs_is_made_anew_near_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deployment takes jobs as long as its parties' certificates are renewed."""
+    nvflare.provision(Plan("federation", "localhost", 9001, 9002, ("a",), days=5), tmp_path)
+    authority = tmp_path / "authority"
+    monkeypatch.setattr(nvflare, "_FlareJob", lambda *_: None)
+    path, key = nvflare._pair(authority / "admin")
+    before = path.read_bytes()
+
+    def submitted() -> bytes:
+        nvflare.submit(tmp_path / "server", authority, tmp_path / "relay", ["a"])
+        return path.read_bytes()
+
+    assert submitted() == before, "it has days left"
+    for days in (0, -1):
+        nvflare._recertify(authority / "admin", authority, days)
+        old = pki.certificate_of(path)
+        submitted()
+        new = pki.certificate_of(path)
+        assert new.not_valid_after_utc > pki.in_days(7)
+        assert new.subject == old.subject and new.public_key() == pki.key_of(key).public_key()
+        new.verify_directly_issued_by(pki.certificate_of(authority / "rootCA.pem"))
+
+
 @pytest.mark.parametrize("sites", [("server",), ("authority",), ("a b",), ("a", "a")])
 def test_names_that_the_engine_does_not_take(tmp_path: Path, sites: tuple[str, ...]) -> None:
     with pytest.raises(FederationError, match="engine nvflare"):

@@ -55,6 +55,8 @@ POLL = 0.2
 SILENCE = 30
 """Seconds without a sign of life after which a client counts as gone."""
 ROOT_DAYS = 3650
+ADMIN_DAYS = 30
+"""For how many days the certificate that submits jobs is made anew, when it ends within a day."""
 KNOCK = 5.0
 """Seconds that a server just started has to listen."""
 JOIN = 15.0
@@ -231,7 +233,7 @@ def _recertify(kit: Path, authority: Path, days: int) -> None:
     copy of it: the key that is to sign the party's next request."""
     path, _ = _pair(kit)
     old = pki.certificate_of(path)
-    path.write_bytes(_issue(old, old.public_key(), authority, days))
+    pki.write(path, _issue(old, old.public_key(), authority, days))
     issued = authority / "issued"
     issued.mkdir(exist_ok=True)
     shutil.copy(path, issued / f"{pki.name_of(old.subject)}.crt")
@@ -434,13 +436,17 @@ def submit(kit: Path, authority: Path, relay: Path, sites: Sequence[str]) -> Job
     """Starts the relay job for these sites on the running server, and returns when the server took it.
 
     Waits a little for all of them to be connected; then the job starts with those that are, and needs one. kit: the server's; relay: the file that names the
-    federation's socket, as FLARE's server finds it in its environment.
+    federation's socket, as FLARE's server finds it in its environment. The certificate that submits jobs is made anew
+    where it is near its end: the key that signs it lies beside it.
     Raises FederationError when the server cannot be reached, or does not take the job.
     """
     require()
+    admin = authority / "admin"
+    if pki.certificate_of(_pair(admin)[0]).not_valid_after_utc < pki.in_days(1):
+        _recertify(admin, authority, ADMIN_DAYS)
     with tempfile.TemporaryDirectory(prefix="fedatlas-") as scratch:
         folder = _job_folder(Path(scratch) / "fedatlas", sites)
-        return _FlareJob(authority / "admin", folder, sites)
+        return _FlareJob(admin, folder, sites)
 
 
 def _job_folder(folder: Path, sites: Sequence[str]) -> Path:
