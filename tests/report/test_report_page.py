@@ -565,6 +565,22 @@ def test_what_a_site_cost_is_over_the_rounds_that_it_took_part_in(finished: Path
     assert tables.phase_seconds(run) == {"round": [1.0, 2.0], "evaluate": [3.0]}
 
 
+def test_the_figures_of_training_show_the_one_that_merges_the_data(finished: Path) -> None:
+    """A method that pools the data of all sites logs as one party: its curves and its place in the legends."""
+    cost = {"seconds": 9.0, "bytes_down": 2000.0, "bytes_up": 3000.0}
+    rounds = tuple(
+        entry(n, {"pooled": cost}, sites={"pooled": {"loss": 1.0 / n}}, phases={"round": 9.5}) for n in (1, 2)
+    )
+    run = replace(read.read(finished), rounds=rounds)
+    for made, told in (
+        (figures.loss_curves(run), "pooled, loss, round 2: 0.500"),
+        (figures.cost_figure(run), "pooled, s, round 2: 9.0"),
+        (figures.traffic_figure(run), "pooled, kB, round 2: 5.0"),
+    ):
+        assert told in made and ">pooled</text>" in made
+        assert "alpha" not in made, "no site trained"
+
+
 def test_numbers_beside_the_loss_are_no_terms_of_it(finished: Path) -> None:
     nan, counts = float("nan"), dict.fromkeys(tables.BOOKKEEPING, float("nan"))
     assert {"steps", "releases", "teacher_seconds", "teacher_round", "teacher_score"} <= set(counts)

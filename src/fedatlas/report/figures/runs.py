@@ -66,6 +66,11 @@ def _site_keys(run: Run, sites: Sequence[str] | None = None, **more: Any) -> lis
     return [line_key(short(s, 30), **{**_site_style(run, s), "markevery": None, **more}) for s in names]
 
 
+def _parties(run: Run) -> list[str]:
+    """Whoever has a log or a cost in any round: sites, or the one that merges their data."""
+    return [party for party in run.parties if any(party in (*e.sites, *e.cost) for e in run.rounds)]
+
+
 def _mark_keys(run: Run, *, lost: bool = True) -> list[Key]:
     """What the marks of the best round, and of rounds in which a site was lost, mean."""
     keys = []
@@ -97,13 +102,13 @@ def _round_axis(axis: Axes, run: Run, *, best: bool = True, label: bool = True) 
 
 
 def loss_curves(run: Run) -> Markup:
-    """The loss and every further term, per site over rounds."""
-    terms = tables.loss_terms(run)
+    """The loss and every further term, per party over rounds."""
+    terms, parties = tables.loss_terms(run), _parties(run)
 
     def panel(axis: Axes, term: str) -> None:
-        for site in run.sites:
-            values = [(r.number, read.number(r.sites.get(site, {}).get(term))) for r in run.rounds]
-            line(axis, values, of=f"{site}, {term}", **_site_style(run, site))
+        for party in parties:
+            values = [(r.number, read.number(r.sites.get(party, {}).get(term))) for r in run.rounds]
+            line(axis, values, of=f"{party}, {term}", **_site_style(run, party))
         axis.set_title(_term_title(term, terms))
         _round_axis(axis, run)
         if term == terms[0]:
@@ -111,7 +116,7 @@ def loss_curves(run: Run) -> Markup:
 
     told = f"Training loss and its terms ({', '.join(terms)}) per site over rounds"
     columns = min(3, max(2, len(terms)))
-    keys = _site_keys(run) + _mark_keys(run)
+    keys = _site_keys(run, parties) + _mark_keys(run)
     return chart("loss", told, terms, panel, columns=columns, height=2.5, keys=keys)
 
 
@@ -214,7 +219,7 @@ def _bars_and_lines(
     bars: Mapping[str, Sequence[float]],
     lines: Mapping[str, Sequence[float | None]],
 ) -> Markup:
-    """Two panels over rounds: what adds up, as bars on each other, and every site, as lines."""
+    """Two panels over rounds: what adds up, as bars on each other, and every party, as lines."""
     numbers = [entry.number for entry in run.rounds]
 
     def panel(axis: Axes, adds: bool) -> None:
@@ -231,17 +236,17 @@ def _bars_and_lines(
                 axis.legend(loc="upper right", ncols=2)
             axis.set_ylim(0, 1.35 * max(below.max(initial=0.0), 1e-9))
         else:
-            for site, values in lines.items():
+            for party, values in lines.items():
                 points = list(zip(numbers, values, strict=True))
-                line(axis, points, of=f"{site}, {unit}", decimals=1, **_site_style(run, site))
+                line(axis, points, of=f"{party}, {unit}", decimals=1, **_site_style(run, party))
             axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
         _round_axis(axis, run, best=False)
 
-    return chart(name, told, (True, False), panel, columns=2, height=2.4, keys=_site_keys(run))
+    return chart(name, told, (True, False), panel, columns=2, height=2.4, keys=_site_keys(run, list(lines)))
 
 
 def cost_figure(run: Run) -> Markup:
-    """Seconds of every round by phase, and seconds of every site."""
+    """Seconds of every round by phase, and seconds of every party."""
     phases = dict.fromkeys(name for entry in run.rounds for name in entry.phases)
     return _bars_and_lines(
         run,
@@ -250,7 +255,7 @@ def cost_figure(run: Run) -> Markup:
         "s",
         ("seconds per round, by phase", "seconds per round, by site"),
         {p: [read.number(entry.phases.get(p)) or 0.0 for entry in run.rounds] for p in phases},
-        {s: [read.number(r.cost.get(s, {}).get("seconds")) for r in run.rounds] for s in run.sites},
+        {p: [read.number(r.cost.get(p, {}).get("seconds")) for r in run.rounds] for p in _parties(run)},
     )
 
 
@@ -258,11 +263,10 @@ _UNITS = (("kB", 1e3), ("MB", 1e6), ("GB", 1e9), ("TB", 1e12))
 
 
 def traffic_figure(run: Run) -> Markup:
-    """What travelled per round: of all sites by kind, and of every site."""
+    """What travelled per round: of all parties by kind, and of every party."""
     kinds = {key: title for key, title in tables.TRAFFIC.items() if tables.traffic(run.rounds, key)}
     most = max((tables.all_bytes([entry]) for entry in run.rounds), default=0.0)
     unit, scale = next((u, v) for u, v in _UNITS if most < 1000 * v or u == _UNITS[-1][0])
-    sites = sorted({site for entry in run.rounds for site in entry.cost})
     return _bars_and_lines(
         run,
         "traffic",
@@ -270,7 +274,7 @@ def traffic_figure(run: Run) -> Markup:
         unit,
         (f"{unit} per round, all sites", f"{unit} per round, by site"),
         {title: [tables.traffic([e], key) / scale for e in run.rounds] for key, title in kinds.items()},
-        {site: [tables.all_bytes([e], site) / scale or None for e in run.rounds] for site in sites},
+        {p: [tables.all_bytes([e], p) / scale or None for e in run.rounds] for p in _parties(run)},
     )
 
 
