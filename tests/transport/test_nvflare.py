@@ -520,6 +520,40 @@ def test_an_answer_that_the_server_cannot_store_is_told_at_once(
         assert told.told == [("a", f"the server could not store its answer ({why})")] and not now.waiting
 
 
+def test_an_answer_is_on_offer_for_as_long_as_its_question_has_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server fetches a few answers at once; a later one waits for its turn, which may take long."""
+    from nvflare.apis.shareable import Shareable
+    from nvflare.apis.signal import Signal
+
+    from fedatlas.transport.nvflare import job
+
+    def fetch(cell: object, source: str, reference: str, to: Path, stop: object) -> None:
+        to.write_bytes(b"asked")
+
+    def forward(relay: Path, question: Question, seconds: float) -> None:
+        question.reply.write_bytes(b"answered")
+
+    offered: list[float] = []
+
+    class Offers:
+        def __init__(self, cell: object, timeout: float, **_: object) -> None:
+            offered.append(timeout)
+
+        def add_object(self, offer: object) -> str:
+            return "reference"
+
+    monkeypatch.setenv(RELAY, str(tmp_path / "relay"))
+    for name, stub in (("_fetch", fetch), ("forward", forward), ("ObjectDownloader", Offers)):
+        monkeypatch.setattr(job, name, stub)
+    head = Question("a", "train", 1, 0, tmp_path, None, tmp_path).head()
+    data = Shareable({"head": head, "source": "x", "shared": "s", "own": None, "seconds": 5000.0})
+    cell = type("Cell", (), {"get_fqcn": lambda self: "x"})()
+    job.RelayExecutor()._answer(tmp_path, data, cell, Signal())
+    assert len(offered) == 1 and 5000 < offered[0] <= 5000 + job.GRACE + job.PATIENCE
+
+
 def test_the_core_needs_no_flare() -> None:
     code = "import fedatlas.transport.nvflare.engine, sys; sys.exit('torch' in sys.modules or 'nvflare' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -361,8 +361,10 @@ class RelayExecutor(Executor):
             path.unlink(missing_ok=True)
         if lost is not None:
             return _lost(lost)
+        # as long as the question has time: it may have to queue behind other sites' answers
+        left = max(end - time.monotonic(), 0.0) + GRACE + PATIENCE
         self.offers = ObjectDownloader(
-            cell, timeout=GRACE + PATIENCE, num_receivers=1, transaction_done_cb=_delete, folder=folder
+            cell, timeout=left, num_receivers=1, transaction_done_cb=_delete, folder=folder
         )
         reply = Shareable()
         reply["source"], reply["reply"] = cell.get_fqcn(), self.offers.add_object(_Offer(answer))
