@@ -24,11 +24,11 @@ from fedatlas.cli import main, parser
 from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.federation import across, deploy
 from fedatlas.federation.across import Deployed, free_ports, gather, gather_trial, join
-from fedatlas.federation.deploy import Keeper, News, adapter, start
+from fedatlas.federation.deploy import Keeper, News, adapter, start, write_shared
 from fedatlas.federation.design import versions
 from fedatlas.federation.facts import problem_of_hello
 from fedatlas.federation.file import hash_of, load_federation, parse_federation
-from fedatlas.federation.site import require_usable
+from fedatlas.federation.site import SiteDesk, require_usable
 from fedatlas.transport import wire
 from fedatlas.transport.deployment import ENGINES, RELAY, Launch, bound, listens_at
 from fedatlas.transport.frames import Question
@@ -427,10 +427,10 @@ def test_people_at_a_hospital_are_told_why_its_own_process_ends(tmp_path) -> Non
 def test_a_site_of_another_version_is_told_so_whatever_else_its_hello_holds() -> None:
     here = {"fedatlas": "0.2.0", "torch": "2.1+cpu"}
     old = {"versions": {"fedatlas": "0.1.0", "torch": "2.1"}, "hash": "x"}
-    assert problem_of_hello("a", "y", old, versions=here) is None, "their comparison is told"
-    assert "federation" in str(problem_of_hello("a", "y", old | {"versions": here}, versions=here))
+    assert problem_of_hello(old, versions=here) is None, "their comparison is told"
+    assert "federation" in str(problem_of_hello(old | {"versions": here}, versions=here))
     for wrong in ({"versions": {"fedatlas": 1}}, {"hash": None}, {"versions": {"=x": "1"}}):
-        assert problem_of_hello("a", "y", old | wrong, versions=here)
+        assert problem_of_hello(old | wrong, versions=here)
 
 
 @pytest.mark.parametrize("more", [{}, {"federation": "[" * 3000}, {"clock": "noon", "channels": "many"}])
@@ -448,6 +448,41 @@ def test_a_run_with_a_site_of_an_older_version_says_which(more, small, tmp_path)
     transport = SimpleNamespace(sites=["s0"], ask=ask, close=lambda: None)
     with pytest.raises(FederationError, match=r"^site s0: fedatlas 0\.0\.1 is installed, .* at the server"):
         join(federation, RunFolder(tmp_path / "run"), print, transport)  # type: ignore[arg-type]
+
+
+def test_a_site_has_ten_minutes_to_say_hello_and_the_deadline_to_list_its_data(
+    small, tmp_path, monkeypatch
+) -> None:
+    """So too where a run is resumed, which goes on without a site that hangs if its rule is to drop it."""
+    small |= {"sites": small["sites"][:2], "faults": {"on_lost": "drop", "deadline": 5000}}
+    federation, file = parse_federation(small, base=Path()), tmp_path / "federation.yaml"
+    write_shared(federation, file)
+    cache, paths = Path(small["engine"]["cache"]), {site["name"]: site["path"] for site in small["sites"]}
+    desks = {s: SiteDesk(s, file, {s: path}, tmp_path / s, cache) for s, path in paths.items()}
+    asked, told, hangs = list[tuple[str, float]](), list[str](), set[str]()
+
+    def ask(questions: Sequence[Question], deadline: float) -> Iterator[tuple[str, str | None]]:
+        asked.append((questions[0].function, deadline))
+        for one in questions:
+            if one.site not in hangs:
+                desks[one.site].answer(one)
+            yield one.site, f"no answer within {deadline:g} s" if one.site in hangs else None
+
+    transport = SimpleNamespace(sites=["s0", "s1"], ask=ask, close=lambda: None)
+    folder = RunFolder(tmp_path / "run")
+    calls = [("hello", across.COMING), ("layout", 5000), ("join", 5000)]
+    begun = join(federation, folder, told.append, transport)  # type: ignore[arg-type]
+    assert asked == calls and "waits for s0, s1, at most 600 s" in told
+    assert sorted(begun.summaries) == ["s0", "s1"] and begun.design.space.names
+
+    (folder.path / "run.json").touch()
+    record = {"labels": begun.about["labels"], "sites": dict(begun.summaries)}
+    monkeypatch.setattr(across, "read_run", lambda path: record)
+    hangs.add("s1")
+    asked.clear(), told.clear()
+    join(federation, folder, told.append, transport)  # type: ignore[arg-type]
+    assert asked == calls and told[0] == "waits for s0, s1, at most 600 s"
+    assert told[1:] == ["goes on without s1: no answer within 600 s", "joined: s0"]
 
 
 @pytest.mark.parametrize("name", sorted(ENGINES))

@@ -105,7 +105,7 @@ def test_equal_bits_on_every_engine(
         lines = logs_of(deployed.out / site)[site]
         mine = [line for line in lines if line["run"].startswith(first.name)]
         assert not any(line["broken"] for line in lines)
-        assert {"hello", "join", "evaluate"} <= {line["function"] for line in mine}
+        assert {"hello", "layout", "join", "evaluate"} <= {line["function"] for line in mine}
         assert mine[-1]["method"] == name
 
 
@@ -345,7 +345,7 @@ def test_a_run_goes_on_with_any_other_engine(first, second, small, tmp_path) -> 
     run_federation(federation, path, gather=gather_trial(second), **quiet)
     assert (path / "models" / "last.fa").read_bytes() == local(small, tmp_path / "local")
     engines = {line["function"] for line in logs_of(path)["s0"]}
-    assert {"hello", "join", "local_update", "evaluate", "evaluate_several"} == engines
+    assert {"hello", "layout", "join", "local_update", "evaluate", "evaluate_several"} == engines
 
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))

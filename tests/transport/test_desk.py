@@ -64,6 +64,9 @@ class Desk:
         text = json.dumps(shareable(resolved(self.desk.federation)), sort_keys=True)
         return self.ask("hello", {"versions": {}, "hash": self.hash, "federation": text}, {"run": "r1"})
 
+    def layout(self) -> dict[str, Any]:
+        return self.ask("layout", {"hash": self.hash}, {"run": "r1"})
+
     def agreement(self, names: list[str], channels: Any = 1) -> dict[str, Any]:
         labels = {
             "names": names,
@@ -84,11 +87,20 @@ def test_a_label_that_the_file_does_not_name_never_leaves(phantom, tmp_path) -> 
     table["labels"]["GTV Miller 1961"] = 9
     (data / "dataset.json").write_text(json.dumps(table))
     own = Desk(phantom, tmp_path, data, labels={"names": NAMES})
-    assert own.hello()["error"] == {"code": "FederationError"}
+    assert own.layout()["error"] == {"code": "FederationError"}
     assert "Miller" in (tmp_path / "state" / "errors.log").read_text()
     assert "Miller" not in (tmp_path / "state" / "egress.jsonl").read_text()
     clean = Desk(phantom, tmp_path / "clean", labels={"names": NAMES})
-    assert set(clean.hello()["value"]["facts"]["brings"]["s0"]) <= set(NAMES)
+    assert set(clean.layout()["value"]["facts"]["brings"]["s0"]) <= set(NAMES)
+
+
+def test_a_hello_does_not_wait_for_the_data(phantom, tmp_path) -> None:
+    """To list them may take hours; a site with another federation file lists nothing."""
+    own = Desk(phantom, tmp_path, data=tmp_path / "not mounted yet")
+    assert set(own.hello()["value"]["facts"]) == {"versions", "hash", "clock", "federation"}
+    assert "error" in own.layout()
+    own.hash = "another"
+    assert "error" not in own.hello() and own.layout()["error"] == {"code": "FederationMismatch"}
 
 
 def test_classes_that_the_file_does_not_have_are_refused(phantom, tmp_path) -> None:

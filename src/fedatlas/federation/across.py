@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace
 from fedatlas.federation.deploy import Tell, adapter, init, read_kit
 from fedatlas.federation.design import POOLED, Design, cache_folder, data_path, space_of, versions
-from fedatlas.federation.facts import other_versions, problem_of_hello, problem_of_join
+from fedatlas.federation.facts import other_versions, problem_of_hello, problem_of_join, problem_of_layout
 from fedatlas.federation.file import Federation, flat_difference, hash_of, make_method, resolved, shareable
 from fedatlas.federation.session import Gather, Parties
 from fedatlas.federation.site import Agreement, SiteDesk
@@ -223,38 +223,40 @@ def _with_pool(federation: Federation, deploy: Path) -> list[str]:
 
 
 COMING = 600.0
-"""Seconds that a run waits for its sites to come."""
+"""Seconds that a run waits for its sites to say hello."""
 
 
 def join(
     federation: Federation, folder: RunFolder, tell: Tell, transport: Deployed, *, data_changed: bool = False
 ) -> Parties:
-    """Says hello to every site, agrees on labels, and lets all prepare their data.
+    """Says hello to every site, asks what labels they bring, agrees on classes, and lets all prepare their data.
 
+    A site must say hello within `COMING`; it may then take `faults.deadline` to list its data, and again to prepare them.
     data_changed: let sites go on whose data are not those with which the run began.
 
     Raises FederationError where versions or federation files differ, with the difference; SiteLost where a site
-    does not come. A run that is resumed goes on without a site if its rule for lost sites is to drop them.
+    does not come. A run that is resumed goes on without a site, whether it is away or hangs, if its rule for lost sites is
+    to drop them.
     """
     try:
         before = read_run(folder.path) if (folder.path / "run.json").exists() else None
         clients = _desks(federation, folder, tell, transport, began=before is not None)
         tell(f"waits for {', '.join(transport.sites)}, at most {clients.faults.patience:g} s")
-        hellos, clocks = _greeted(clients, federation, tell)
-        space, agreement = _agreed(federation, folder, hellos, before)
-        clients.about = agreement
-        # data are read and preprocessed now; that is the longest call of all
+        clocks = _greeted(clients, federation, tell)
+        # data are listed now, and then read and preprocessed; these are the longest calls of all
         dropping = federation.faults.on_lost == "drop" and not before
         clients.faults = replace(federation.faults, on_lost="stop") if dropping else federation.faults
+        layouts = _listed(clients, clocks, federation, tell)
+        space, agreement = _agreed(federation, folder, layouts, before)
+        clients.about = agreement
         begins = not folder.complete()
-        own = {site: {"ahead": ahead} if ahead else {} for site, ahead in clocks.items()}
+        own = {site: {"ahead": clocks[site]} if clocks[site] else {} for site in layouts}
         replies = clients.call(
             SiteDesk.join, each=own, agreement=agreement, begins=begins, data_changed=data_changed
         )
         joined = {site: reply["facts"] for site, reply in replies}
         tell(f"joined: {', '.join(joined)}")
-        for site, reason in clients.lost.items():
-            tell(f"goes on without {site}: {reason}")
+        _tell_lost(clients, tell)
         summaries = {site: facts["summary"] for site, facts in joined.items() if site != POOLED}
         if before:
             summaries = before["sites"] | summaries
@@ -278,15 +280,17 @@ def _desks(
 ) -> SiteClients:
     """Calls to all sites before the first round. began: whether the run has been joined before; then a site that its rule
     for lost sites drops may stay away."""
-    faults = federation.faults
+    coming = min(federation.faults.deadline, COMING)
+    faults = replace(federation.faults, deadline=coming, patience=coming)
     if not (began and faults.on_lost == "drop"):  # all of them, and they may still be starting
-        coming = min(faults.deadline, COMING)
-        faults = replace(faults, on_lost="wait", deadline=coming, patience=coming)
-    said, ours = hash_of(federation), versions()
+        faults = replace(faults, on_lost="wait")
+    ours = versions()
 
     def asked(site: str, function: str, payload: Mapping[str, Any]) -> Asked:
         if function == "hello":
-            problem_of = partial(problem_of_hello, site, said, versions=ours, several=site == POOLED)
+            problem_of = partial(problem_of_hello, versions=ours)
+        elif function == "layout":
+            problem_of = partial(problem_of_layout, site, several=site == POOLED)
         else:
             problem_of = partial(problem_of_join, LabelSpace.from_plain(payload["agreement"]["labels"]))
         return Asked(payload, facts=problem_of)
@@ -296,10 +300,14 @@ def _desks(
     return SiteClients(transport.sites, transport, scratch, faults, run, pipeline=pipeline, tell=tell)
 
 
-def _greeted(
-    clients: SiteClients, federation: Federation, tell: Tell
-) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
-    """What every site says of itself, and by how many seconds its clock is ahead."""
+def _tell_lost(clients: SiteClients, tell: Tell) -> None:
+    """Tells who did not answer the last call."""
+    for site, reason in clients.lost.items():
+        tell(f"goes on without {site}: {reason}")
+
+
+def _greeted(clients: SiteClients, federation: Federation, tell: Tell) -> dict[str, float]:
+    """By how many seconds the clock of every site that says hello is ahead. Raises FederationError as `_compare`."""
     text = json.dumps(shareable(resolved(federation)), sort_keys=True)
     mine = {"versions": versions(), "hash": hash_of(federation)}
     asked_at = time.time()
@@ -310,17 +318,27 @@ def _greeted(
     for site, ahead in clocks.items():
         if ahead:
             tell(skewed(f"site {site}: its clock", ahead))
-    return hellos, clocks
+    _tell_lost(clients, tell)
+    return clocks
+
+
+def _listed(
+    clients: SiteClients, sites: Iterable[str], federation: Federation, tell: Tell
+) -> dict[str, dict[str, Any]]:
+    """What these sites say of their data."""
+    replies = clients.call(SiteDesk.layout, each={site: {} for site in sites}, hash=hash_of(federation))
+    _tell_lost(clients, tell)
+    return {site: reply["facts"] for site, reply in replies}
 
 
 def _agreed(
     federation: Federation,
     folder: RunFolder,
-    hellos: Mapping[str, Mapping[str, Any]],
+    layouts: Mapping[str, Mapping[str, Any]],
     before: Mapping[str, Any] | None,
 ) -> tuple[LabelSpace, dict[str, Any]]:
     """The classes of the run, and what all sites are told of it. before: run.json of a run that is resumed."""
-    channels = {site: facts["channels"] for site, facts in hellos.items()}
+    channels = {site: facts["channels"] for site, facts in layouts.items()}
     if len(set(channels.values())) > 1:
         counts = ", ".join(f"{site}: {n}" for site, n in sorted(channels.items()))
         raise FederationError(f"the sites' images have different numbers of channels ({counts})")
@@ -328,7 +346,7 @@ def _agreed(
         space = LabelSpace.from_plain(before["labels"])
     else:
         space = space_of(
-            federation, {name: names for facts in hellos.values() for name, names in facts["brings"].items()}
+            federation, {name: names for facts in layouts.values() for name, names in facts["brings"].items()}
         )
     agreed = next(iter(channels.values()))
     made = Agreement(folder.path.name, hash_of(federation), space.to_plain(), agreed, versions())

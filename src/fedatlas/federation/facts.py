@@ -46,13 +46,17 @@ class Installed(_Facts):
 
 
 class Hello(Installed):
-    """What `SiteDesk.hello` tells. federation: as JSON; brings, channels: of a site that agreed to the same file;
-    clock: seconds since 1970 at the site."""
+    """What `SiteDesk.hello` tells. federation: as JSON; clock: seconds since 1970 at the site."""
 
     federation: Annotated[str, Field(max_length=1 << 20)]
-    brings: dict[Text, list[Text]] | None = None
-    channels: Annotated[int, Field(ge=1, le=1024)] | None = None
     clock: Annotated[float, Field(ge=0, le=1e11)]
+
+
+class Layout(_Facts):
+    """What `SiteDesk.layout` tells. brings: site -> names of its labels."""
+
+    brings: Annotated[dict[Text, list[Text]], Field(min_length=1)]
+    channels: Annotated[int, Field(ge=1, le=1024)]
 
 
 class Cases(_Facts):
@@ -163,17 +167,9 @@ def other_versions(here: Mapping[str, str], there: Mapping[str, str]) -> list[st
     ]
 
 
-def problem_of_hello(
-    site: str,
-    hash: str,
-    facts: Mapping[str, Any],
-    *,
-    versions: Mapping[str, str] | None = None,
-    several: bool = False,
-) -> str | None:
-    """What is wrong with the facts of a hello; None if nothing is. hash: of the server's federation file. versions: the
-    server's; of a site with others, whose hello may have another form, `Installed` alone is looked at. several: whether the
-    site speaks for others, as that of pooled data does."""
+def problem_of_hello(facts: Mapping[str, Any], *, versions: Mapping[str, str] | None = None) -> str | None:
+    """What is wrong with the facts of a hello; None if nothing is. versions: the server's; of a site with others, whose
+    hello may have another form, `Installed` alone is looked at."""
 
     def read() -> None:
         installed = _read(Installed, facts)
@@ -183,12 +179,18 @@ def problem_of_hello(
         _plain(json.loads(hello.federation), texts=False)
         if not isinstance(json.loads(hello.federation), dict):
             raise ValueError("a federation file that is no mapping")
-        if hello.hash == hash and (not hello.brings or hello.channels is None):
-            raise ValueError("neither what it brings nor its channels")
-        if not several and set(hello.brings or {site}) != {site}:
-            raise ValueError(
-                f"what {', '.join(sorted(hello.brings or {}))[:80]} brings; it may speak for {site}"
-            )
+
+    return _problem(read)
+
+
+def problem_of_layout(site: str, facts: Mapping[str, Any], *, several: bool = False) -> str | None:
+    """What is wrong with the facts of a site's data; None if nothing is. several: whether the site speaks for others, as
+    that of pooled data does."""
+
+    def read() -> None:
+        layout = _read(Layout, facts)
+        if not several and set(layout.brings) != {site}:
+            raise ValueError(f"what {', '.join(sorted(layout.brings))[:80]} brings; it may speak for {site}")
 
     return _problem(read)
 

@@ -1,8 +1,9 @@
 """A hospital's own process: it agrees with the server on what is run, and then serves the run's calls.
 
 It is started by the hospital, with a path that never leaves it, and is reached through the engine's client only.
-It says hello (versions, the federation file it was given), joins (the label space; what it has, in numbers), and
-after that answers what `transport.host` allows. Every answer is checked, written into the egress log, then sent.
+It says hello (versions, the federation file it was given), lists its data (names of its labels), joins (the label
+space; what it has, in numbers), and after that answers what `transport.host` allows. Every answer is checked, written
+into the egress log, then sent.
 """
 
 import contextlib
@@ -124,6 +125,7 @@ class SiteDesk:
 
     sends: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "hello": {"facts": "facts"},
+        "layout": {"facts": "facts"},
         "join": {"facts": "facts"},
     }
 
@@ -179,8 +181,9 @@ class SiteDesk:
     def _host(self, question: Question) -> Host:
         if question.site != self.name:
             raise FederationMismatch(f"site {self.name}: the question is for {question.site!r}")
-        if question.function in ("hello", "join"):
-            return self._front(question, {"hello": self.hello, "join": self.join})
+        front = {"hello": self.hello, "layout": self.layout, "join": self.join}
+        if question.function in front:
+            return self._front(question, front)
         return self._joined(agreement_of(question.about))
 
     def _front(self, question: Question, functions: Mapping[str, Callable[..., Any]]) -> Host:
@@ -213,11 +216,7 @@ class SiteDesk:
         own = hash_of(self.federation)
         facts: dict[str, Any] = {"versions": build.versions(), "hash": own, "clock": time.time()}
         facts["federation"] = json.dumps(shareable(resolved(self.federation)), sort_keys=True)
-        if own == hash:
-            layout = self._own_layout()
-            facts["brings"] = {index.name: self._brought(index) for index in layout}
-            facts["channels"] = layout[0].channels
-        else:
+        if own != hash:
             mine, theirs = json.loads(facts["federation"]), json.loads(federation)
             with errors_log(self.state) as log:
                 log.write(
@@ -225,6 +224,15 @@ class SiteDesk:
                 )
                 log.write(flat_difference(mine, theirs, "here", "at the server") + "\n")
         return {"facts": facts}
+
+    @at_site
+    def layout(self, site: Any, hash: str) -> dict[str, Any]:
+        """Names of the labels that this site brings, and the channels of its images. That its data are listed may take
+        long, as where every slice is a file. hash: of the federation file that the server runs."""
+        self._require_agreed(hash)
+        indexes = self._own_layout()
+        brings = {index.name: self._brought(index) for index in indexes}
+        return {"facts": {"brings": brings, "channels": indexes[0].channels}}
 
     def _brought(self, index: Any) -> list[str]:
         """Names of labels that a site brings: where the file names the classes, those alone, whatever else its tables hold. Raises
@@ -270,15 +278,18 @@ class SiteDesk:
         return {"facts": {**facts, "changed": self.changed}}
 
     def _joined(self, agreed: Agreement, begins: bool = False, data_changed: bool = False) -> Host:
-        if agreed.hash != hash_of(self.federation):
-            raise FederationMismatch(
-                f"site {self.name}: the server runs the federation {shown(agreed.hash, 8)}, this site agreed to "
-                f"{hash_of(self.federation)[:8]}; both need the same federation file"
-            )
+        self._require_agreed(agreed.hash)
         key = json.dumps(agreed.to_plain(), sort_keys=True)
         if key not in self.hosts:
             self.hosts[key] = self._open(agreed, begins, data_changed)
         return self.hosts[key]
+
+    def _require_agreed(self, hash: str) -> None:
+        if hash != hash_of(self.federation):
+            raise FederationMismatch(
+                f"site {self.name}: the server runs the federation {shown(hash, 8)}, this site agreed to "
+                f"{hash_of(self.federation)[:8]}; both need the same federation file"
+            )
 
     def _open(self, agreed: Agreement, begins: bool, data_changed: bool) -> Host:
         if agreed.versions and (others := other_versions(agreed.versions, build.versions())):
