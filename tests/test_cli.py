@@ -128,10 +128,12 @@ def test_millilitres_are_of_the_voxels_however_the_axes_lie(affine) -> None:
     space = LabelSpace(("background", "liver", "spleen"))
     labels = np.zeros((4, 4, 4), np.uint8)
     labels[0, 0, :2], labels[1] = 1, 0
-    found = _Labelled(labels, affine, None, {}).millilitres(space)
+    found = _Labelled(labels, affine, None, {}, {}).millilitres(space)
     assert found == {"liver": 0.06}, "two voxels of 30 cubic millimetres, and no spleen"
     labels[0, 0, 2] = 1
-    assert _Labelled(labels, affine / [[5], [1], [1], [1]], None, {}).millilitres(space) == {"liver": 0.018}
+    assert _Labelled(labels, affine / [[5], [1], [1], [1]], None, {}, {}).millilitres(space) == {
+        "liver": 0.018
+    }
 
 
 def test_results_of_another_model_are_not_mixed_with_these(trained: Path, phantom: Path, tmp_path) -> None:

@@ -1,5 +1,6 @@
 """What `predict` makes of files, folders and archives with series in DICOM, by a model that draws all that is bright."""
 
+import csv
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from fedatlas.data import exports
 from fedatlas.data.formats import dicom
 from fedatlas.data.transforms import Preprocessing
 from fedatlas.federation import predict
+from fedatlas.learning.inference import Prediction
 
 AFFINE = np.diag([-2.0, -2.0, 3.0, 1.0])
 SHAPE = (12, 10, 4)
@@ -37,13 +39,14 @@ class Bright:
     preprocessing = Preprocessing(window=(-1000, 1500), patch=(8, 8))
     federation = SimpleNamespace(labels=SimpleNamespace(codes={"liver": ("10200004", "SCT", "Liver")}))
     channels = 1
+    told: torch.Tensor | None = None
 
     def __init__(self, *given: Any) -> None:
         pass
 
     def predict(self, image: torch.Tensor) -> Any:
         bright = (image[0] > 0.5).float()
-        return SimpleNamespace(voxels=torch.stack([1 - bright, bright]))
+        return Prediction(torch.stack([1 - bright, bright]), self.told)
 
     def choice(self, found: Any) -> dict[str, str]:
         return {"chosen": "north"}
@@ -247,6 +250,30 @@ def test_the_files_of_every_channel_are_told(model, tmp_path) -> None:
     assert entry["labels"] == str(tmp_path / "out" / "case_0000_labels.nii.gz")
     with pytest.raises(DataError, match=r"case_0000.nii.gz: has 1 channels; the model was trained on 2"):
         predict.predict_scans(tmp_path, [files[:1]], tmp_path / "out", overwrite=True)
+
+
+@pytest.mark.parametrize("of", ["nifti", "series"])
+def test_findings_of_scans_are_told_and_written(of, folder, model, tmp_path) -> None:
+    """The probability of each, as of a picture; NaN, of which no model speaks, is left empty."""
+    findings = ("lesion", "bleeding")
+    model.space = LabelSpace(("background", "liver"), findings=findings, finding_of=(1, None))
+    model.told = torch.tensor([0.25, float("nan")])
+    scan, shown = folder / "a", f"{folder / 'a'} {dicom.pseudonym(CT)}"
+    if of == "nifti":
+        scan, shown = tmp_path / "case.nii.gz", str(tmp_path / "case.nii.gz")
+        nib.save(nib.Nifti1Image(voxels_of(1).astype(np.int16), AFFINE), scan)  # type: ignore[attr-defined]
+    out = tmp_path / "out"
+    (entry,) = predict.predict_scans(tmp_path, [[scan]], out)["scans"]
+    assert entry["findings"] == {"lesion": 0.25, "bleeding": None}
+    with (out / "predictions.csv").open() as stream:
+        rows = list(csv.DictReader(stream))
+    assert [(row["picture"], row["kind"], row["name"], row["probability"]) for row in rows] == [
+        (shown, "finding", "lesion", "0.250000"),
+        (shown, "finding", "bleeding", ""),
+    ]
+    (out / Path(entry["labels"]).name).unlink()
+    with pytest.raises(FederationError, match=r"predictions\.csv: exists already"):
+        predict.predict_scans(tmp_path, [[scan]], out)
 
 
 def test_nothing_is_written_of_a_series_that_lacks_a_slice(folder, model, tmp_path) -> None:

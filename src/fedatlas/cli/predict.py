@@ -29,7 +29,7 @@ def options(made: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         help="folder for the result, which only --store can do without. Scans: a label map each; pictures: labels/<name>.png or masks/<class>/<name>.png, and "
-        "predictions.csv; both: classes.json. Findings: findings.csv",
+        "predictions.csv, which scans have where the model tells findings, too; both: classes.json. Findings: findings.csv",
     )
     made.add_argument(
         "--as",

@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +29,14 @@ from fedatlas.data.transforms import (
 from fedatlas.federation.pacs import Pacs
 from fedatlas.federation.trained import Seen, Trained, unseen
 from fedatlas.federation.usable import Warn, require_files, require_new, silent
+from fedatlas.learning.inference import Prediction
 from fedatlas.transport.rounds import to_json
 from fedatlas.transport.store import write_atomic
 
 FORMS = ("nifti", "seg", "rtstruct")
 """What labels of a DICOM series are written as."""
+TABLE = "predictions.csv"
+"""Of the classes of pictures, and of findings."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,20 @@ class Given:
     def name(self) -> str:
         return self.series.name if self.series else self.files[0].name
 
+    @property
+    def is_picture(self) -> bool:
+        return self.series is None and flat.is_picture(self.files[0])
+
     def targets(self, out: Path, form: str, space: LabelSpace) -> list[Path]:
         """The files that are written of it; the first tells it from others."""
+        table = [out / TABLE] if self.is_picture or space.findings else []
         if self.series is not None:
             ending = "labels.nii.gz" if form == "nifti" else f"{form}.dcm"
-            return [out / f"{self.name}_{ending}"]
-        if flat.is_picture(self.files[0]):
+            return [out / f"{self.name}_{ending}", *table]
+        if self.is_picture:
             labels = flat.label_paths(out, self.files[0].stem, space).values()
-            return [*dict.fromkeys(labels), out / "predictions.csv"]
-        return [out / f"{self.name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz"]
+            return [*dict.fromkeys(labels), *table]
+        return [out / f"{self.name.removesuffix('.gz').removesuffix('.nii')}_labels.nii.gz", *table]
 
 
 def predict_scans(
@@ -77,18 +85,18 @@ def predict_scans(
     warn: Warn = silent,
     seen: Seen = unseen,
 ) -> dict[str, Any]:
-    """Writes a label map per scan, in the scan's own geometry, and classes.json beside them.
+    """Writes a label map per scan, in the scan's own geometry, and classes.json beside them; where the model tells findings,
+    predictions.csv with the probability of each.
 
-    scans: the files of each: NIfTI, one per channel; a picture, of which PNG files are written, see
-    `flat.write_labels`, and predictions.csv with the pixels of every class and the probability of every finding; or a
-    folder, an archive or files with series in DICOM. form: what is written of a series, see `FORMS`. series: which ones, by
-    UID or pseudonym, where there are several. pacs: whence these are fetched in place of `scans`; store: send the results
+    scans: the files of each: NIfTI, one per channel; a picture, of which PNG files are written, see `flat.write_labels`,
+    and in predictions.csv the pixels of every class, too; or a folder, an archive or files with series in DICOM. form:
+    what is written of a series, see `FORMS`. series: which ones, by UID or pseudonym, where there are several. pacs: whence these are fetched in place of `scans`; store: send the results
     there, when all are made; `out` may then be None, and nothing is written.
     post: write labels after post-processing, see `Trained.postprocess`. overwrite: replace files that are there.
     anyway: go on with images of another kind than the model was trained on. warn: is told where they differ from those.
     seen: is told of every scan before it is read.
-    Returns what was written and the volume, or the pixels, found per class, and where a selector chooses among models
-    the site whose model it took (`Trained.choice`).
+    Returns what was written, the volume, or the pixels, found per class, the probability per finding, and where a selector
+    chooses among models the site whose model it took (`Trained.choice`).
     """
     require_files([file for files in scans for file in files if not file.is_dir()])
     trained = Trained(path, model, device, warn)
@@ -110,7 +118,7 @@ def predict_scans(
     table: list[dict[str, Any]] = []
     for number, one in enumerate(given):
         seen(number, len(given), one.name)
-        if one.series is None and flat.is_picture(one.files[0]):
+        if one.is_picture:
             assert out is not None
             entry, rows = _predict_picture(trained, list(one.files), out, post, anyway, warn)
             written.append(entry)
@@ -126,15 +134,16 @@ def predict_scans(
         elif target is not None:
             write_label_map(target, labelled.labels, labelled.affine if one.series else one.files[0])
         files = [one.shown] if one.series else [str(file) for file in one.files]
-        told = {"scan": files, "labels": str(target or one.name)}
+        told = {"scan": files, "labels": str(target or one.name), "findings": labelled.findings}
         written.append(told | {"millilitres": labelled.millilitres(trained.space)} | labelled.choice)
+        table += _finding_rows(one.shown, labelled.findings)
     if store:
         assert pacs is not None
         pacs.store(made)
     if out is not None:
         write_atomic(out / "classes.json", to_json(classes))
     if out is not None and table:
-        _write_table(out / "predictions.csv", [list(table[0]), *(row.values() for row in table)])
+        _write_table(out / TABLE, [list(table[0]), *(row.values() for row in table)])
     return {"scans": written, "classes": classes, "model": model, "stored": len(made) if store else 0}
 
 
@@ -226,11 +235,12 @@ def _codes(trained: Trained, warn: Warn) -> dict[str, drawings.Meaning]:
 
 class _Labelled(NamedTuple):
     """A scan's labels in its own geometry, class index [X, Y, Z] or masks [C, X, Y, Z], and its affine. volume: of a series in
-    DICOM; choice: as `Trained.choice`."""
+    DICOM; findings: as `_findings`; choice: as `Trained.choice`."""
 
     labels: np.ndarray
     affine: np.ndarray
     volume: dicom.Volume | None
+    findings: dict[str, float | None]
     choice: dict[str, Any]
 
     def millilitres(self, space: LabelSpace) -> dict[str, float]:
@@ -268,7 +278,25 @@ def _label_volume(trained: Trained, given: Given, post: bool, anyway: bool, warn
     found = trained.predict(scan.image)
     labels = scan.restore(found.voxels)
     labels = trained.clean(labels) if post else labels
-    return _Labelled(labels, scan.geometry.affine, volume, trained.choice(found))
+    findings = _findings(trained.space, found)
+    return _Labelled(labels, scan.geometry.affine, volume, findings, trained.choice(found))
+
+
+def _findings(space: LabelSpace, found: Prediction) -> dict[str, float | None]:
+    """Finding -> its probability; None where no model speaks for the class that it is about."""
+    if found.findings is None:
+        return {}
+    told = zip(space.findings, found.findings.tolist(), strict=True)
+    return {name: None if math.isnan(p) else p for name, p in told}
+
+
+def _finding_rows(shown: str, findings: Mapping[str, float | None]) -> list[dict[str, Any]]:
+    """The rows of predictions.csv of an image's findings."""
+    return [
+        {"picture": shown, "kind": "finding", "name": name, "file": "", "pixels": "", "share": ""}
+        | {"probability": "" if value is None else f"{value:.6f}"}
+        for name, value in findings.items()
+    ]
 
 
 def _require_room(
@@ -279,7 +307,7 @@ def _require_room(
     results: list[Path] = []
     for one in given:
         targets = one.targets(out, form, space)
-        stem = out / f"{one.files[0].stem}.png" if len(targets) > 1 else targets[0]
+        stem = out / f"{one.files[0].stem}.png" if one.is_picture else targets[0]
         if stem in first:
             raise FederationError(
                 f"{first[stem].shown} and {one.shown} would both be written to {stem}; predict them into two folders"
@@ -323,22 +351,19 @@ def _predict_picture(
     pixels = {
         space.names[c]: int((labels == c if space.exclusive else labels[c]).sum()) for c in space.foreground
     }
-    where = {"picture": str(files[0])}
     rows: list[dict[str, Any]] = [
-        where
-        | {"kind": "class", "name": name, "file": str(paths[name].relative_to(out)), "pixels": count}
+        {
+            "picture": str(files[0]),
+            "kind": "class",
+            "name": name,
+            "file": str(paths[name].relative_to(out)),
+            "pixels": count,
+        }
         | {"share": f"{count / size:.6f}", "probability": ""}
         for name, count in pixels.items()
     ]
-    told_of = {} if told.findings is None else dict(zip(space.findings, told.findings.tolist(), strict=True))
-    # NaN: no model speaks for the class that it is about
-    findings = {name: None if math.isnan(p) else p for name, p in told_of.items()}
-    rows += [
-        where
-        | {"kind": "finding", "name": name, "file": "", "pixels": "", "share": ""}
-        | {"probability": "" if value is None else f"{value:.6f}"}
-        for name, value in findings.items()
-    ]
+    findings = _findings(space, told)
+    rows += _finding_rows(str(files[0]), findings)
     entry = {
         "scan": [str(files[0])],
         "labels": ", ".join(str(path) for path in dict.fromkeys(paths.values())),
