@@ -798,6 +798,31 @@ def test_sites_that_do_not_go_together_are_refused(tmp_path: Path, capsys) -> No
 
 
 @pytest.mark.parametrize(
+    ("theirs", "code", "says"),
+    [
+        (["T2", "t1"], 1, "order of channels: T1, T2 at site a, T2, t1 at site b"),
+        (["T1", "FLAIR"], 0, "note: channels are T1, T2 at site a, T1, FLAIR at site b"),
+        (["t1", "T2"], 0, None),
+        (["T2", ""], 0, None),
+    ],
+    ids=["another order", "another name", "another spelling", "no name"],
+)
+def test_channels_in_another_order_are_refused_and_other_names_are_noted(
+    theirs: list[str], code: int, says: str | None, tmp_path: Path, capsys
+) -> None:
+    values = told("a", {"x": (1, 1)}).model_dump()["intensities"] * 2
+    for site, channels in (("a", ["T1", "T2"]), ("b", theirs)):
+        one = told(site, {"x": (1, 1)}, channels=channels, intensities=values)
+        (tmp_path / f"{site}.json").write_text(written(one))
+    out = tmp_path / "f.yaml"
+    given = [str(tmp_path / "a.json"), str(tmp_path / "b.json"), "-o", str(out)]
+    assert main(["init", *given]) == code
+    shown = capsys.readouterr()
+    assert says in (shown.out if code == 0 else shown.err) if says else "channels are" not in shown.out
+    assert code or ("# channels are" in out.read_text()) == bool(says)
+
+
+@pytest.mark.parametrize(
     ("change", "says"),
     [
         ({}, "two descriptions are of site 's0'"),

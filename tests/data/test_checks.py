@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,27 @@ def test_between_sites(sound: Path) -> None:
     wider = SiteIndex(**{**two.__dict__, "channels": 2})
     (channels,) = check_federation([one, wider], space)
     assert channels.fatal and "2 image channels, but site s0 has 1" in str(channels)
+
+
+def test_channels_in_another_order_are_refused_and_other_names_are_a_note(sound: Path) -> None:
+    one, two = (read_site(SiteConfig(**config), sound) for config in phantom_sites(sound))
+    space = label_space_of([one.brings, two.brings])
+
+    def said(*names: tuple[str, ...]) -> list[Problem]:
+        sites = zip((one, two), names, strict=True)
+        return check_federation(
+            [replace(index, channels=2, channel_names=own) for index, own in sites], space
+        )
+
+    (order,) = said(("T1", "T2 w"), ("t2-w", "T1"))
+    assert order.fatal and "its channels are t2-w, T1, those of site s0 T1, T2 w" in str(order)
+    (others,) = said(("T1", "T2"), ("T1", "FLAIR"))
+    assert not others.fatal and "T1, FLAIR" in str(others)
+    assert (
+        not said(("T1", "T2_w"), ("t1", "T2 W"))
+        and not said(("T1", "T2"), ())
+        and not said(("T1", ""), ("T2", "T1"))
+    )
 
 
 def test_a_site_that_trains_on_an_organ_and_not_on_its_lesion_is_told(sound: Path) -> None:

@@ -62,6 +62,21 @@ def test_nnunet_raw(tmp_path: Path) -> None:
     assert read_site(SiteConfig(name="x", path="s"), tmp_path).root == root.resolve()
 
 
+def test_channels_have_their_names_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    root = nnunet(tmp_path / "s", ["a"], [], 2, channel_names={"1": "T2", "0": "T1"})
+    assert index_of(root).channel_names == ("T1", "T2")
+    entry = {"image": ["imagesTr/a_0000.nii.gz", "imagesTr/a_0001.nii.gz"], "label": "labelsTr/a.nii.gz"}
+    for named, found in (
+        ({"modality": {"0": "T1", "1": "T2"}}, ("T1", "T2")),
+        ({"channel_names": ["T2", "T1"]}, ("T2", "T1")),
+        ({}, ()),
+    ):
+        for table in ("dataset.json", "list.json"):
+            (root / table).write_text(json.dumps({"labels": {"liver": 1}, "training": [entry]} | named))
+            index = index_of(root, table=table, format="msd" if table == "dataset.json" else "monai")
+            assert index.channel_names == found
+
+
 def test_what_is_annotated_may_differ_per_case(tmp_path: Path) -> None:
     root = nnunet(tmp_path / "s", ["a", "b"], annotated={"a": ["spleen"], "b": []})
     assert [c.annotated for c in index_of(root).cases] == [("spleen",), ()]

@@ -84,7 +84,7 @@ def call(arguments: argparse.Namespace) -> int:
         text = text_of(draft, out)
     parsed(text, out)
     write_atomic(out, text.encode())
-    for note in [*draft.labels.notes, *draft.findings.notes]:
+    for note in [*draft.labels.notes, *draft.findings.notes, *draft.notes]:
         print(f"note: {note}")
     classes = ", ".join(draft.labels.names)
     print(

@@ -1,7 +1,8 @@
-"""Names of classes that most likely mean the same."""
+"""Names of classes that most likely mean the same, and names of channels that do not."""
 
 import difflib
 import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from fedatlas.core.labels import SHORT_SIDES
 
@@ -49,3 +50,21 @@ def may_be_same(one: str, other: str) -> bool:
     ):
         return False
     return min(len(a), len(b)) > 4 and difflib.SequenceMatcher(None, a, b).ratio() >= NEAR
+
+
+def channels_apart(sites: Iterable[tuple[str, Sequence[str]]]) -> Iterator[tuple[str, str, bool]]:
+    """Sites whose channels have other names than those of a site before them, capitals and separators aside: the site, that
+    site, and whether the names are the same in another order. sites: with the names of their channels; one that does not name
+    all of them is left out."""
+    named: list[tuple[str, list[str]]] = []
+    for site, names in sites:
+        own = [plain(name).replace(" ", "") for name in names]
+        if not own or not all(own):
+            continue
+        alike = [(other, theirs) for other, theirs in named if len(theirs) == len(own) and theirs != own]
+        turned = next((other for other, theirs in alike if sorted(theirs) == sorted(own)), None)
+        if turned is not None:
+            yield site, turned, True
+        elif alike and alike[0] == named[0]:
+            yield site, named[0][0], False
+        named.append((site, own))

@@ -1,7 +1,7 @@
 """What can be wrong with a site, and with several together. Nothing is trained, nothing is changed."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,6 +9,7 @@ from scipy import ndimage
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.core.names import channels_apart
 from fedatlas.data.datasets.shared.findings import federation_problems
 from fedatlas.data.datasets.shared.listing import Case, Listing, Problem, image_case
 from fedatlas.data.formats.flat import Note
@@ -397,6 +398,20 @@ def _untrained(indexes: Sequence[SiteIndex]) -> list[Problem]:
     return [Problem("(all)", "", "no site trains: every role is test", "give one the role train")]
 
 
+def _channels_apart(indexes: Sequence[SiteIndex]) -> Iterator[Problem]:
+    """Sites that name their channels otherwise than another: fatal where only their order differs."""
+    names = {i.name: i.channel_names for i in indexes if len(i.channel_names) == i.channels}
+    for site, other, turned in channels_apart(names.items()):
+        own, theirs = (", ".join(names[name]) for name in (site, other))
+        what = f"its channels are {own}, those of site {other} {theirs}"
+        remedy = (
+            "every site has its channels in the same order: write the files and the names of one in the other's"
+            if turned
+            else "if they hold the same, in this order, all is well"
+        )
+        yield Problem(site, "", what, remedy, turned)
+
+
 def _untaught(space: LabelSpace, taught: Collection[int]) -> list[Problem]:
     """A problem for every class that no site annotates."""
     remedy = "take it out of `labels.names`, or add a site that annotates it"
@@ -489,7 +504,7 @@ def _between_scans(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Prob
         if index.channels != indexes[0].channels:
             what = f"{index.channels} image channels, but site {indexes[0].name} has {indexes[0].channels}"
             found.append(Problem(index.name, "", what, "all sites of a federation have the same channels"))
-    found += [*_untrained(indexes), *_untaught(space, annotated)]
+    found += [*_channels_apart(indexes), *_untrained(indexes), *_untaught(space, annotated)]
     for name, c in zip(space.findings, space.finding_of, strict=True):
         if name not in told and c not in annotated:
             own = [f"{i.name}: {', '.join(i.used_findings)}" for i in indexes if i.trains and i.used_findings]

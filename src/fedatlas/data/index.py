@@ -201,7 +201,8 @@ class SiteIndex:
     its findings. trains: False for a site that is tested on and trains nothing. whole: see `SiteConfig.whole`. divided: do
     its cases have their splits for good, see `SiteConfig.split`; most, seed: at most so many training cases, in the order
     that follows from the seed. findings: its own names of findings of the whole image; scores_all: see
-    `SiteConfig.score_all`. source: whose patient names these are, titles: see `Listing`.
+    `SiteConfig.score_all`. source: whose patient names these are, titles,
+    channel_names: see `Listing`.
     """
 
     name: str
@@ -223,6 +224,7 @@ class SiteIndex:
     level: Literal["voxel", "image"] = "voxel"
     source: str = ""
     titles: Mapping[Path, str] = field(default_factory=dict)
+    channel_names: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -414,6 +416,7 @@ def _read(
         level=level,
         source=listing.source or f"site {config.name}",
         titles=listing.titles,
+        channel_names=listing.channel_names,
     )
 
 

@@ -21,7 +21,7 @@ from fedatlas import __version__
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import BACKGROUND, LabelSpace
 from fedatlas.core.options import NAME
-from fedatlas.data.datasets.shared.listing import Case, Problem, read_json
+from fedatlas.data.datasets.shared.listing import Case, Problem
 from fedatlas.data.formats.picture import PictureError, read_picture
 from fedatlas.data.index import SiteConfig, SiteIndex, naming_of
 from fedatlas.data.reading import Label, Raw, read_case
@@ -161,7 +161,7 @@ def _described(
         format=config.format,
         reading=config.reading,
         reference=config.reference is not None,
-        channels=seen.channels() or _channel_names(config, index),
+        channels=seen.channels() or _channel_names(index),
         cases={split: splits.count(split) for split in ("train", "validation", "test")},
         patients=len({case.patient for case in index.cases}),
         labels=seen.labels(cases),
@@ -195,14 +195,11 @@ def _kind(config: SiteConfig, index: SiteIndex) -> Literal["volumes", "masks", "
     return "masks" if pictures else "volumes"
 
 
-def _channel_names(config: SiteConfig, index: SiteIndex) -> list[str]:
-    """What the label table calls the channels, "" for each where it does not."""
-    table = index.root / config.table
-    found = read_json(table, index.name) if table.is_file() else {}
-    names = found.get("channel_names", found.get("modality"))
-    values = list(names.values()) if isinstance(names, dict) else names if isinstance(names, list) else []
-    if len(values) == index.channels and all(isinstance(v, str) and not problem_of_text(v) for v in values):
-        return values
+def _channel_names(index: SiteIndex) -> list[str]:
+    """What the site calls the channels, "" for each where it does not."""
+    names = index.channel_names
+    if len(names) == index.channels and not any(map(problem_of_text, names)):
+        return list(names)
     return [""] * index.channels
 
 

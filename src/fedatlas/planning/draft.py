@@ -13,7 +13,7 @@ import yaml
 
 from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import BACKGROUND
-from fedatlas.core.names import key
+from fedatlas.core.names import channels_apart, key
 from fedatlas.federation.file import Federation, parse_federation
 from fedatlas.planning.description import Description
 from fedatlas.planning.names import Ask, Merged, merged
@@ -26,7 +26,8 @@ OVERLAP = 0.001
 
 @dataclass(frozen=True)
 class Draft:
-    """A federation file in the making. paths: site -> its folder, for sites that lie here."""
+    """A federation file in the making. paths: site -> its folder, for sites that lie here; notes: on the sites, a sentence
+    each."""
 
     name: str
     sites: Sequence[Description]
@@ -36,6 +37,7 @@ class Draft:
     exclusive: bool
     machine: Machine
     found: Sequence[Proposal]
+    notes: Sequence[str] = ()
 
     @property
     def task(self) -> str:
@@ -67,9 +69,8 @@ def drafted(
             told.rename(finding, f"has {finding}")
     exclusive = sites[0].task == "segmentation" and _exclusive(sites)
     classes = len(labels.names) + exclusive
-    return Draft(
-        name, sites, paths, labels, told, exclusive, machine, proposals(sites, classes, machine, dimensions)
-    )
+    found = proposals(sites, classes, machine, dimensions)
+    return Draft(name, sites, paths, labels, told, exclusive, machine, found, tuple(_notes(sites)))
 
 
 def _require_alike(sites: Sequence[Description]) -> None:
@@ -91,6 +92,25 @@ def _require_alike(sites: Sequence[Description]) -> None:
                 f"{what}: {value(first)} at site {first.site}, {value(other)} at site {other.site}; a federation has one: make two "
                 "federations"
             )
+    for site, other, own, theirs, turned in _channels(sites):
+        if turned:
+            raise FederationError(
+                f"order of channels: {theirs} at site {other}, {own} at site {site}; a federation has one: write the files and the "
+                "names of one in the other's order"
+            )
+
+
+def _channels(sites: Sequence[Description]) -> Iterator[tuple[str, str, str, str, bool]]:
+    """A site, another that names its channels otherwise, what both call them, and whether only their order differs."""
+    names = {site.site: site.channels for site in sites}
+    for site, other, turned in channels_apart(names.items()):
+        yield site, other, ", ".join(names[site]), ", ".join(names[other]), turned
+
+
+def _notes(sites: Sequence[Description]) -> Iterator[str]:
+    """What is no reason not to bring the sites together, a sentence each."""
+    for site, other, own, theirs, _ in _channels(sites):
+        yield f"channels are {theirs} at site {other}, {own} at site {site}; see that they hold the same, in this order"
 
 
 def _exclusive(sites: Sequence[Description]) -> bool:
@@ -115,6 +135,8 @@ def text_of(draft: Draft, out: Path) -> str:
     if draft.task == "classification":
         lines.append("task: classification                   # findings of whole images, a yes or no each")
     lines += ["", "labels:", *_labels(draft), "", "sites:"]
+    for note in draft.notes:
+        lines += _comment(note, 2)
     for site in draft.sites:
         lines += _site(draft, site, out)
     lines += ["", *_planned(draft), "", *_method(draft), "", *_engine(draft)]

@@ -5,16 +5,20 @@ An entry is {"image": path or one path per channel, "label": path}, with two opt
 lists validation cases, those are its validation cases and none are split from the training cases.
 """
 
+from dataclasses import replace
+
 from fedatlas.data.datasets import DataSet
 from fedatlas.data.datasets.shared import datalist
-from fedatlas.data.datasets.shared.listing import Layout, Listing, parse_table, read_json
+from fedatlas.data.datasets.shared.listing import Layout, Listing, names_of_channels, parse_table, read_json
 
 
 def read(layout: Layout) -> Listing:
     """The cases of the three lists."""
     found = read_json(layout.root / layout.table, layout.site)
     where = f"site {layout.site}: {layout.root / layout.table}"
-    return datalist.listing(layout, found, parse_table(found.get("labels"), where), None)
+    listing = datalist.listing(layout, found, parse_table(found.get("labels"), where), None)
+    names = found.get("channel_names", found.get("modality"))
+    return replace(listing, channel_names=names_of_channels(names))
 
 
 DATASET = DataSet(

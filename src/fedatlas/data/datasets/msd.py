@@ -16,7 +16,14 @@ from dataclasses import replace
 
 from fedatlas.data.datasets import DataSet
 from fedatlas.data.datasets.shared import datalist
-from fedatlas.data.datasets.shared.listing import Layout, Listing, Problem, parse_table, read_json
+from fedatlas.data.datasets.shared.listing import (
+    Layout,
+    Listing,
+    Problem,
+    names_of_channels,
+    parse_table,
+    read_json,
+)
 
 
 def read(layout: Layout) -> Listing:
@@ -26,6 +33,7 @@ def read(layout: Layout) -> Listing:
     names = found.get("modality", found.get("channel_names"))
     channels = len(names) if isinstance(names, dict | list) else None
     listing = datalist.listing(layout, found, parse_table(found.get("labels"), where), channels)
+    listing = replace(listing, channel_names=names_of_channels(names))
     said, listed = found.get("numTraining"), len(found.get("training") or [])
     if isinstance(said, int) and said != listed:
         what = f'numTraining is {said}, the list "training" has {listed} entries'

@@ -18,6 +18,7 @@ from fedatlas.data.datasets.shared.listing import (
     Problem,
     Split,
     annotated_in,
+    names_of_channels,
     parse_table,
     read_json,
     require_annotated,
@@ -89,7 +90,7 @@ def read(layout: Layout) -> Listing:
         )
     folders = [folder for _, images, labels in splits for folder in (images, labels)]
     problems += _strange(layout, folders, ending)
-    return Listing(table, tuple(cases), channels, tuple(problems))
+    return Listing(table, tuple(cases), channels, tuple(problems), channel_names=names_of_channels(names))
 
 
 def _strange(layout: Layout, folders: Iterable[str], ending: str) -> list[Problem]:

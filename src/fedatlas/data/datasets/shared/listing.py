@@ -190,7 +190,8 @@ def _plain(mask: Mask) -> list[Any]:
 class Listing:
     """A site as its layout describes it. table: the site's label names, background included, to integers; {} where
     labels are of whole images. channels: images per case, where the layout says so. findings: own names of findings of
-    the whole image. titles: file -> what messages call it, where names of files may be those of patients. source: whose patient names these are, where labels are of whole images: patients are compared
+    the whole image. titles: file -> what messages call it, where names of files may be those of patients. channel_names: of its channels in
+    their order, where the layout has names for them. source: whose patient names these are, where labels are of whole images: patients are compared
     between sites of one source only, since patient 17 of one hospital is not patient 17 of another."""
 
     table: dict[str, int]
@@ -200,6 +201,7 @@ class Listing:
     findings: tuple[str, ...] = ()
     source: str = ""
     titles: Mapping[Path, str] = field(default_factory=dict)
+    channel_names: tuple[str, ...] = ()
 
     def counts(self, *splits: Split) -> dict[str, tuple[int, int]]:
         """finding -> (cases where it is present, cases where it is absent), in these splits; none given: in all."""
@@ -264,6 +266,14 @@ def parse_table(labels: Any, where: str) -> dict[str, int]:
     if zero not in (None, BACKGROUND) or table.get(BACKGROUND, 0) != 0:
         raise DataError(f'{where}: the integer 0 must be {BACKGROUND!r}, got "labels": {dict(labels)!r}')
     return {BACKGROUND: 0} | table if zero is None else table
+
+
+def names_of_channels(named: Any) -> tuple[str, ...]:
+    """What a table file says of channels, {"0": "T1", "1": "T2"} or a list, in their order; () for anything else."""
+    if isinstance(named, Mapping):
+        numbered = all(key.isdecimal() for key in named)
+        named = [named[key] for key in (sorted(named, key=int) if numbered else named)]
+    return tuple(named) if isinstance(named, list) and all(isinstance(name, str) for name in named) else ()
 
 
 def require_annotated(listed: Any, where: str) -> Mapping[str, Any]:
