@@ -20,7 +20,7 @@ from runs import last_state
 
 import fedatlas
 from fedatlas.cli import main
-from fedatlas.core.errors import FederationError
+from fedatlas.core.errors import DataError, FederationError
 from fedatlas.evaluation.evaluate import own_score
 from fedatlas.evaluation.statistics import read_rows
 from fedatlas.federation.check import check_federation_file, text_of
@@ -199,6 +199,44 @@ def test_what_is_told_of_a_picture_is_what_is_written(
     (tmp_path / "classes.json").unlink()
     with pytest.raises(FederationError, match=r"predictions\.csv: exists already"):
         predict_scans(run, [[picture]], tmp_path)
+
+
+@pytest.mark.parametrize("how", ["damaged", "stopped"])
+def test_a_prediction_that_breaks_off_leaves_whole_what_it_made(
+    folder: Path, run: Path, tmp_path: Path, how: str
+) -> None:
+    """What labels mean and the rows of what is done, none of before; how many there are is told."""
+    first = folder / "test" / "images" / "p061.png"
+    second = picture(tmp_path / "second.png", anatomy(62)[0])
+    out, said = tmp_path / "out", list[str]()
+    predict_scans(run, [[second]], out)
+    (out / "classes.json").write_text("{}")
+
+    def seen(number: int, *_: Any) -> None:
+        if number == 1 and how == "stopped":
+            raise KeyboardInterrupt
+
+    if how == "damaged":
+        second.write_bytes(second.read_bytes()[:100])
+    with pytest.raises(DataError if how == "damaged" else KeyboardInterrupt):
+        predict_scans(run, [[first], [second]], out, overwrite=True, warn=said.append, seen=seen)
+    assert said[-1].startswith(f"{out}: has the results of the first 1 of 2 inputs")
+    classes = json.loads((out / "classes.json").read_text())
+    assert list(classes.values()) == ["left lung", "right lung", "air"]
+    with (out / "predictions.csv").open() as stream:
+        assert {row["picture"] for row in csv.DictReader(stream)} == {str(first)}
+
+
+def test_a_prediction_that_breaks_off_before_its_first_result_changes_nothing(
+    folder: Path, run: Path, tmp_path: Path
+) -> None:
+    file, out = picture(tmp_path / "p.png", anatomy(62)[0]), tmp_path / "out"
+    predict_scans(run, [[file]], out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(DataError):
+        predict_scans(run, [[file]], out, overwrite=True)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
 def test_a_picture_from_python_is_as_the_command_writes_it(folder: Path, run: Path, tmp_path: Path) -> None:

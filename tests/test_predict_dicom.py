@@ -276,6 +276,24 @@ def test_findings_of_scans_are_told_and_written(of, folder, model, tmp_path) -> 
         predict.predict_scans(tmp_path, [[scan]], out)
 
 
+def test_label_maps_of_a_prediction_that_broke_off_are_not_mixed_with_those_of_another_model(
+    folder, model, tmp_path
+) -> None:
+    sorted((folder / "b").iterdir())[1].unlink()
+    out, said = tmp_path / "out", list[str]()
+    with pytest.raises(FedAtlasError, match="its slices lie 3 to 6 mm apart"):
+        predict.predict_scans(tmp_path, [[folder / "a"], [folder / "b"]], out, warn=said.append)
+    assert sorted(file.name for file in out.iterdir()) == [
+        f"{dicom.pseudonym(CT)}_labels.nii.gz",
+        "classes.json",
+    ]
+    assert said[-1].startswith(f"{out}: has the results of the first 1 of 2 inputs")
+    model.space = LabelSpace(("background", "spleen"))
+    write_series(tmp_path / "in" / "c", voxels_of(3), AFFINE, "p3/ct")
+    with pytest.raises(FederationError, match=r"classes\.json: exists already"):
+        predict.predict_scans(tmp_path, [[folder / "c"]], out)
+
+
 def test_nothing_is_written_of_a_series_that_lacks_a_slice(folder, model, tmp_path) -> None:
     sorted((folder / "b").iterdir())[1].unlink()
     with pytest.raises(FedAtlasError, match=r"case-\w+: its slices lie 3 to 6 mm apart"):

@@ -35,6 +35,8 @@ from fedatlas.transport.store import write_atomic
 
 FORMS = ("nifti", "seg", "rtstruct")
 """What labels of a DICOM series are written as."""
+CLASSES = "classes.json"
+"""Integer of a label map -> class."""
 TABLE = "predictions.csv"
 """Of the classes of pictures, and of findings."""
 
@@ -93,7 +95,8 @@ def predict_scans(
     what is written of a series, see `FORMS`. series: which ones, by UID or pseudonym, where there are several. pacs: whence these are fetched in place of `scans`; store: send the results
     there, when all are made; `out` may then be None, and nothing is written.
     post: write labels after post-processing, see `Trained.postprocess`. overwrite: replace files that are there.
-    anyway: go on with images of another kind than the model was trained on. warn: is told where they differ from those.
+    anyway: go on with images of another kind than the model was trained on. warn: is told where they differ from those, and
+    how many results are there where it breaks off; classes.json and the rows of these are then in the folder, too.
     seen: is told of every scan before it is read.
     Returns what was written, the volume, or the pixels, found per class, the probability per finding, and where a selector
     chooses among models the site whose model it took (`Trained.choice`).
@@ -116,34 +119,50 @@ def predict_scans(
         _require_room(out, given, form, trained.space, classes, overwrite)
     written, made = [], []
     table: list[dict[str, Any]] = []
-    for number, one in enumerate(given):
-        seen(number, len(given), one.name)
-        if one.is_picture:
-            assert out is not None
-            entry, rows = _predict_picture(trained, list(one.files), out, post, anyway, warn)
-            written.append(entry)
-            table += rows
-            continue
-        labelled = _label_volume(trained, one, post, anyway, warn)
-        target = one.targets(out, form, trained.space)[0] if out is not None else None
-        if labelled.volume is not None and form != "nifti":
-            write = drawings.WRITERS[form]
-            made.append(
-                write(target, labelled.labels, labelled.volume, trained.space, codes, path.resolve().name)
+
+    def begin() -> None:
+        """Before the first result, so that what broke off can be told from results of another model, too."""
+        if out is not None and not written:
+            write_atomic(out / CLASSES, to_json(classes))
+            if any(out / TABLE in one.targets(out, form, trained.space) for one in given):
+                (out / TABLE).unlink(missing_ok=True)  # of what is replaced
+
+    try:
+        for number, one in enumerate(given):
+            seen(number, len(given), one.name)
+            if one.is_picture:
+                assert out is not None
+                entry, rows = _predict_picture(trained, list(one.files), out, post, anyway, warn, begin)
+                written.append(entry)
+                table += rows
+                continue
+            labelled = _label_volume(trained, one, post, anyway, warn)
+            begin()
+            target = one.targets(out, form, trained.space)[0] if out is not None else None
+            if labelled.volume is not None and form != "nifti":
+                write = drawings.WRITERS[form]
+                made.append(
+                    write(target, labelled.labels, labelled.volume, trained.space, codes, path.resolve().name)
+                )
+            elif target is not None:
+                write_label_map(target, labelled.labels, labelled.affine if one.series else one.files[0])
+            files = [one.shown] if one.series else [str(file) for file in one.files]
+            told = {"scan": files, "labels": str(target or one.name), "findings": labelled.findings}
+            written.append(told | {"millilitres": labelled.millilitres(trained.space)} | labelled.choice)
+            table += _finding_rows(one.shown, labelled.findings)
+    except BaseException:
+        if out is not None and written:
+            warn(
+                f"{out}: has the results of the first {len(written)} of {len(given)} inputs, as it broke off; predict all "
+                "of them again with --overwrite, or the others into another folder"
             )
-        elif target is not None:
-            write_label_map(target, labelled.labels, labelled.affine if one.series else one.files[0])
-        files = [one.shown] if one.series else [str(file) for file in one.files]
-        told = {"scan": files, "labels": str(target or one.name), "findings": labelled.findings}
-        written.append(told | {"millilitres": labelled.millilitres(trained.space)} | labelled.choice)
-        table += _finding_rows(one.shown, labelled.findings)
+        raise
+    finally:
+        if out is not None and table:
+            _write_table(out / TABLE, [list(table[0]), *(row.values() for row in table)])
     if store:
         assert pacs is not None
         pacs.store(made)
-    if out is not None:
-        write_atomic(out / "classes.json", to_json(classes))
-    if out is not None and table:
-        _write_table(out / TABLE, [list(table[0]), *(row.values() for row in table)])
     return {"scans": written, "classes": classes, "model": model, "stored": len(made) if store else 0}
 
 
@@ -314,9 +333,9 @@ def _require_room(
             )
         first[stem] = one
         results += targets
-    table_of = out / "classes.json"
-    if table_of.exists() and table_of.read_bytes() != to_json(classes):  # of label maps of another model
-        results.append(table_of)
+    kept = out / CLASSES
+    if kept.exists() and kept.read_bytes() != to_json(classes):  # of label maps of another model
+        results.append(kept)
     # of a series its folder counts, and names of its files may be those of patients
     inputs = [
         file.with_name(one.name) if one.series else file
@@ -338,14 +357,21 @@ def _judge(trained: Trained, what: str, anyway: bool, warn: Warn, look: Look) ->
 
 
 def _predict_picture(
-    trained: Trained, files: Sequence[Path], out: Path, post: bool, anyway: bool, warn: Warn
+    trained: Trained,
+    files: Sequence[Path],
+    out: Path,
+    post: bool,
+    anyway: bool,
+    warn: Warn,
+    begin: Callable[[], None],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Writes the labels of a picture. What is told of it, and its rows of predictions.csv."""
+    """Writes the labels of a picture. What is told of it, and its rows of predictions.csv. begin: called before it writes."""
     space, case = trained.space, files[0].stem
     scan = load_picture(trained, files, lambda look: _judge(trained, str(files[0]), anyway, warn, look))
     told = trained.predict(scan.image)
     labels = scan.restore(told.voxels)
     labels = trained.clean(labels) if post else labels
+    begin()
     paths = flat.write_labels(out, case, labels, space)
     size = labels.shape[-3] * labels.shape[-2]
     pixels = {
