@@ -246,6 +246,26 @@ def test_the_server_gives_the_page_to_this_machine_alone(unfinished: Path) -> No
         serving.shutdown()
 
 
+def test_charts_are_drawn_for_one_that_looks_at_a_time(unfinished: Path, monkeypatch) -> None:
+    """Two tabs at once: matplotlib's settings are those of the process."""
+    watched, drawing, most = Watched(unfinished), list[str](), list[int]()
+
+    def section(run: Any, template: str) -> str:
+        drawing.append(template)
+        time.sleep(0.2)
+        most.append(len(drawing))
+        drawing.remove(template)
+        return template
+
+    monkeypatch.setattr("fedatlas.report.page.section", section)
+    tabs = [threading.Thread(target=watched.look) for _ in range(3)]
+    for tab in tabs:
+        tab.start()
+    for tab in tabs:
+        tab.join()
+    assert set(most) == {1} and len(most) == len(watched._drawn[1]), "drawn once, and kept"
+
+
 def test_a_file_where_no_server_may_run(tmp_path: Path, undrawn: None, capsys) -> None:
     run, out = write_run(tmp_path / "run"), tmp_path / "deep" / "page.html"
     assert main(["watch", str(run), "--out", str(out)]) == 0

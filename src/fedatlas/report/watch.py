@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -62,9 +63,14 @@ class Watched:
             require_run(folder, "federation.yaml")
         self.folder, self.every = folder, every
         self._drawn: tuple[Any, list[tuple[str, str, str]]] = (None, [])
+        self._one = threading.Lock()  # what charts are drawn with is shared by the whole process
 
     def look(self) -> tuple[Now, str]:
-        """Where the run stands, and the page that says so."""
+        """Where the run stands, and the page that says so; one at a time, whoever asks."""
+        with self._one:
+            return self._look()
+
+    def _look(self) -> tuple[Now, str]:
         run = read.read(self.folder) if (self.folder / "run.json").exists() else None
         now = stand(self.folder, run)
         return now, markup.render(
