@@ -581,6 +581,14 @@ def test_the_figures_of_training_show_the_one_that_merges_the_data(finished: Pat
         assert "alpha" not in made, "no site trained"
 
 
+def test_links_lead_into_folders_whose_names_have_marks_of_an_address(finished: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my #1 50%"
+    folder.mkdir()
+    (folder / "figure-2.html").write_text("<title>Organs</title>")
+    found = page._beside(replace(read.read(finished), folder=folder), tmp_path / "elsewhere")
+    assert found == [("Organs", "../my%20%231%2050%25/figure-2.html")]
+
+
 def test_numbers_beside_the_loss_are_no_terms_of_it(finished: Path) -> None:
     nan, counts = float("nan"), dict.fromkeys(tables.BOOKKEEPING, float("nan"))
     assert {"steps", "releases", "teacher_seconds", "teacher_round", "teacher_score"} <= set(counts)

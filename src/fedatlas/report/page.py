@@ -5,6 +5,7 @@ import re
 from html import unescape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from fedatlas import __version__
 from fedatlas.evaluation.statistics import select
@@ -142,6 +143,9 @@ def _beside(run: Run, folder: Path) -> list[tuple[str, str]]:
     for file in sorted(run.folder.glob("figure-[0-9].html")):
         title = re.search("<title>(.*?)</title>", file.read_text(encoding="utf-8", errors="replace"))
         found.append(
-            (unescape(title[1]) if title else file.stem, Path(os.path.relpath(file, folder)).as_posix())
+            (
+                unescape(title[1]) if title else file.stem,
+                quote(Path(os.path.relpath(file, folder)).as_posix()),
+            )
         )
     return found
