@@ -20,7 +20,7 @@ from synthetic_run import write_run
 from fedatlas.cli import main
 from fedatlas.core.errors import RunFolderError
 from fedatlas.evaluation.statistics import POST, read_rows, rows_text
-from fedatlas.report import figures, page, read, results, tables
+from fedatlas.report import figures, markup, page, read, results, tables
 from fedatlas.report.conclusion import conclude, lines, sentences
 from fedatlas.report.figures import analyses, chart, slices
 from fedatlas.report.figures import theme as palette
@@ -579,6 +579,36 @@ def test_the_figures_of_training_show_the_one_that_merges_the_data(finished: Pat
     ):
         assert told in made and ">pooled</text>" in made
         assert "alpha" not in made, "no site trained"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (999.4, "999"),
+        (999.6, "1k"),
+        (999_400, "999k"),
+        (999_600, "1M"),
+        (999_600_000, "1G"),
+        (1_234_567, "1.23M"),
+    ],
+)
+def test_a_count_that_rounds_to_a_thousand_has_the_next_unit(value: float, said: str) -> None:
+    assert markup.si(value) == said
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (999, "999 B"),
+        (999.6, "1.00 kB"),
+        (999_994, "999.99 kB"),
+        (999_996, "1.00 MB"),
+        (999_996_000_000, "1.00 TB"),
+        (4_938_268, "4.94 MB"),
+    ],
+)
+def test_bytes_that_round_to_a_thousand_have_the_next_unit(value: float, said: str) -> None:
+    assert markup.human(value) == said
 
 
 def test_links_lead_into_folders_whose_names_have_marks_of_an_address(finished: Path, tmp_path: Path) -> None:

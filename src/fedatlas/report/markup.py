@@ -94,7 +94,7 @@ def spread(found: tables.Spread | None, decimals: int) -> str:
 def human(value: float) -> str:
     """Bytes."""
     for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
+        if value < (999.5 if unit == "B" else 999.995):  # else it is rounded to 1000
             return f"{value:.0f} B" if unit == "B" else f"{value:.2f} {unit}"
         value /= 1000
     return f"{value:.2f} TB"
@@ -103,7 +103,7 @@ def human(value: float) -> str:
 def si(value: float) -> str:
     """A count with three digits."""
     for unit in ("", "k", "M"):
-        if value < 1000:
+        if value < 999.5:  # else it is rounded to 1000
             return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}G"
