@@ -22,6 +22,7 @@ from fedatlas.core.seeds import generator, isolated
 from fedatlas.federation.file import parse_federation
 from fedatlas.federation.session import run_federation
 from fedatlas.nets.menunet import MENUNet
+from fedatlas.papers.fedmenu import cams
 from fedatlas.papers.fedmenu.cams import _window, cut
 from fedatlas.papers.fedmenu.pages import run_figures, write_figures
 from fedatlas.papers.fedmenu.subencoders import activation
@@ -169,6 +170,37 @@ def test_a_window_lies_inside_and_is_padded_as_in_prediction() -> None:
     padded = cut(image, (2, 5), (8, 4))
     assert torch.equal(padded[:, 1:6], image[:, :, 2:])
     assert not padded[:, 0].any() and not padded[:, 6:].any()
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+@pytest.mark.parametrize("letters", ["RAS", "LPS", "ARS", "SLA"])
+def test_a_map_is_shown_as_viewers_show_it_however_the_grid_is_turned(letters, dims, monkeypatch) -> None:
+    """The patient's right, or front, is on the left, and the front, or what is above, at the top."""
+    monkeypatch.setattr(cams, "activation", lambda net, seen, *_, **__: seen[0].abs())
+    image, mask, spacing = (
+        np.random.default_rng(0).random((9, 11, 7)),
+        np.zeros((9, 11, 7), bool),
+        (1.0, 2.0, 3.0),
+    )
+    mask[4, 5, 3] = True
+    order = ["RAS".index({"L": "R", "P": "A", "I": "S"}.get(letter, letter)) for letter in letters]
+
+    def turn(voxels: np.ndarray) -> np.ndarray:
+        flipped = [axis for axis, letter in enumerate(letters) if letter in "LPI"]
+        return np.flip(voxels.transpose(order), flipped).copy()
+
+    volume: Any = SimpleNamespace(
+        image=torch.from_numpy(turn(image))[None], spacing=[spacing[axis] for axis in order], case="c0"
+    )
+    asked = SimpleNamespace(patch=turn(image).shape[:dims], orientation=letters, context=0)
+    trained: Any = SimpleNamespace(preprocessing=asked, space=SimpleNamespace(exclusive=True))
+    across = order[2] if dims == 2 else 2
+    plane, cam, truth, (high, wide) = cams._window(volume, turn(mask), trained, None, 0, 3)
+    expected = image.take((4, 5, 3)[across], across).T[::-1, ::-1]
+    np.testing.assert_allclose(plane, expected, rtol=1e-6)
+    np.testing.assert_allclose(cam, expected / (expected if dims == 2 else image).max(), rtol=1e-6)
+    assert np.array_equal(truth, mask.take((4, 5, 3)[across], across).T[::-1, ::-1])
+    assert (wide, high) == tuple(np.delete(spacing, across))
 
 
 def test_of_a_net_in_three_dimensions_the_window_lies_around_the_organ() -> None:

@@ -25,6 +25,9 @@ from fedatlas.federation.trained import Trained
 from fedatlas.learning.inference import neighbours
 from fedatlas.papers.fedmenu.subencoders import LEVEL, activation, has_subencoders
 
+MAPS = 2
+"""Of the files that keep maps, beside the `VERSION` of predictions; one of another is made again."""
+
 
 @dataclass(frozen=True, eq=False)
 class Cam:
@@ -95,7 +98,7 @@ def _of_run(
     found: dict[str, Cam] = {}
     for name, (site, case) in chosen.items():
         subject = of_arm.at(site)
-        about = (str(VERSION), str(level), subject.finished, case, name)
+        about = (str(VERSION), str(MAPS), str(level), subject.finished, case, name)
         file = subject.file(site, f"gradcam-{''.join(c if c.isalnum() else '_' for c in name)}")
         try:
             arrays = _kept(file, about)
@@ -178,19 +181,18 @@ def _window(
         )
         plain = cut(image[:1, ..., at], centre[:2], patch)
         found = activation(net, seen, organ, level=level, exclusive=exclusive)
-        planes = (plain[0].numpy(), found.numpy() / _highest(found), inside[0].numpy())
-        spacing = tuple(volume.spacing)
+        blocks = [plain[0].numpy()[..., None], found.numpy()[..., None], inside[0].numpy()[..., None]]
     else:
         seen = cut(image, centre, patch)
         found = activation(net, seen, organ, level=level, exclusive=exclusive)
         inside = cut(torch.from_numpy(mask)[None], centre, patch)[0].numpy()
-        letters = preprocessing.orientation
-        blocks = [to_ras(block, letters) for block in (seen[0].numpy(), found.numpy(), inside)]
-        z = int(blocks[2].sum((0, 1)).argmax())
-        planes = (blocks[0][..., z], blocks[1][..., z] / _highest(found), blocks[2][..., z])
-        spacing = ras_spacing(volume.spacing, letters)
-    shown, cam, truth = (turned(plane) for plane in planes)
-    return shown, cam, truth, (float(spacing[1]), float(spacing[0]))
+        blocks = [seen[0].numpy(), found.numpy(), inside]
+    blocks = [to_ras(block, preprocessing.orientation) for block in blocks]
+    across = blocks[0].shape.index(1) if len(patch) == 2 else 2
+    z = int(blocks[2].sum(tuple({0, 1, 2} - {across})).argmax())
+    shown, cam, truth = (turned(block.take(z, across)) for block in blocks)
+    spacing = np.delete(ras_spacing(volume.spacing, preprocessing.orientation), across)
+    return shown, cam / _highest(found), truth, (float(spacing[1]), float(spacing[0]))
 
 
 def _highest(cam: Tensor) -> float:
