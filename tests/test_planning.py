@@ -143,7 +143,10 @@ def test_names_that_differ_in_spelling_alone_are_one_class_without_a_question() 
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("oesophagus", "esophagus"), ("kidney_l", "Left Kidney"), ("lungs", "lung"), ("mandibel", "mandible"), ("liver tumour", "liver tumor")],
+    [("oesophagus", "esophagus"), ("kidney_l", "Left Kidney"), ("lungs", "lung"), ("mandibel", "mandible"), ("liver tumour", "liver tumor"),
+     ("vertebrae_L1", "vertebra L1"), ("left ribs", "rib_left"), ("eye ball", "eyeball"), ("gall bladder", "Gallbladder"), ("head of femur", "head_femur"),
+     ("segment IV a", "segment IVa"), ("ParotisL", "Parotis l"), ("non-enhancing tumor", "nonenhancing tumor"), ("Pneumothorax", "Pneumotorax"),
+     ("haemorrhage", "hemorrhage"), ("Enlarged Cardiomediastinum", "Enlarged Cardiomediastinums")],
 )  # fmt: skip
 def test_names_that_may_be_one_are_asked_about(one: str, other: str) -> None:
     sites = [told("a", {one: (3, 3)}), told("b", {other: (3, 3)})]
@@ -155,7 +158,13 @@ def test_names_that_may_be_one_are_asked_about(one: str, other: str) -> None:
 @pytest.mark.parametrize(
     ("one", "other"), [("left kidney", "right kidney"), ("liver", "spleen"), ("vertebra 1", "vertebra 2"), ("Pneumonia", "Pneumothorax"),
      ("left superior pulmonary vein", "left inferior pulmonary vein"), ("lung lobe upper right", "lung lobe lower right"),
-     ("gluteus_minimus", "gluteus_maximus"), ("hypodense area", "hyperdense area")]
+     ("gluteus_minimus", "gluteus_maximus"), ("hypodense area", "hyperdense area"),
+     ("vertebrae_L1", "vertebrae_T1"), ("lymph node 4R", "lymph node 4L"), ("station_2R", "station_2L"), ("neck level II", "neck level III"),
+     ("liver segment IVa", "liver segment IVb"), ("liver segment VIIa", "liver segment VIIIa"), ("grade II glioma", "grade III glioma"),
+     ("enhancing tumor", "non-enhancing tumor"), ("enhancing tumor", "nonenhancing tumor"), ("calcified plaque", "non-calcified plaque"),
+     ("displaced fracture", "non-displaced fracture"), ("Typical Appearance", "Atypical Appearance"), ("complete occlusion", "incomplete occlusion"),
+     ("OpticNrvL", "OpticNrvR"), ("ParotidL", "ParotidR"), ("ParotidL", "Parotid"), ("OPTICNERVEL", "OPTICNERVER"), ("lungD", "lungG"),
+     ("poumon_G", "poumon_D"), ("prostate_PZ", "prostate_TZ"), ("CTV high", "PTV high")]
 )  # fmt: skip
 def test_names_that_are_not_one_are_not_asked_about(one: str, other: str) -> None:
     ask = Answers()
