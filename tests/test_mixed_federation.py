@@ -25,11 +25,12 @@ from fedatlas.evaluation.evaluate import own_score
 from fedatlas.evaluation.statistics import read_rows
 from fedatlas.federation.check import check_federation_file, text_of
 from fedatlas.federation.design import Experiment
-from fedatlas.federation.file import Federation, parse_federation
+from fedatlas.federation.file import Federation, load_federation, parse_federation
 from fedatlas.federation.predict import predict_scans
 from fedatlas.federation.session import run_federation
 from fedatlas.federation.trained import Trained
 from fedatlas.learning.inference import Prediction
+from fedatlas.planning.description import read_description
 from fedatlas.report.conclusion import lines
 from fedatlas.report.read import read
 
@@ -123,6 +124,22 @@ def test_a_site_brings_masks_findings_or_both(folder: Path, tmp_path: Path) -> N
         "test": set(),
     }  # from the tables, before any batch
     assert experiment.space.finding_of == (2, None)
+
+
+def test_a_site_with_findings_alone_is_described_and_planned(folder: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.json" for name in ("told", "air")}
+    given = ["--format", "masks", "--reading", "findings=findings.csv"]
+    assert main(["describe", str(folder / "told"), *given, "-o", str(files["told"])]) == 0
+    assert main(["describe", str(folder / "air"), "-o", str(files["air"])]) == 0
+    told = read_description(files["told"])
+    assert not told.labels and told.findings["has air"].annotated == 6 and told.findings["ill"].annotated == 5
+    assert told.shape["50"][:2] == read_description(files["air"]).shape["50"][:2]
+    assert told.intensities[0].foreground is None and told.intensities[0].percentiles["50"] > 0
+    out = tmp_path / "federation.yaml"
+    assert main(["init", *map(str, files.values()), "-o", str(out)]) == 0
+    federation = load_federation(out)
+    assert federation.labels.names == ("air",) and set(federation.labels.findings) == {"has air", "ill"}
+    assert main(["plan", str(out), "--sites", *map(str, files.values()), "--no-trial"]) == 0
 
 
 def test_the_method_of_the_complete_file_learns_both(folder: Path, tmp_path: Path) -> None:

@@ -522,7 +522,7 @@ def changed(**keys: Any) -> str:
         (changed(secret=1), "secret"),
         (changed(site="../a"), "site"),
         (changed(description=2), "description"),
-        (changed(labels={}), "names no label"),
+        (changed(labels={}), "neither a label nor a finding"),
         (changed(cases={"train": 0}), "no training case"),
         (changed(cases={"train": -1}), "cases"),
         (changed(shape={"50": [1.0, 1.0, 1.0]}), "shape"),
@@ -584,6 +584,15 @@ def test_a_damaged_file_is_named_with_all_others(phantom: Path, tmp_path: Path) 
         file.write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"cannot be described(.|\n)*damaged(.|\n)*damaged"):
         describe(*recognised(tmp_path / "site", "a"))
+
+
+def test_a_site_without_a_class_and_a_finding_is_not_described(phantom: Path, tmp_path: Path) -> None:
+    shutil.copytree(phantom / "site-0", tmp_path / "site")
+    (tmp_path / "site" / "dataset.json").write_text('{"labels": {"background": 0}}')
+    config, index = recognised(tmp_path / "site", "a")
+    index = replace(index, cases=index.cases[:1])
+    with pytest.raises(DataError, match="site a: .* no class besides the background, and no finding"):
+        describe(config, index)
 
 
 def test_a_site_without_a_labelled_training_case_is_not_described(phantom: Path) -> None:

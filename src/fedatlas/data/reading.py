@@ -61,6 +61,31 @@ def read_case(
 
     Voxels of a class that the case does not annotate are background in what is returned.
     """
+    raw, towards = _image(index, case)
+    if case.label is not None:
+        with _noting(index, raw):
+            raw.label = _label(raw, case, case.label, naming[0], case.annotated, space, index)
+    elif case.annotated:
+        with _noting(index, raw):
+            raw.label = _masks(raw, case, naming[0], case.annotated, space, towards)
+    if reference and case.fuller:
+        with _noting(index, raw):
+            names = case.reference_annotated
+            if case.reference is not None:
+                raw.reference = _label(raw, case, case.reference, naming[1], names, space, index)
+            else:
+                raw.reference = _masks(raw, case, naming[1], names, space, towards)
+    raw.notes += _contradicted(index, case, space, raw)
+    return raw
+
+
+def read_unlabelled(index: SiteIndex, case: Case) -> Raw:
+    """A case's image [I, X, Y, Z], checked, without its label."""
+    return _image(index, case)[0]
+
+
+def _image(index: SiteIndex, case: Case) -> tuple[Raw, tuple[str, str] | None]:
+    """The image of a case, and where its picture's rows and columns point to, as far as its file says it."""
     raw = Raw()
     picture = not case.series and flat.is_picture(case.images[0])
     towards: tuple[str, str] | None = None
@@ -87,21 +112,7 @@ def read_case(
         if image.size > len(image) and all(channel.min() == channel.max() for channel in image):
             what = f"constant: every value is {float(image.flat[0]):g}"
             raise FileError(case.images[0], what, "export it again, or take the case out")
-    if case.label is not None:
-        with _noting(index, raw):
-            raw.label = _label(raw, case, case.label, naming[0], case.annotated, space, index)
-    elif case.annotated:
-        with _noting(index, raw):
-            raw.label = _masks(raw, case, naming[0], case.annotated, space, towards)
-    if reference and case.fuller:
-        with _noting(index, raw):
-            names = case.reference_annotated
-            if case.reference is not None:
-                raw.reference = _label(raw, case, case.reference, naming[1], names, space, index)
-            else:
-                raw.reference = _masks(raw, case, naming[1], names, space, towards)
-    raw.notes += _contradicted(index, case, space, raw)
-    return raw
+    return raw, towards
 
 
 def _contradicted(index: SiteIndex, case: Case, space: LabelSpace, raw: Raw) -> list[flat.Note]:

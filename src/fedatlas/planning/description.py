@@ -24,7 +24,7 @@ from fedatlas.core.options import NAME
 from fedatlas.data.datasets.shared.listing import Case, Problem
 from fedatlas.data.formats.picture import PictureError, read_picture
 from fedatlas.data.index import SiteConfig, SiteIndex, naming_of
-from fedatlas.data.reading import Label, Raw, read_case
+from fedatlas.data.reading import Label, Raw, read_case, read_unlabelled
 from fedatlas.data.transforms import Preprocessing, geometry_of
 from fedatlas.federation.facts import Count, Text
 from fedatlas.transport.egress import problem_of_text
@@ -135,6 +135,11 @@ def describe(
         raise DataError(
             f"site {index.name}: {index.root}: none of its {trained} training cases has a label, and a description is of those "
             "that have one; add labels, or leave the site out"
+        )
+    if not (index.used or index.findings):
+        raise DataError(
+            f"site {index.name}: {index.root}: annotates no class besides the background, and no finding; correct its table of labels, or "
+            "leave the site out"
         )
     splits = [case.split for case in index.cases if case.labelled]
     try:
@@ -249,15 +254,17 @@ class _OfImages:
 
 
 class _OfVoxels:
-    """What scans with label maps, or pictures with masks, come to."""
+    """What scans with label maps, or pictures with masks or findings, come to."""
 
     def __init__(self, index: SiteIndex) -> None:
         self.index = index
         self.exclusive = not any(case.masks for case in index.cases)
-        own = ((BACKGROUND,) if self.exclusive else ()) + index.used
-        self.space = LabelSpace(own, exclusive=self.exclusive)
-        # a description holds the site's own names, which its aliases, where a federation file gives them, do not touch
-        self.naming = naming_of(replace(index, aliases={}, annotated=index.used), self.space)
+        self.space: LabelSpace | None = None  # a site may have findings of the whole image alone
+        if index.used:
+            own = ((BACKGROUND,) if self.exclusive else ()) + index.used
+            self.space = LabelSpace(own, exclusive=self.exclusive)
+            # a description holds the site's own names, which its aliases, where a federation file gives them, do not touch
+            self.naming = naming_of(replace(index, aliases={}, annotated=index.used), self.space)
         self.shapes: list[tuple[int, ...]] = []
         self.spacings: list[tuple[float, ...]] = []
         self.values: list[list[np.ndarray]] = [[] for _ in range(index.channels)]
@@ -269,7 +276,10 @@ class _OfVoxels:
 
     def add(self, case: Case) -> list[Problem]:
         """Reads a case; what is wrong with it."""
-        raw = read_case(self.index, case, self.space, self.naming)
+        if self.space is None:
+            raw = read_unlabelled(self.index, case)
+        else:
+            raw = read_case(self.index, case, self.space, self.naming)
         fatal = [problem for problem in raw.problems if problem.fatal]
         if fatal or raw.image is None:
             return fatal
@@ -282,11 +292,11 @@ class _OfVoxels:
             self.modalities.add(raw.about["modality"])
         for channel, image in enumerate(raw.image):
             self.values[channel].append(_sample(image.ravel()))
-        if raw.label is not None:
-            self._add_label(raw, raw.label)
+        if self.space is not None and raw.label is not None:
+            self._add_label(raw, raw.label, self.space)
         return []
 
-    def _add_label(self, raw: Raw, label: Label) -> None:
+    def _add_label(self, raw: Raw, label: Label, space: LabelSpace) -> None:
         assert raw.image is not None
         depth = (label.voxels > 0).sum(0) if label.voxels.ndim == 4 else (label.voxels > 0)
         self.covered += int((depth > 0).sum())
@@ -294,7 +304,7 @@ class _OfVoxels:
         for channel, image in enumerate(raw.image):
             self.labelled[channel].append(_sample(image[depth > 0]))
         for c in label.known:
-            self.counts[self.space.names[c]].append(label.counts[c])
+            self.counts[space.names[c]].append(label.counts[c])
 
     def channels(self) -> list[str]:
         """What series in DICOM say that they are, where all say the same."""
@@ -405,7 +415,7 @@ def _require_whole(path: Path, description: Description, remedy: str) -> None:
                 f"{path}: intensities: the percentiles {', '.join(sorted(values))} are expected, and of the foreground mean and "
                 f"std, too; {remedy}"
             )
-    if not description.labels or not description.cases.get("train"):
-        raise FederationError(f"{path}: names no label, or no training case; {remedy}")
+    if not (description.labels or description.findings) or not description.cases.get("train"):
+        raise FederationError(f"{path}: names neither a label nor a finding, or no training case; {remedy}")
     if len(description.intensities) != len(description.channels):
         raise FederationError(f"{path}: intensities of {len(description.intensities)} channels; {remedy}")
