@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from fake_sets import anatomy, picture
 from set_cases import scan as write_scan
 
 from fedatlas.cli import main
@@ -559,11 +560,26 @@ def test_a_label_that_no_table_takes_is_an_error_that_names_its_place(phantom: P
         describe(*recognised(tmp_path / "site", "a"))
 
 
-def test_reading_that_names_cases_or_paths_is_not_described(phantom: Path) -> None:
-    config, index = recognised(phantom / "site-0", "a")
-    for held, says in ((index.cases[0].name, "is a case"), (str(phantom), "is a path of this machine")):
-        with pytest.raises(DataError, match=says):
-            describe(replace(config, reading={"test": [held]}), index)
+def test_reading_that_names_cases_or_paths_is_described_here_and_not_sent(
+    tmp_path: Path, small, capsys
+) -> None:
+    folder, out = tmp_path / "site", tmp_path / "a.json"
+    for case in ("one", "two"):
+        picture(folder / "images" / f"{case}.png", anatomy(1)[0])
+        picture(folder / "masks" / "lung" / f"{case}.png", anatomy(1)[1]["left lung"])
+    (tmp_path / "told.csv").write_text("case,ill\none,1\ntwo,0\n")
+    given = {"test": ["two"]}, "is a case or patient"
+    absolute = {"findings": str(tmp_path / "told.csv")}, "is a path of this machine"
+    for reading, says in (given, absolute):
+        options = [
+            f"--reading={key}={yaml.safe_dump(value, default_flow_style=True).strip()}"
+            for key, value in reading.items()
+        ]
+        assert main(["describe", str(folder), "--format", "masks", *options, "-o", str(out)]) == 1
+        assert says in capsys.readouterr().err and not out.exists()
+        site = {"name": "a", "path": str(folder), "format": "masks", "reading": reading}
+        federation = parse_federation(small | {"sites": [site], "labels": {}}, base=tmp_path)
+        assert descriptions(federation, [], lambda text: None)["a"].reading == reading
 
 
 def test_a_description_is_written_whole_or_not_at_all(phantom: Path, tmp_path: Path, monkeypatch) -> None:

@@ -24,13 +24,14 @@ def options(made: argparse.ArgumentParser) -> None:
 
 def call(arguments: argparse.Namespace) -> int:
     shared.require_out(arguments.out, arguments.overwrite)
-    from fedatlas.planning.description import describe, written
+    from fedatlas.planning.description import describe, require_sendable, written
     from fedatlas.planning.recognise import recognised, site_name
     from fedatlas.transport.store import write_atomic
 
     reading = shared.options_of_a_layout(arguments.reading)
     name = arguments.name or site_name(arguments.folder)
     site = recognised(arguments.folder, name, arguments.format, reading)
+    require_sendable(*site)
     with Counter(arguments.quiet) as counter:
         text = written(describe(*site, counter.show))
     write_atomic(arguments.out, text.encode())

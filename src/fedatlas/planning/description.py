@@ -104,10 +104,9 @@ class Description(_Part):
         return self.kind == "volumes" and all(v.percentiles["5"] <= -500 for v in self.intensities)
 
 
-def describe(
-    config: SiteConfig, index: SiteIndex, tell: Callable[[str], None] = lambda text: None
-) -> Description:
-    """Reads every training case of a site. tell: is told of the cases that are read. Raises DataError with all that is wrong."""
+def require_sendable(config: SiteConfig, index: SiteIndex) -> None:
+    """Raises DataError where a site's `reading` names a case, a patient or a path of this machine, which a description that leaves
+    it does not hold."""
     names = {case.name for case in index.cases} | {case.patient for case in index.cases}
     for text in _texts(config.reading):
         if Path(text).is_absolute():
@@ -120,6 +119,12 @@ def describe(
                 f"site {index.name}: reading: {text!r} is a case or patient, and a description names none; put the cases that "
                 "are listed into a folder of their own"
             )
+
+
+def describe(
+    config: SiteConfig, index: SiteIndex, tell: Callable[[str], None] = lambda text: None
+) -> Description:
+    """Reads every training case of a site. tell: is told of the cases that are read. Raises DataError with all that is wrong."""
     problems = [problem for problem in index.problems if problem.fatal]
     cases = [case for case in index.cases if case.split == "train" and case.labelled]
     seen = _OfImages(index) if index.level == "image" else _OfVoxels(index)
