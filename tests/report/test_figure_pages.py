@@ -183,11 +183,11 @@ def test_a_map_is_shown_as_viewers_show_it_however_the_grid_is_turned(letters, d
         (1.0, 2.0, 3.0),
     )
     mask[4, 5, 3] = True
-    order = ["RAS".index({"L": "R", "P": "A", "I": "S"}.get(letter, letter)) for letter in letters]
+    order = [("RAS" if letter in "RAS" else "LPI").index(letter) for letter in letters]
 
     def turn(voxels: np.ndarray) -> np.ndarray:
-        flipped = [axis for axis, letter in enumerate(letters) if letter in "LPI"]
-        return np.flip(voxels.transpose(order), flipped).copy()
+        flipped = (axis for axis, letter in enumerate(letters) if letter in "LPI")
+        return np.flip(voxels.transpose(order), tuple(flipped)).copy()
 
     volume: Any = SimpleNamespace(
         image=torch.from_numpy(turn(image))[None], spacing=[spacing[axis] for axis in order], case="c0"
@@ -196,7 +196,7 @@ def test_a_map_is_shown_as_viewers_show_it_however_the_grid_is_turned(letters, d
     trained: Any = SimpleNamespace(preprocessing=asked, space=SimpleNamespace(exclusive=True))
     across = order[2] if dims == 2 else 2
     plane, cam, truth, (high, wide) = cams._window(volume, turn(mask), trained, None, 0, 3)
-    expected = image.take((4, 5, 3)[across], across).T[::-1, ::-1]
+    expected = np.take(image, (4, 5, 3)[across], across).T[::-1, ::-1]
     np.testing.assert_allclose(plane, expected, rtol=1e-6)
     np.testing.assert_allclose(cam, expected / (expected if dims == 2 else image).max(), rtol=1e-6)
     assert np.array_equal(truth, mask.take((4, 5, 3)[across], across).T[::-1, ::-1])
