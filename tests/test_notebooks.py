@@ -1,10 +1,14 @@
 """The notebooks run, and keep what they said."""
 
+import ast
 import re
 from pathlib import Path
 
 import nbformat
 import pytest
+
+import fedatlas
+from fedatlas.data import samples
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "docs" / "notebooks").glob("*.ipynb"))
 
@@ -21,6 +25,14 @@ def test_outputs_are_kept_and_name_no_machine(path: Path) -> None:
     assert outputs and all(output.output_type != "error" for output in outputs)
     text = " ".join(str(output) for output in outputs)
     assert not re.search(r"/(home|tmp|root|work|Users)/", text)
+
+
+def test_the_method_that_is_shown_is_that_of_the_file_that_is_loaded() -> None:
+    """Kept outputs are not of another version of the file."""
+    book = nbformat.read(next(path for path in NOTEBOOKS if path.stem == "first-federation"), 4)
+    (shown,) = (o for cell in book.cells if "federation.method" in cell.source for o in cell.outputs)
+    _, method = ast.literal_eval(shown.data["text/plain"])
+    assert method["name"] == fedatlas.load(samples.path() / "quickstart.yaml").method["name"]
 
 
 @pytest.mark.slow
