@@ -168,6 +168,14 @@ def test_cost_follows_the_federation(small, tmp_path) -> None:
     assert masked["cost"]["bytes_up"] == 2 * model + 8 and "(masked)" in text_of(masked)
 
 
+def test_a_site_without_validation_cases_is_sent_nothing_to_evaluate(small, tmp_path) -> None:
+    small = copied(small, tmp_path)
+    small["sites"][2] |= {"role": "test"}
+    found = checked(small, tmp_path)
+    assert not found["sites"][small["sites"][2]["name"]]["cases"]["validation"]
+    assert found["cost"]["evaluation_bytes"] == 2 * found["cost"]["model_bytes"]
+
+
 # ----------------------------------------------------------------------------------------------------- between sites
 
 

@@ -45,7 +45,7 @@ from fedatlas.planning.description import (
     written,
 )
 from fedatlas.planning.names import Merged, Question, merged
-from fedatlas.planning.plan import brought, descriptions, sizes
+from fedatlas.planning.plan import brought, descriptions, only_tested, sizes
 from fedatlas.planning.recognise import recognised, site_name
 from fedatlas.planning.rules import (
     Machine,
@@ -917,6 +917,17 @@ def test_splits_are_planned_as_a_run_takes_them(keys: dict[str, Any], small, tmp
         assert planned == {split: len(cases) for split, cases in taken.items()}
 
 
+def test_sites_that_are_only_tested_on_count_where_they_lie_here_or_are_described(
+    phantom: Path, small, tmp_path: Path
+) -> None:
+    here = {"name": "here", "path": str(phantom / "site-0"), "role": "test"}
+    sites = [*small["sites"], here, *({"name": name, "role": "test"} for name in ("far", "unknown"))]
+    federation = parse_federation(small | {"sites": sites}, base=tmp_path)
+    far = told("far", {"x": (7, 7)}, cases={"train": 7, "validation": 1, "test": 2})
+    index = task_of(federation).read(federation, federation.sites[-3], phantom / "site-0")
+    assert only_tested(federation, [far]) == [len(index.cases), 10]
+
+
 def test_a_split_that_leaves_nothing_to_train_on_is_refused(small, tmp_path: Path) -> None:
     site = {"name": "a", "path": "a", "split": {"validation": 4, "test": 6}}
     federation = parse_federation(small | {"sites": [site], "labels": {}}, base=tmp_path)
@@ -952,6 +963,14 @@ def test_waiting_for_batches_grows_with_the_steps_and_predicting_with_the_cases(
     assert seen.seconds_per_round == pytest.approx(len(sizes) * (2 + 3 * 7 + 1.5 * 50) + 0.25)
     assert seen.seconds_per_validation == pytest.approx(len(sizes) * 2 * 4.0)
     assert seen.seconds_of_start == 0
+    design = Design(federation, LabelSpace(("background", "x")), 1)
+    more = added_up(federation, design, sizes, measured, [6, 2])
+    count = len({"best", "last"} & set(federation.evaluation.models))
+    count += len(sizes) if "local" in federation.evaluation.models else 0
+    assert more.seconds_at_end - seen.seconds_at_end == pytest.approx(8 * 5.0 * count), (
+        "sites that are only tested on"
+    )
+    assert more.seconds_per_validation == seen.seconds_per_validation
     taught = replace(federation, method={"name": "kim", "pretrain_rounds": 3})
     seen = added_up(taught, Design(taught, LabelSpace(("background", "x")), 1), sizes, measured)
     assert seen.seconds_of_start == pytest.approx(len(sizes) * 1.5 * 3 * 50), "of the teachers"

@@ -135,7 +135,8 @@ def tight(experiment: Experiment) -> list[str]:
 def cost(experiment: Experiment) -> dict[str, Any]:
     """Expected cost of a run, bytes as `forecast.bytes_per_round` counts them."""
     parameters = sum(parameter.numel() for parameter in experiment.shapes().parameters())
-    spent = bytes_per_round(experiment, len(experiment.training), len(experiment.sources))
+    validating = sum(bool(source.items["validation"]) for source in experiment.sources.values())
+    spent = bytes_per_round(experiment, len(experiment.training), validating)
     return {
         "parameters": parameters,
         **spent,
@@ -196,7 +197,9 @@ def text_of(result: dict[str, Any]) -> str:
             f"{megabytes(spent['bytes_down'])}{down} and sends {megabytes(spent['bytes_up'])}{up}",
         ]
         if spent["evaluation_bytes"]:
-            lines.append(f"an evaluated round: {megabytes(spent['evaluation_bytes'])} more, to all sites")
+            lines.append(
+                f"an evaluated round: {megabytes(spent['evaluation_bytes'])} more, to all sites with validation cases"
+            )
         else:
             lines.append(
                 "the first model goes whole; one that a site holds already is named and not sent again"

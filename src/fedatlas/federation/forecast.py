@@ -47,11 +47,12 @@ IMAGES = 32
 # ------------------------------------------------------------------------------------------------------ bytes
 
 
-def bytes_per_round(design: Design, training: int, everyone: int) -> dict[str, Any]:
-    """Bytes of the models that travel; everything else is small. training, everyone: how many sites.
+def bytes_per_round(design: Design, training: int, validating: int) -> dict[str, Any]:
+    """Bytes of the models that travel; everything else is small. training, validating: how many sites train, and have cases
+    for validation.
 
     bytes_down, bytes_up: of a site that trains, per round; a method that sends further nets than the model is taken to be
-    sent as many. bytes_per_round: of all of them. evaluation_bytes: what an evaluated round sends more, to all sites.
+    sent as many. bytes_per_round: of all of them. evaluation_bytes: what an evaluated round sends more, to all that validate.
     """
     federation, values = design.federation, shapes_of(design.shapes())
     comm, model = federation.comm, n_bytes(values)
@@ -72,7 +73,7 @@ def bytes_per_round(design: Design, training: int, everyone: int) -> dict[str, A
         "down": comm.down,
         "up": "masked" if federation.secure else comm.up,
         "bytes_per_round": (down + up) * training,
-        "evaluation_bytes": model * everyone if comm.down == "none" else 0,
+        "evaluation_bytes": model * validating if comm.down == "none" else 0,
     }
 
 
@@ -126,8 +127,14 @@ class Forecast:
         return self.rounds * self.bytes_per_round
 
 
-def forecast(federation: Federation, space: LabelSpace, channels: int, sizes: Mapping[str, Size]) -> Forecast:
-    """Runs the trial. sizes: of the sites that train. Raises FederationError where the federation cannot run on noise."""
+def forecast(
+    federation: Federation,
+    space: LabelSpace,
+    channels: int,
+    sizes: Mapping[str, Size],
+    tested: Sequence[int] = (),
+) -> Forecast:
+    """Runs the trial. sizes: of the sites that train; tested: cases of each site that is only tested on. Raises FederationError where the federation cannot run on noise."""
     chosen = _chosen(federation, sizes)
     measured = Measured()
     with tempfile.TemporaryDirectory(prefix="fedatlas-trial-") as place, keeping_workers():
@@ -155,7 +162,7 @@ def forecast(federation: Federation, space: LabelSpace, channels: int, sizes: Ma
             "the trial on made-up cases timed no step or no evaluation; nothing is predicted"
         )
     design = Design(federation, space, channels)
-    return added_up(federation, design, sizes, measured)
+    return added_up(federation, design, sizes, measured, tested)
 
 
 def at_once(federation: Federation, sites: int) -> int:
@@ -280,8 +287,9 @@ def added_up(
     design: Design,
     sizes: Mapping[str, Size],
     measured: Measured,
+    tested: Sequence[int] = (),
 ) -> Forecast:
-    """What the trial says of the whole run."""
+    """What the trial says of the whole run. tested: see `forecast`; a case of these sites takes as long as the median."""
     few, more = (statistics.median(measured.beside[steps]) for steps in (FEW, MORE))
     waited = max(0.0, (more - few) / (MORE - FEW))
     step, beside = statistics.median(measured.steps) + waited, max(0.0, few - FEW * waited)
@@ -306,6 +314,7 @@ def added_up(
     def evaluated(split: str, per_unit: Mapping[str, float]) -> float:
         otherwise = statistics.median(per_unit.values())
         seconds = [per_unit.get(n, otherwise) * s.cases.get(split, 0) / unit for n, s in sizes.items()]
+        seconds += [otherwise * cases / unit for cases in tested if split == "test"]
         return makespan(seconds, workers)
 
     models = federation.evaluation.models
@@ -313,7 +322,8 @@ def added_up(
     count = len({"best", "last"} & set(models)) + (len(training) if "local" in models else 0)
     ends = sum(evaluated(split, measured.final) for split in ("validation", "test")) * count
     validations = math.ceil(federation.rounds / federation.evaluation.every)
-    sent = bytes_per_round(design, len(trained), len(sizes))
+    validating = sum(bool(size.cases.get("validation")) for size in sizes.values())
+    sent = bytes_per_round(design, len(trained), validating)
     often = validations / federation.rounds
     return Forecast(
         step,

@@ -51,7 +51,7 @@ def plan_file(
         "forecast": None,
     }
     if trial:
-        result["forecast"] = told(foreseen(federation, sites, tell))
+        result["forecast"] = told(foreseen(federation, sites, tell, only_tested(federation, described)))
     return result
 
 
@@ -70,14 +70,16 @@ def _in_order(found: list[Proposal], federation: Federation) -> list[Proposal]:
     return [Proposal(key, AXES, *why), *found]
 
 
-def foreseen(federation: Federation, sites: Mapping[str, Description], tell: Tell) -> Forecast:
-    """What a run on this machine will take, by a trial. sites: by name, of those that train."""
+def foreseen(
+    federation: Federation, sites: Mapping[str, Description], tell: Tell, tested: Sequence[int] = ()
+) -> Forecast:
+    """What a run on this machine will take, by a trial. sites: by name, of those that train; tested: see `forecast`."""
     tell("trial: a few rounds on made-up cases of the sites' sizes")
     brings = _brought(federation, sites)
     space = space_of(federation, brings)
     classification = federation.task == "classification"
     channels = federation.images.channels if classification else len(next(iter(sites.values())).channels)
-    return forecast(federation, space, channels, sizes(federation, sites, brings))
+    return forecast(federation, space, channels, sizes(federation, sites, brings), tested)
 
 
 def descriptions(
@@ -115,6 +117,21 @@ def descriptions(
             found[site.name] = describe(site, index, tell)
     if not found:
         raise FederationError("no site of the file trains; nothing is to be planned")
+    return found
+
+
+def only_tested(federation: Federation, described: Sequence[Description]) -> list[int]:
+    """The cases of each site that is only tested on, as far as it lies here or is described: all that are labelled."""
+    given = {one.site: one for one in described}
+    found = []
+    for site in federation.sites:
+        if site.role == "train":
+            continue
+        if site.name in given:
+            found.append(sum(given[site.name].cases.values()))
+        elif site.path is not None:
+            index = task_of(federation).read(federation, site, Path(site.path))
+            found.append(sum(case.split == "test" for case in index.cases))
     return found
 
 
