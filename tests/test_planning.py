@@ -652,9 +652,10 @@ def test_columns_of_a_table_are_told_apart_by_what_they_hold(tmp_path: Path) -> 
     ("names", "patient"),
     [
         (["Patient Age", "Patient Gender", "Patient ID"], "Patient ID"),
-        (["PatientSex", "patient code", "SubjectNo"], "SubjectNo"),
+        (["PatientSex", "SubjectNo"], "SubjectNo"),
         (["Patient_Weight", "patient code"], "patient code"),
         (["Patient Position"], None),
+        (["patient_race", "inpatient", "subjective"], None),
     ],
 )
 def test_the_column_of_the_patient_is_the_one_that_names_it(
@@ -665,6 +666,39 @@ def test_the_column_of_the_patient_is_the_one_that_names_it(
     rows = [[f"{n}.png", *(f"{c}{n // 2}" for c in range(len(names))), n % 2] for n in range(4)]
     table_of(tmp_path, ["file", *names, "Effusion"], *rows)
     assert recognised(tmp_path, "a")[0].reading.get("patient") == patient
+
+
+def test_columns_that_describe_a_person_are_no_findings_and_a_note_tells_what_was_taken(
+    tmp_path: Path, capsys
+) -> None:
+    folder = tmp_path / "clinic"
+    folder.mkdir()
+    for number in range(12):
+        picture(folder / f"{number}.png", anatomy(number)[0])
+    header = [
+        "file",
+        "patient_race",
+        "sex",
+        "PatientIsMale",
+        "SMOKER",
+        "race_white",
+        "Sextant",
+        "pneumonia",
+        "true_tb",
+    ]
+    rows = [[f"{n}.png", "AB"[n % 2], *[n // 2 % 2] * 6, n % 2 == 0] for n in range(12)]
+    table_of(folder, header, *rows)
+    config, index = recognised(folder, "clinic")
+    ignored = ["patient_race", "sex", "PatientIsMale", "SMOKER", "race_white", "true_tb"]
+    assert config.reading == {"ignored": ignored} and index.findings == ("Sextant", "pneumonia")
+    for verb, out in (("init", "f.yaml"), ("describe", "a.json")):
+        assert main([verb, str(folder), "-o", str(tmp_path / out)]) == 0
+        told = capsys.readouterr().out
+        assert (
+            "note: site clinic: columns of labels.csv: image: file; patient: in no column; findings: Sextant, pneumonia"
+            in told
+        )
+        assert f"; ignored: {', '.join(ignored)};" in told
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,15 @@ def options(made: argparse.ArgumentParser) -> None:
 def call(arguments: argparse.Namespace) -> int:
     shared.require_out(arguments.out, arguments.overwrite)
     from fedatlas.planning.description import describe, require_sendable, written
-    from fedatlas.planning.recognise import recognised, site_name
+    from fedatlas.planning.recognise import columns_told, recognised, site_name
     from fedatlas.transport.store import write_atomic
 
     reading = shared.options_of_a_layout(arguments.reading)
     name = arguments.name or site_name(arguments.folder)
     site = recognised(arguments.folder, name, arguments.format, reading)
     require_sendable(*site)
+    if arguments.format is None and (note := columns_told(*site)):
+        print(f"note: {note}")
     with Counter(arguments.quiet) as counter:
         text = written(describe(*site, counter.show))
     write_atomic(arguments.out, text.encode())

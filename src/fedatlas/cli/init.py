@@ -117,7 +117,7 @@ def _counted(n: int, one: str, several: str = "") -> str:
 def _sites(arguments: argparse.Namespace, counter: Counter) -> tuple[list[Any], dict[str, Path]]:
     """The descriptions of all sites, and the folders of those that lie here."""
     from fedatlas.planning.description import describe, read_description
-    from fedatlas.planning.recognise import recognised, site_name
+    from fedatlas.planning.recognise import columns_told, recognised, site_name
 
     reading = shared.options_of_a_layout(arguments.reading)
     given = list(arguments.sites)
@@ -135,6 +135,8 @@ def _sites(arguments: argparse.Namespace, counter: Counter) -> tuple[list[Any], 
         if names.count(name) > 1:  # a/data and b/data
             name = f"{site_name(path.resolve().parent)}-{name}"
         site = recognised(path, name, arguments.format, reading)
+        if arguments.format is None and (note := columns_told(*site)):
+            print(f"note: {note}")
         found.append(describe(*site, counter.show))
         paths[name] = path
     return found, paths

@@ -18,9 +18,15 @@ from fedatlas.data.index import AUTO, Reference, SiteConfig, SiteIndex, read_ima
 
 MARKS = ("0", "1", "-1", "0.0", "1.0", "-1.0")
 """What the cells of a column of findings may hold, beside nothing."""
-PATIENT_NAME = re.compile(r"(patient|subject)('?s)?[ _-]*(id|no|nr|number|name|key|uid)?$", re.I)
-ABOUT_PATIENT = re.compile(r"age|sex|gender|weight|size|position|orientation", re.I)
-"""Columns that say something of the patient, and not who it is."""
+PATIENT_NAME = re.compile(
+    r"(?<!in)(?<!out)(patient|subject)('?s)?[ _-]*(id|no|nr|number|name|key|uid|code|pseudonym)?$", re.I
+)
+"""Columns that say who the patient is, as "Patient ID", and not something of it, as "Patient Age" or "inpatient"."""
+DEMOGRAPHIC = {
+    "age", "sex", "gender", "male", "female", "man", "woman", "smoker", "smoking", "smoked", "smokes", "race", "ethnicity",
+    "ethnic", "hispanic", "insurance", "insured", "language", "religion", "marital",
+}  # fmt: skip
+"""Words of columns that say something of a person, which are no findings though they may be 0 or 1."""
 PATIENT_IN_PATH = (r"(patient\d+)", r"([Pp]atient[ _-]?\d+)", r"([Ss]ubject[ _-]?\d+)", r"(sub-[A-Za-z0-9]+)")
 SPLITS = ("train", "training", "val", "valid", "validation", "test")
 
@@ -66,6 +72,22 @@ def recognised(
             f"site {name}: {folder}: read as {config.format}, no labelled training case is there{why}"
         )
     return config, index
+
+
+def columns_told(config: SiteConfig, index: SiteIndex) -> str:
+    """As what each column of a site's table was taken, a sentence; "" for layouts without such a table."""
+    if config.format != "csv":
+        return ""
+    reading = {"table": "labels.csv", "file": "file"} | config.reading
+    patient = reading.get("patient") or ("found in the path" if "patient_in" in reading else "in no column")
+    taken = {"image": reading["file"], "patient": patient}
+    taken |= {key.replace("_", " "): reading[key] for key in ("split", "no_finding") if key in reading}
+    taken |= {
+        "findings": ", ".join(index.findings),
+        "ignored": ", ".join(reading.get("ignored", ())) or "none",
+    }
+    listed = "; ".join(f"{what}: {columns}" for what, columns in taken.items())
+    return f"site {config.name}: columns of {reading['table']}: {listed}; if that is not so, say it with --format csv and --reading"
 
 
 def _index(config: SiteConfig) -> SiteIndex:
@@ -163,9 +185,13 @@ def _table(site: str, path: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 def _patient_column(names: list[str]) -> str | None:
-    """The column that most likely names the patient: "Patient ID" before "patient code", and never "Patient Age"."""
-    about = [n for n in names if re.search(r"patient|subject", n, re.I) and not ABOUT_PATIENT.search(n)]
-    return min(about, key=lambda name: not PATIENT_NAME.search(name), default=None)
+    """The column that names the patient."""
+    return next((name for name in names if PATIENT_NAME.search(name)), None)
+
+
+def _demographic(name: str) -> bool:
+    words = re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)
+    return bool(DEMOGRAPHIC & {word.lower() for word in words})
 
 
 def _patient_in(paths: list[str]) -> str | None:
@@ -204,7 +230,7 @@ def _columns(
     known = {"patient": patient, "patient_in": patient_in, "split": split, "no_finding": nothing}
     reading |= {key: value for key, value in known.items() if value}
     rest = [name for name in rest if name not in (patient, split, nothing)]
-    classes = [name for name in rest if held[name] <= set(MARKS)]
+    classes = [name for name in rest if held[name] <= set(MARKS) and not _demographic(name)]
     if not classes:
         return None
     ignored = [name for name in rest if name not in classes]
