@@ -857,6 +857,7 @@ def test_sites_that_do_not_go_together_are_refused(tmp_path: Path, capsys) -> No
         "two sites are called 'a'": base,
         "channels per image": told("b", {"x": (1, 1)}, channels=["CT", "PET"], intensities=base.model_dump()["intensities"] * 2),
         "pictures or scans": told("b", {"x": (1, 1)}, kind="masks"),
+        "site b: 'x' is a class of its masks and a finding": told("b", {"x": (1, 1)}, findings={"x": {"annotated": 1, "present": 1}}),
     }  # fmt: skip
     (tmp_path / "a.json").write_text(written(base))
     for says, other in others.items():

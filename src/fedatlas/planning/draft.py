@@ -92,6 +92,13 @@ def _require_alike(sites: Sequence[Description]) -> None:
                 f"{what}: {value(first)} at site {first.site}, {value(other)} at site {other.site}; a federation has one: make two "
                 "federations"
             )
+    for one in sites:
+        both = [name for name in one.findings if name in one.labels]
+        if both:
+            raise FederationError(
+                f"site {one.site}: {both[0]!r} is a class of its masks and a finding of the whole image, and `aliases` have one name "
+                "for both; rename the column of the finding at that site, and describe it again"
+            )
     for site, other, own, theirs, turned in _channels(sites):
         if turned:
             raise FederationError(
