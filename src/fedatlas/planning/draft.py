@@ -97,7 +97,7 @@ def _require_alike(sites: Sequence[Description]) -> None:
         if both:
             raise FederationError(
                 f"site {one.site}: {both[0]!r} is a class of its masks and a finding of the whole image, and `aliases` have one name "
-                "for both; rename the column of the finding at that site, and describe it again"
+                "for both; rename the column of the finding at that site"
             )
     for site, other, own, theirs, turned in _channels(sites):
         if turned:
