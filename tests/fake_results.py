@@ -13,7 +13,7 @@ from fedatlas.compare.overlays import VERSION, Shown, Solids, _to_arrays, cases_
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.evaluation.statistics import POST, rows_text
 from fedatlas.federation.file import Federation, hash_of, resolved
-from fedatlas.papers.fedmenu.cams import LEVEL
+from fedatlas.papers.fedmenu.cams import LEVEL, MAPS
 from fedatlas.papers.ufps.gradients import LOGGED
 from fedatlas.papers.ufps.teaching import KINDS, Taught
 from fedatlas.papers.ufps.teaching import _to_arrays as of_taught
@@ -125,7 +125,7 @@ def _fake_pictures(comparison: Comparison, seeds: dict[str, list[int]]) -> None:
             keep(subject.file(site, "compared"), _to_arrays(shown) | told)
             about = {"spacing": np.array((4.0, 4.0))}
             for name in names:
-                key = np.array([str(VERSION), str(LEVEL), FINISHED, case, name])
+                key = np.array([str(VERSION), str(MAPS), str(LEVEL), FINISHED, case, name])
                 arrays = {"image": image, "cam": image, "truth": planes[name], "about": key, **about}
                 word = "".join(c if c.isalnum() else "_" for c in name)
                 keep(subject.file(site, f"gradcam-{word}"), arrays)
