@@ -621,7 +621,9 @@ def test_links_lead_into_folders_whose_names_have_marks_of_an_address(finished: 
 
 def test_numbers_beside_the_loss_are_no_terms_of_it(finished: Path) -> None:
     nan, counts = float("nan"), dict.fromkeys(tables.BOOKKEEPING, float("nan"))
-    assert {"steps", "releases", "teacher_seconds", "teacher_round", "teacher_score"} <= set(counts)
+    assert {"steps", "overflows", "releases", "teacher_seconds", "teacher_round", "teacher_score"} <= set(
+        counts
+    )
     rounds = (
         entry(
             1, {}, sites={"b": {"loss": nan}, "a": {"supervised": nan, "loss": 1.0, "alpha": nan, **counts}}

@@ -817,6 +817,6 @@ def test_a_site_that_was_lost_in_one_validation_is_not_lost_in_the_next(small, t
 
 def test_several_trainings_of_one_call_add_up(tmp_path) -> None:
     site = HostedSite("a", None, lambda name: net(), {}, torch.Generator(), torch.device("cpu"), tmp_path, ())  # type: ignore[arg-type]
-    site.log(steps=3, step_seconds=1.5, loss=0.5)
-    site.log(steps=2, step_seconds=0.5, loss=0.25)
-    assert site.logged == {"steps": 5.0, "step_seconds": 2.0, "loss": 0.25}
+    site.log(steps=3, step_seconds=1.5, overflows=1, loss=0.5)
+    site.log(steps=2, step_seconds=0.5, overflows=2, loss=0.25)
+    assert site.logged == {"steps": 5.0, "step_seconds": 2.0, "overflows": 3.0, "loss": 0.25}

@@ -271,9 +271,9 @@ class Loop(Stepper):
             if stepper.scaler.is_enabled():
                 self.site.memory[_scale(key)] = cast(Tree, stepper.scaler.state_dict())
         named = {f"{self.prefix}{name}": value for name, value in self.means.items()}
-        if overflows := sum(stepper.overflows for stepper in self._steppers.values()):
-            named[f"{self.prefix}overflows"] = overflows
         self.site.log(**named, steps=len(self), step_seconds=seconds)
+        if overflows := sum(stepper.overflows for stepper in self._steppers.values()):
+            self.site.log(overflows=overflows)
 
     def _add(self, key: str, stepper: Stepper) -> None:
         self._steppers[key] = stepper

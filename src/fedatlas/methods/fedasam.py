@@ -21,7 +21,6 @@ model with which it began (`shared.swa.swa_count`).
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -33,6 +32,7 @@ from fedatlas.core.options import option, options
 from fedatlas.core.tensors import Tensors, tensors_of
 from fedatlas.learning.loop import Local, Loop, train
 from fedatlas.methods.shared.averaging import MeanOfModels, answer, mean
+from fedatlas.methods.shared.phases import share_of
 from fedatlas.methods.shared.sharpness import Sharp, Sharpness
 from fedatlas.methods.shared.swa import swa, swa_count
 
@@ -73,7 +73,7 @@ class FedASAM(MeanOfModels):
 
     def start_of_mean(self, rounds: int) -> int:
         """The round, from 0, whose model the mean begins with; `rounds` or more: none."""
-        return math.ceil(self.swa.start * rounds - 1e-9)
+        return share_of(self.swa.start, rounds)
 
     def plan(self, rounds: int) -> list[str]:
         """What `check` should tell: which of its two halves has no round."""

@@ -28,6 +28,7 @@ BOOKKEEPING = frozenset(
     {
         "steps",
         "step_seconds",
+        "overflows",
         "seconds",
         "cases",
         "releases",

@@ -140,7 +140,7 @@ class HostedSite:
             self.logged[name] = float(value) + (self.logged.get(name, 0.0) if name in ADDED else 0.0)
 
 
-ADDED = ("steps", "step_seconds")
+ADDED = ("steps", "step_seconds", "overflows")
 
 
 class Host:

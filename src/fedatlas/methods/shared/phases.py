@@ -10,9 +10,14 @@ from typing import Any
 from fedatlas.core.errors import FederationError
 
 
+def share_of(share: float, rounds: int) -> int:
+    """A share of all rounds, in whole rounds: .55 of 100 is 55, though its product in floating point is above it."""
+    return math.ceil(share * rounds - 1e-9)
+
+
 def begins(when: float, rounds: int) -> int:
     """The round, counted from 1, that an option means."""
-    return math.ceil(when * rounds - 1e-9) if when < 1 else int(when)
+    return share_of(when, rounds) if when < 1 else int(when)
 
 
 def runs(module: Any, r: int, rounds: int) -> bool:
