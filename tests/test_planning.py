@@ -869,8 +869,8 @@ def test_sites_that_do_not_go_together_are_refused(tmp_path: Path, capsys) -> No
 @pytest.mark.parametrize(
     ("theirs", "code", "says"),
     [
-        (["T2", "t1"], 1, "order of channels: T1, T2 at site a, T2, t1 at site b"),
-        (["T1", "FLAIR"], 0, "note: channels are T1, T2 at site a, T1, FLAIR at site b"),
+        (["T2", "t1"], 1, "order of channels: T1, T2 at site a, but T2, t1 at site b"),
+        (["T1", "FLAIR"], 0, "note: channels are T1, T2 at site a, but T1, FLAIR at site b"),
         (["t1", "T2"], 0, None),
         (["T2", ""], 0, None),
     ],

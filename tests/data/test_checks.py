@@ -302,7 +302,7 @@ def test_channels_in_another_order_are_refused_and_other_names_are_a_note(sound:
         )
 
     (order,) = said(("T1", "T2 w"), ("t2-w", "T1"))
-    assert order.fatal and "its channels are t2-w, T1, those of site s0 T1, T2 w" in str(order)
+    assert order.fatal and "its channels are t2-w, T1, and those of site s0 are T1, T2 w" in str(order)
     (others,) = said(("T1", "T2"), ("T1", "FLAIR"))
     assert not others.fatal and "T1, FLAIR" in str(others)
     assert (

@@ -403,7 +403,7 @@ def _channels_apart(indexes: Sequence[SiteIndex]) -> Iterator[Problem]:
     names = {i.name: i.channel_names for i in indexes if len(i.channel_names) == i.channels}
     for site, other, turned in channels_apart(names.items()):
         own, theirs = (", ".join(names[name]) for name in (site, other))
-        what = f"its channels are {own}, those of site {other} {theirs}"
+        what = f"its channels are {own}, and those of site {other} are {theirs}"
         remedy = (
             "every site has its channels in the same order: write the files and the names of one in the other's"
             if turned

@@ -102,7 +102,7 @@ def _require_alike(sites: Sequence[Description]) -> None:
     for site, other, own, theirs, turned in _channels(sites):
         if turned:
             raise FederationError(
-                f"order of channels: {theirs} at site {other}, {own} at site {site}; a federation has one: write the files and the "
+                f"order of channels: {theirs} at site {other}, but {own} at site {site}; a federation has one: write the files and the "
                 "names of one in the other's order"
             )
 
@@ -117,7 +117,7 @@ def _channels(sites: Sequence[Description]) -> Iterator[tuple[str, str, str, str
 def _notes(sites: Sequence[Description]) -> Iterator[str]:
     """What is no reason not to bring the sites together, a sentence each."""
     for site, other, own, theirs, _ in _channels(sites):
-        yield f"channels are {theirs} at site {other}, {own} at site {site}; see that they hold the same, in this order"
+        yield f"channels are {theirs} at site {other}, but {own} at site {site}; see that they hold the same, in this order"
 
 
 def _exclusive(sites: Sequence[Description]) -> bool:
