@@ -487,7 +487,7 @@ def _by_case(found: Mapping[str, Any], references: Sequence[str]) -> Differences
         f"Differences to {of}: of the means above over what both arms have, with an interval over resamples of the "
         f"{drawn}s of every site, the trained models held fixed. The tests pair by {drawn}, each the mean of its differences "
         f"over its {'cases, ' if drawn == 'patient' else ''}classes and the seeds; p values are Holm-adjusted over the arms. Fewer than 6 {drawn}s have neither, a single "
-        f"{drawn} of a site has no interval."
+        f"{drawn} of a site, or of a column, has no interval."
     )
 
     def cells(arm: str) -> list[str]:
