@@ -27,10 +27,7 @@ README = ROOT / "README.md"
 RECORDED = sorted(path for path in ROOT.glob("experiments/*/records/*") if path.is_dir())
 """Folders of records, each of the runs of one name and profile."""
 
-BEGUN = (
-    "head-neck-others",
-    "head-neck-pilots-rounds",
-)
+BEGUN = ("head-neck-pilots-rounds",)
 """Comparisons that are not finished: their records are kept, and no page has a table of them."""
 
 OPPONENTS = {
