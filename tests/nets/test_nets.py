@@ -1,6 +1,8 @@
 """Nets: shapes, names, seeds, parts, published sizes, and the errors of a net that does not fit."""
 
 import json
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import torch
 from monai.networks.blocks.mednext_block import MedNeXtBlock, MedNeXtDownBlock, MedNeXtUpBlock
 from monai.networks.nets.dynunet import DynUNet
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedatlas import nets
 from fedatlas.core.errors import FederationError
 from fedatlas.core.tensors import load, parts, tensors_of
-from fedatlas.federation.design import Design, space_of
+from fedatlas.federation.design import Design, space_of, step_memory
 from fedatlas.federation.file import parse_federation
 from fedatlas.losses.heads import head_weights
 from fedatlas.nets.convnext import GRN
@@ -333,10 +336,75 @@ def test_a_federation_with_batches_of_one_is_checked_with_one(small_images: dict
         Design(federation, space_of(federation, {}), 1).check_net()
 
 
-def test_counting_tells_what_a_net_cannot_take() -> None:
+class _Held(TorchDispatchMode):
+    """Counts the bytes of all tensors that there are, and the most that there were."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.seen: dict[int, weakref.ref[Any]] = {}
+        self.now = self.most = 0
+        for tensor in tensors:
+            self._count(tensor)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key not in self.seen:
+
+            def gone(_: Any) -> None:
+                del self.seen[key]
+                self.now -= size
+
+            self.seen[key] = weakref.ref(storage, gone)
+            self.now += size
+            self.most = max(self.most, self.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for leaf in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(leaf, Tensor):
+                self._count(leaf)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dims", "optimizer"),
+    [
+        ("unet", {"filters": [8, 16, 32]}, 2, "sgd"),
+        ("unet", {"filters": [8, 16, 32]}, 3, "adamw"),
+        ("unet", {"filters": [64, 128, 256]}, 2, "adamw"),  # the model is most of it
+        ("mednext", {"size": "S"}, 3, "sgd"),
+        ("crld_unet", {"width": 8, "levels": 3}, 2, "sgd"),
+        ("deeplabv3plus", {}, 2, "sgd"),
+        ("densenet121", {}, 2, "adamw"),
+    ],
+)
+def test_the_memory_of_a_step_is_what_its_tensors_take(
+    name: str, options: dict[str, Any], dims: int, optimizer: str
+) -> None:
+    net, size, batch = build(name, options, dims), [32] * dims, 4 if dims == 2 else 2
+    told = step_memory(net, (batch, net.in_channels, *size), optimizer)
+    rule = (
+        torch.optim.SGD(net.parameters(), momentum=0.9)
+        if optimizer == "sgd"
+        else torch.optim.AdamW(net.parameters())
+    )
+    images = torch.rand(batch, net.in_channels, *size)
+    with _Held([*net.parameters(), *net.buffers(), images]) as held:
+        for _ in range(2):  # the moments are there from the second step on
+            outputs = net(images)
+            heads = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            torch.stack([head.softmax(1)[:, 0].mean() for head in heads]).sum().backward()
+            rule.step()
+            rule.zero_grad()
+    assert told.least <= held.most <= 1.05 * told.likely
+    assert told.likely <= 1.25 * held.most
+
+
+def test_held_for_gradients_tells_what_a_net_cannot_take() -> None:
     net = build("cnn", {"norm": "instance", "filters": [8, 8, 8, 8]}, 2)
     with pytest.raises(FederationError, match="fails for an input of shape"):
-        nets.count_outputs(net, (2, 8, 8))
+        nets.held_for_gradients(net, (2, 8, 8))
 
 
 @pytest.mark.parametrize(

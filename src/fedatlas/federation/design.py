@@ -118,8 +118,8 @@ def _model_of(file: Path, tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes that a training step holds beside the libraries. least: values, gradients, the optimizer's moments, and
-    what every module gives for a batch; likely: the gradients of what they give, too."""
+    """Bytes of the tensors that a training step of one net holds, beside the libraries and what these work with. least: values, the moments
+    of Adam, and what is kept for the gradients; likely: the gradients, the momentum, and two of the largest tensors in work, too."""
 
     least: int
     likely: int
@@ -128,13 +128,15 @@ class StepMemory:
 def step_memory(
     net: nn.Module, shape: Sequence[int], optimizer: str, precision: str = "float32"
 ) -> StepMemory:
-    """The estimate for batches of shape (B, I, *S). Two bytes count for a number that a module gives where the
-    precision is lower than float32. Nothing is computed."""
+    """The estimate for batches of shape (B, I, *S). Two bytes count for a number where the precision is lower than float32.
+    Nothing is computed. A method's further nets are not counted."""
     model = n_bytes(list(net.state_dict().values()))
-    numbers, _ = nets.count_outputs(net, shape[1:])
-    outputs = shape[0] * numbers * (4 if precision == "float32" else 2)
-    held = model * (2 + (1 if optimizer == "sgd" else 2))
-    return StepMemory(held + outputs, held + 2 * outputs)
+    kept, largest = (
+        shape[0] * size // (1 if precision == "float32" else 2)
+        for size in nets.held_for_gradients(net, shape[1:])
+    )
+    held = kept + model * (1 if optimizer == "sgd" else 3)
+    return StepMemory(held, held + model * (2 if optimizer == "sgd" else 1) + 2 * largest)
 
 
 def device_of(name: str, key: str) -> torch.device:

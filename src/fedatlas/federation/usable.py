@@ -91,11 +91,11 @@ def require_members(
         if member.net not in forms:
             net = shapes(member.net)
             forms[member.net] = shapes_of(net)
-            largest = nets.count_outputs(net, sample)[1] if member.net == "main" else 0
+            largest = nets.held_for_gradients(net, sample)[1] if member.net == "main" else 0
             n = sum(parameter.numel() for parameter in net.parameters())
             what = f"{source}: a net of {n:,} parameters on a sample of {'×'.join(map(str, sample))}"
             remedy = "it is not the federation that this model was trained with, or this machine is too small"
-            require_memory(n_bytes(forms[member.net]) + 4 * largest, what, remedy, FederationError, device)
+            require_memory(n_bytes(forms[member.net]) + largest, what, remedy, FederationError, device)
         held = member.model.values() if isinstance(member.model, Mapping) else [None]
         if not all(isinstance(value, Tensor) for value in held):
             raise RunFolderError(f"{source}: holds something else than tensors in the place of a model")

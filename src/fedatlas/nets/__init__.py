@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
@@ -277,36 +278,47 @@ def check_batch(net: nn.Module, batch: int, shape: Sequence[int]) -> None:
         net.train(mode)
 
 
-def _on_shapes(net: nn.Module, shape: Sequence[int]) -> Any:
-    """What a net gives for an input of a shape, without values: nothing is computed."""
-    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
-    shapes = {name: torch.empty_like(value, device="meta") for name, value in tensors.items()}
-    with torch.no_grad():
-        return functional_call(net, shapes, (torch.empty(*shape, device="meta"),))
+def held_for_gradients(net: nn.Module, shape: Sequence[int]) -> tuple[int, int]:
+    """Bytes that training in float32 keeps of one sample [I, *S] until its gradients are computed, beside the weights, and
+    those of the largest tensor among them. Runs the net on shapes only: nothing is computed. Raises FederationError for a
+    sample that the net cannot take, or that no memory holds."""
+    weights, held = _shapes_of(net, gradients=True), {}
+    own = {id(storage): storage for storage in (value.untyped_storage() for value in weights.values())}
 
+    def keep(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        if id(storage) not in own:
+            held[id(storage)] = storage
+        return value
 
-def count_outputs(net: nn.Module, shape: Sequence[int]) -> tuple[int, int]:
-    """The numbers that all modules of a net give for one sample [I, *S] in training, and those of the largest output.
-    Runs the net on shapes only: nothing is computed. Raises FederationError for a sample that no memory holds."""
-    sizes: list[int] = []
-
-    def count(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            sizes.append(output.numel())
-
-    hooks = [m.register_forward_hook(count) for m in net.modules() if not any(True for _ in m.children())]
     mode = net.training
+    two = torch.empty(2, *shape, device="meta")  # of one, batch norm may be left with one value each
     try:
-        _on_shapes(net.train(), (2, *shape))  # two: batch norm may be left with one value each
+        with torch.enable_grad(), saved_tensors_hooks(keep, lambda value: value):
+            functional_call(net.train(), weights, (two,))
     except (RuntimeError, ValueError) as error:
         raise FederationError(
             f"net {type(net).__name__}: fails for an input of shape {list(shape)}: {str(error).splitlines()[0]}"
         ) from None
     finally:
         net.train(mode)
-        for hook in hooks:
-            hook.remove()
+    sizes = [storage.nbytes() for storage in held.values()]
     return sum(sizes) // 2, max(sizes, default=0) // 2
+
+
+def _on_shapes(net: nn.Module, shape: Sequence[int]) -> Any:
+    """What a net gives for an input of a shape, without values: nothing is computed."""
+    with torch.no_grad():
+        return functional_call(net, _shapes_of(net), (torch.empty(*shape, device="meta"),))
+
+
+def _shapes_of(net: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
+    """The parameters and buffers of a net without values. gradients: do parameters that train have them?"""
+    tensors = dict(net.named_parameters()) | dict(net.named_buffers())
+    return {
+        name: torch.empty_like(value, device="meta").requires_grad_(gradients and value.requires_grad)
+        for name, value in tensors.items()
+    }
 
 
 __all__ = [
@@ -320,8 +332,8 @@ __all__ = [
     "check_level",
     "check_output",
     "check_patch",
-    "count_outputs",
     "get",
+    "held_for_gradients",
     "names",
     "net_of",
     "register",
