@@ -496,10 +496,13 @@ def test_what_a_site_says_in_its_hello(change: dict[str, Any], reason: str | Non
         ({"channels": None}, "channels"),
         ({"channels": True}, "channels"),
         ({"channels": 10**9}, "channels"),
+        ({"channel_names": ["T1"]}, None),
+        ({"channel_names": "T1"}, "channel_names"),
+        ({"channel_names": ["=cmd|x"]}, "a spreadsheet takes for a formula"),
     ],
 )
 def test_what_a_site_says_of_its_data(change: dict[str, Any], reason: str | None) -> None:
-    found = problem_of_layout("b", {"brings": {"b": ["liver"]}, "channels": 1} | change)
+    found = problem_of_layout("b", {"brings": {"b": ["liver"]}, "channels": 1, "channel_names": []} | change)
     assert found is None if reason is None else reason in str(found), found
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from runs import phantom_federation
 
+from fedatlas.core.errors import FederationError
 from fedatlas.core.tensors import tensors_of
+from fedatlas.federation.across import _agreed
 from fedatlas.federation.deploy import News, write_shared
 from fedatlas.federation.design import Experiment, versions
 from fedatlas.federation.facts import problem_of_join
@@ -24,6 +26,7 @@ from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import wire
 from fedatlas.transport.egress import Asked, Declaration, largest
 from fedatlas.transport.frames import Question, question_of
+from fedatlas.transport.rounds import RunFolder
 from fedatlas.transport.store import guard_data
 
 NAMES = ["background", "liver", "spleen", "kidney", "tumour"]
@@ -92,6 +95,28 @@ def test_a_label_that_the_file_does_not_name_never_leaves(phantom, tmp_path) -> 
     assert "Miller" not in (tmp_path / "state" / "egress.jsonl").read_text()
     clean = Desk(phantom, tmp_path / "clean", labels={"names": NAMES})
     assert set(clean.layout()["value"]["facts"]["brings"]["s0"]) <= set(NAMES)
+
+
+def test_channels_in_another_order_at_another_hospital_are_refused(phantom, tmp_path) -> None:
+    own = Desk(phantom, tmp_path, labels={"names": NAMES})
+    here = own.layout()["value"]["facts"]
+    assert here["channel_names"] == ["CT"]
+    two = here | {"channels": 2, "channel_names": ["T1", "T2"]}
+    told: list[str] = []
+
+    def agreed(**other: Any) -> None:
+        layouts = {"s0": two, "s1": two | {"brings": {"s1": []}} | other}
+        _agreed(own.desk.federation, RunFolder(tmp_path / "run"), layouts, None, told.append)
+
+    with pytest.raises(
+        FederationError, match="site s1: its channels are t2, T1, and those of site s0 are T1, T2"
+    ):
+        agreed(channel_names=["t2", "T1"])
+    agreed()
+    agreed(channel_names=[])
+    assert not told
+    agreed(channel_names=["T1", "FLAIR"])
+    assert "site s1: its channels are T1, FLAIR" in told[0]
 
 
 def test_a_hello_does_not_wait_for_the_data(phantom, tmp_path) -> None:

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from fedatlas.core.errors import FedAtlasError, FederationError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.data.checks import check_channels
 from fedatlas.federation.deploy import Tell, adapter, init, read_kit
 from fedatlas.federation.design import POOLED, Design, cache_folder, data_path, space_of, versions
 from fedatlas.federation.facts import other_versions, problem_of_hello, problem_of_join, problem_of_layout
@@ -247,7 +248,7 @@ def join(
         dropping = federation.faults.on_lost == "drop" and not before
         clients.faults = replace(federation.faults, on_lost="stop") if dropping else federation.faults
         layouts = _listed(clients, clocks, federation, tell)
-        space, agreement = _agreed(federation, folder, layouts, before)
+        space, agreement = _agreed(federation, folder, layouts, before, tell)
         clients.about = agreement
         begins = not folder.complete()
         own = {site: {"ahead": clocks[site]} if clocks[site] else {} for site in layouts}
@@ -336,12 +337,18 @@ def _agreed(
     folder: RunFolder,
     layouts: Mapping[str, Mapping[str, Any]],
     before: Mapping[str, Any] | None,
+    tell: Tell,
 ) -> tuple[LabelSpace, dict[str, Any]]:
-    """The classes of the run, and what all sites are told of it. before: run.json of a run that is resumed."""
+    """The classes of the run, and what all sites are told of it. before: run.json of a run that is resumed. Raises FederationError
+    where the channels of two sites differ in number, or by their names in order."""
     channels = {site: facts["channels"] for site, facts in layouts.items()}
     if len(set(channels.values())) > 1:
         counts = ", ".join(f"{site}: {n}" for site, n in sorted(channels.items()))
         raise FederationError(f"the sites' images have different numbers of channels ({counts})")
+    for problem in check_channels({site: facts["channel_names"] for site, facts in layouts.items()}):
+        if problem.fatal:
+            raise FederationError(str(problem))
+        tell(str(problem))
     if before:
         space = LabelSpace.from_plain(before["labels"])
     else:

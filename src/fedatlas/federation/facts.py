@@ -53,10 +53,11 @@ class Hello(Installed):
 
 
 class Layout(_Facts):
-    """What `SiteDesk.layout` tells. brings: site -> names of its labels."""
+    """What `SiteDesk.layout` tells. brings: site -> names of its labels; channel_names: of all channels, or none."""
 
     brings: Annotated[dict[Text, list[Text]], Field(min_length=1)]
     channels: Annotated[int, Field(ge=1, le=1024)]
+    channel_names: Annotated[list[Text], Field(max_length=1024)]
 
 
 class Cases(_Facts):

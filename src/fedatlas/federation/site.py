@@ -227,12 +227,14 @@ class SiteDesk:
 
     @at_site
     def layout(self, site: Any, hash: str) -> dict[str, Any]:
-        """Names of the labels that this site brings, and the channels of its images. That its data are listed may take
+        """Names of the labels that this site brings, and the number and names of the channels of its images. That its data are listed may take
         long, as where every slice is a file. hash: of the federation file that the server runs."""
         self._require_agreed(hash)
         indexes = self._own_layout()
         brings = {index.name: self._brought(index) for index in indexes}
-        return {"facts": {"brings": brings, "channels": indexes[0].channels}}
+        channels, names = indexes[0].channels, list(indexes[0].channel_names)
+        named = names if len(names) == channels else []
+        return {"facts": {"brings": brings, "channels": channels, "channel_names": named}}
 
     def _brought(self, index: Any) -> list[str]:
         """Names of labels that a site brings: where the file names the classes, those alone, whatever else its tables hold. Raises
