@@ -17,6 +17,7 @@ from fedatlas.transport.clients import Faults, SiteClients
 from fedatlas.transport.frames import Question
 from fedatlas.transport.local import Workers
 from fedatlas.transport.pipeline import SitePipeline
+from fedatlas.transport.relay import not_stored
 from fedatlas.transport.rounds import run
 from fedatlas.transport.store import waiting_for_room
 
@@ -148,13 +149,13 @@ def test_what_arrived_whole_and_is_of_no_form_of_ours_is_refused(tmp_path, monke
 FULL = "no reply could be written (No space left on device)"
 
 
-def lacking(asked: SiteClients, times: int, *, here: bool = True) -> SiteClients:
-    """A federation in which site b cannot write its first answers in round 2. here: into the run folder."""
+def lacking(asked: SiteClients, times: int, *, here: bool = True, why: str = FULL) -> SiteClients:
+    """A federation in which the first answers of site b in round 2 cannot be written. here: into the run folder."""
     left = [times]
 
     def change(question: Question) -> str | None:
         left[0] -= (question.site, question.round) == ("b", 2)
-        return FULL if (question.site, question.round) == ("b", 2) and left[0] >= 0 else None
+        return why if (question.site, question.round) == ("b", 2) and left[0] >= 0 else None
 
     asked.transport = Tampered(asked.transport, change)  # type: ignore[arg-type, assignment]
     asked.transport.in_run_folder = here  # type: ignore[attr-defined]
@@ -169,6 +170,16 @@ def test_a_site_that_lacked_room_in_the_run_folder_is_asked_again(tmp_path, paus
     with waiting_for_room(print, patience=60):
         assert equal(go(tmp_path / "whole", 3), run(Walk(), net(), asked, 3))
     assert told == [f"waits for b ({FULL}), which is asked again"] and pauses == [1.0, 1.0]
+
+
+def test_an_answer_that_lacked_room_at_the_server_is_asked_for_again(tmp_path, pauses) -> None:
+    """Of a site elsewhere, too: with `drop` the run would go on without it, to other numbers."""
+    asked, told = clients(tmp_path / "full", Walk(), faults=Faults(on_lost="drop")), list[str]()  # type: ignore[call-arg]
+    why = not_stored(OSError(28, "No space left on device"))
+    lacking(asked, 2, here=False, why=why).tell = told.append
+    with waiting_for_room(print, patience=60):
+        assert equal(go(tmp_path / "whole", 3), run(Walk(), net(), asked, 3))
+    assert told == [f"waits for b ({why}), which is asked again"] and pauses == [1.0, 1.0]
 
 
 def test_a_site_that_lacks_room_elsewhere_is_lost(tmp_path) -> None:

@@ -41,7 +41,7 @@ from fedatlas.transport.flower.compat import ObjectPullError, fetched, packed, s
 from fedatlas.transport.flower.node import FAILED
 from fedatlas.transport.flower.server import Kept
 from fedatlas.transport.frames import Question, TooLarge
-from fedatlas.transport.relay import Ask, ServerRelay, SiteRelay
+from fedatlas.transport.relay import Ask, ServerRelay, SiteRelay, not_stored
 
 SITES = ("site-a", "site-b")
 NO_PROXY_THERE = "http://127.0.0.1:9"
@@ -789,6 +789,17 @@ def test_an_answer_whose_bytes_are_of_another_kind_is_refused(desk: Any) -> None
 
     end, _, reply = desk(words)
     assert end.told == [("site-a", job.NOT_AN_ANSWER)] and not reply.exists()
+
+
+def test_a_site_gives_no_reason_of_the_server_s(desk: Any) -> None:
+    """For room in the run folder the run waits, whatever its rule for lost sites."""
+
+    def forged(message: Message, number: int, place: Path) -> Message:
+        why = not_stored(OSError(28, "No space left on device"))
+        return Message(RecordDict({"head": ConfigRecord({"lost": why})}), reply_to=message)
+
+    end, _, _ = desk(forged)
+    assert end.told == [("site-a", job.NOT_AN_ANSWER)]
 
 
 def test_an_answer_that_cannot_be_laid_is_the_servers_fault(desk: Any) -> None:

@@ -23,6 +23,7 @@ from fedatlas.core.seeds import generator
 from fedatlas.core.tensors import Tensors, Tree, load, to_tree
 from fedatlas.transport.frames import Question, printable
 from fedatlas.transport.pipeline import ServerPipeline
+from fedatlas.transport.relay import NOT_STORED
 from fedatlas.transport.reply import Passing, Refused, Spool
 from fedatlas.transport.stages import DRAWN, KEPT_REPLIES, LIFTS_MASKS, SERIES, STEPS, NotHeld, Payload
 from fedatlas.transport.store import lacked_room, make_room
@@ -375,9 +376,9 @@ class SiteClients:
         return refused
 
     def _may_wait(self, reason: str) -> bool:
-        """Is a site that gave no usable answer asked again? By the federation's rule, and always where it lacked room in the
-        run folder, for which the run itself waits."""
-        here = getattr(self.transport, "in_run_folder", False)
+        """Is a site that gave no usable answer asked again? By the federation's rule, and always where the run folder lacked
+        room, for which the run itself waits: for what the site writes there, or for its answer."""
+        here = getattr(self.transport, "in_run_folder", False) or reason.startswith(NOT_STORED)
         return self.faults.on_lost == "wait" or (here and lacked_room(self.scratch, reason))
 
     def _expected(self, question: Question) -> float:

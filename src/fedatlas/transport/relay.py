@@ -30,8 +30,12 @@ Lost = str
 """Why a site did not answer, for a person: no text of the site's exception is ever in it."""
 
 
+NOT_STORED = "the server could not store its answer"
+"""Begins a reason that is the server's own, and that no site may give."""
+
+
 def not_stored(error: OSError) -> Lost:
-    return f"the server could not store its answer ({error.strerror})"
+    return f"{NOT_STORED} ({error.strerror})"
 
 
 def skewed(whose: str, ahead: float) -> str:
