@@ -135,7 +135,19 @@ def test_csv_values_that_are_none_are_told_by_line(tmp_path: Path, value: str) -
     listing = listed(csv_table, "north", tmp_path, CsvForm(patient="file", classes=("Nodule",)), NONE)
     [problem] = listing.problems
     assert list(by_name(listing)) == ["a"] and problem.fatal and problem.file == "labels.csv, line 3"
-    assert f"column 'Nodule' holds {value!r}; allowed: 1 present" in problem.what
+    assert f"column 'Nodule' holds {value!r}; allowed: 1 (or True) present" in problem.what
+
+
+def test_csv_marks_may_be_written_as_statistics_programs_do(tmp_path: Path) -> None:
+    spelled = {"1": 1, "1.0": 1, "True": 1, "TRUE": 1, "0": 0, "0.00": 0, "false": 0, "": None, "NaN": None}
+    rows = [(f"{number}.png", text) for number, text in enumerate(spelled)]
+    table(tmp_path / "labels.csv", [("file", "Nodule"), *rows])
+    for name, _ in rows:
+        picture(tmp_path / name)
+    listing = listed(csv_table, "north", tmp_path, CsvForm(patient="file"), NONE)
+    assert not texts(listing.problems, fatal=True)
+    read = [1 if case.present else 0 if case.absent else None for case in listing.cases]
+    assert read == list(spelled.values())
 
 
 def test_csv_classes_by_name_and_no_finding(tmp_path: Path) -> None:
@@ -176,7 +188,7 @@ def test_csv_errors_name_file_line_column_value_and_what_is_allowed(site: Path) 
     assert len(listing.cases) == 4
     found = texts(listing.problems, fatal=True).splitlines()
     assert found[0].startswith("site north: labels.csv: line 10: 2 columns, where the header has 5")
-    allowed = "1 present, 0 absent, -1 uncertain, empty not annotated"
+    allowed = "1 (or True) present, 0 (or False) absent, -1 uncertain, empty not annotated"
     assert f"labels.csv, line 6: column 'Effusion' holds 'yes'; allowed: {allowed}" in found[1]
     assert "line 7: column 'patient' holds ''; allowed: a name or number" in found[2]
     assert "line 8: column 'file' holds ''; allowed: the path of an image" in found[3]

@@ -123,7 +123,7 @@ def test_findings_of_a_table(tmp_path: Path) -> None:
     for number in range(3):
         picture(tmp_path / "images" / f"p{number}.png", anatomy(number)[0])
     table = tmp_path / "findings.csv"
-    table.write_text("case,effusion,nodule\np0,1,0\np1,,1\n")
+    table.write_text("case,effusion,nodule\np0,1.0,False\np1,,true\n")
     index = index_of(tmp_path, reading={"findings": "findings.csv"})
     assert index.findings == ("effusion", "nodule") and index.names == ("background",)
     assert [case.findings for case in index.cases] == [

@@ -12,12 +12,10 @@ from fedatlas.core.errors import DataError, FedAtlasError, FederationError
 from fedatlas.core.options import from_dict
 from fedatlas.data import datasets
 from fedatlas.data.datasets.chestxray14 import CLASSES, FILE, FINDINGS, NOTHING, PATIENT
-from fedatlas.data.datasets.shared.findings import empty, read_table
+from fedatlas.data.datasets.shared.findings import empty, is_mark, read_table
 from fedatlas.data.datasets.shared.listing import Splitting
 from fedatlas.data.index import AUTO, Reference, SiteConfig, SiteIndex, read_image_site, read_site
 
-MARKS = ("0", "1", "-1", "0.0", "1.0", "-1.0")
-"""What the cells of a column of findings may hold, beside nothing."""
 PATIENT_NAME = re.compile(
     r"(?<!in)(?<!out)(patient|subject)('?s)?[ _-]*(id|no|nr|number|name|key|uid|code|pseudonym)?$", re.I
 )
@@ -230,7 +228,7 @@ def _columns(
     known = {"patient": patient, "patient_in": patient_in, "split": split, "no_finding": nothing}
     reading |= {key: value for key, value in known.items() if value}
     rest = [name for name in rest if name not in (patient, split, nothing)]
-    classes = [name for name in rest if held[name] <= set(MARKS) and not _demographic(name)]
+    classes = [name for name in rest if all(map(is_mark, held[name])) and not _demographic(name)]
     if not classes:
         return None
     ignored = [name for name in rest if name not in classes]

@@ -14,7 +14,9 @@ from fedatlas.data.datasets.shared.findings import (
     Row,
     empty,
     find_images,
+    is_mark,
     listing,
+    mark,
     read_table,
     split_patients,
 )
@@ -85,7 +87,7 @@ _SPLITS: Mapping[str, Split] = {
 
 
 def read(layout: Layout) -> Listing:
-    """A case for each row. Values may be written 1.0, 0.0, -1.0.
+    """A case for each row. Values are those of `mark`.
 
     With neither `patient` nor `patient_in` every image is its own patient, and a note says so. Where the table gives no test or no
     validation cases, `splitting` draws them. A row that cannot be read, or whose file is missing, is a problem; an
@@ -111,7 +113,8 @@ def read(layout: Layout) -> Listing:
     bad: list[Problem] = []
     twice: list[Problem] = []
     gone: list[Problem] = []
-    open_cells = sum(row.values[name] in ("-1", "-1.0") for row in rows for name in classes)
+    cells = [row.values[name] for row in rows for name in classes]
+    open_cells = sum(is_mark(cell) and mark(cell) == -1 for cell in cells)
     if open_cells:
         meaning = {"ignore": "not annotated", "ones": "present", "zeros": "absent"}[form.uncertain]
         what = (
@@ -189,16 +192,14 @@ def _csv_case(
     for column in [*classes, *([form.no_finding] if form.no_finding else [])]:
         text = row.values[column]
         try:
-            number = None if empty(text) else float(text)
+            number = mark(text)
         except ValueError:
-            number = 2.0
-        if number not in (None, 0, 1, -1):
             wrong(
                 column,
-                "1 present, 0 absent, -1 uncertain, empty not annotated; other columns go into `ignored`",
+                "1 (or True) present, 0 (or False) absent, -1 uncertain, empty not annotated; other columns go into `ignored`",
             )
             continue
-        values[column] = marks[form.uncertain] if number == -1 else None if number is None else int(number)
+        values[column] = marks[form.uncertain] if number == -1 else number
     if faults or split is None:
         return None, faults
     if form.no_finding and values[form.no_finding] == 1:

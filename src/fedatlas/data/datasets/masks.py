@@ -12,7 +12,7 @@ from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import BACKGROUND
 from fedatlas.core.options import option, options
 from fedatlas.data.datasets import DataSet
-from fedatlas.data.datasets.shared.findings import empty, read_table
+from fedatlas.data.datasets.shared.findings import empty, is_mark, mark, read_table
 from fedatlas.data.datasets.shared.listing import Layout, Listing, Problem, Split, shown, some
 from fedatlas.data.datasets.shared.pictures import files_in, picture_case, table_of
 
@@ -144,10 +144,10 @@ def _findings(
     known = set(pictures)
     for row in rows:
         case, values = row.values["case"], {name: row.values[name] for name in names}
-        odd = next((n for n, v in values.items() if not empty(v) and v not in ("0", "1", "0.0", "1.0")), None)
+        odd = next((n for n, v in values.items() if not is_mark(v) or mark(v) == -1), None)
         what = ""
         if odd is not None:
-            what = f"column {odd!r} holds {values[odd]!r}; allowed: 1 present, 0 absent, empty not annotated"
+            what = f"column {odd!r} holds {values[odd]!r}; allowed: 1 (or True) present, 0 (or False) absent, empty not annotated"
         elif case not in known:
             what = f"names the case {case!r}, which has no picture in {form.images}"
         elif case in told:
@@ -156,7 +156,7 @@ def _findings(
             where = f"{form.findings}, line {row.line}"
             wrong.append(Problem(layout.site, where, what, "correct the row, or take it out"))
             continue
-        told[case] = tuple((n, v.startswith("1")) for n, v in values.items() if not empty(v))
+        told[case] = tuple((n, mark(v) == 1) for n, v in values.items() if not empty(v))
     problems += some(wrong, f"rows of {form.findings}")
     return told, names
 

@@ -102,6 +102,30 @@ def empty(text: str) -> bool:
     return text == "" or text.lower() == "nan"
 
 
+_MARKS: Mapping[str, int] = {"true": 1, "false": 0}
+
+
+def mark(text: str) -> int | None:
+    """What a cell of a column of findings says: 1 present, 0 absent, -1 uncertain, None where it is left open. 1.0 and True, as
+    statistics programs write them, are 1. Raises ValueError for anything else."""
+    if empty(text):
+        return None
+    number = _MARKS.get(text.lower())
+    number = float(text) if number is None else number
+    if number not in (0, 1, -1):
+        raise ValueError(f"{text!r} is no mark")
+    return int(number)
+
+
+def is_mark(text: str) -> bool:
+    """May a column of findings hold this?"""
+    try:
+        mark(text)
+    except ValueError:
+        return False
+    return True
+
+
 # ---------------------------------------------------------------------------------------------------- files
 
 
