@@ -377,6 +377,13 @@ class _Held(TorchDispatchMode):
         ("crld_unet", {"width": 8, "levels": 3}, 2, "sgd"),
         ("deeplabv3plus", {}, 2, "sgd"),
         ("densenet121", {}, 2, "adamw"),
+        ("dodnet", {"filters": [8, 16, 32]}, 3, "sgd"),
+        ("menunet", {"width": 4, "levels": 3}, 3, "sgd"),
+        ("cond_unet", {"width": 8, "levels": 3}, 2, "adamw"),
+        ("kim_unet", {"filters": [8, 16]}, 3, "sgd"),
+        ("ufps_unet", {"width": 8, "levels": 3}, 2, "sgd"),
+        ("organ_heads", {}, 2, "sgd"),
+        ("cnn", {}, 2, "sgd"),
     ],
 )
 def test_the_memory_of_a_step_is_what_its_tensors_take(

@@ -9,6 +9,7 @@ import stat
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fedatlas.core.tensors import tensors_of
 from fedatlas.federation.across import _agreed
 from fedatlas.federation.deploy import News, write_shared
 from fedatlas.federation.design import Experiment, versions
-from fedatlas.federation.facts import problem_of_join
+from fedatlas.federation.facts import names_of_channels, problem_of_join
 from fedatlas.federation.file import Federation, hash_of, parse_federation, resolved, shareable
 from fedatlas.federation.site import Agreement, Pseudonyms, SiteDesk
 from fedatlas.phantoms.organs import write_phantom
@@ -101,6 +102,8 @@ def test_channels_in_another_order_at_another_hospital_are_refused(phantom, tmp_
     own = Desk(phantom, tmp_path, labels={"names": NAMES})
     here = own.layout()["value"]["facts"]
     assert here["channel_names"] == ["CT"]
+    named = SimpleNamespace(named_channels=("T1", "=T2"))
+    assert names_of_channels(named) == []  # type: ignore[arg-type]  # a server would refuse the whole answer
     two = here | {"channels": 2, "channel_names": ["T1", "T2"]}
     told: list[str] = []
 

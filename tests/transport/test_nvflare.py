@@ -498,6 +498,15 @@ class Told:
         self.told.append((site, reason))
 
 
+def test_a_site_gives_no_reason_of_the_server_s() -> None:
+    """For room in the run folder the run waits, whatever its rule for lost sites."""
+    from fedatlas.transport.relay import NOT_AN_ANSWER, not_stored, said_by_site
+
+    assert said_by_site(not_stored(OSError(28, "No space left on device"))) == NOT_AN_ANSWER
+    assert said_by_site("\n" + not_stored(OSError(28, "No space left on device"))) == NOT_AN_ANSWER
+    assert said_by_site("the site's own\x1b process has gone") == "the site's own process has gone"
+
+
 def test_an_answer_that_the_server_cannot_store_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

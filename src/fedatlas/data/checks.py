@@ -400,7 +400,7 @@ def _untrained(indexes: Sequence[SiteIndex]) -> list[Problem]:
 
 def check_channels(names: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
     """Sites that name their channels otherwise than another: fatal where only their order differs. names: site -> its names,
-    as `Listing.channel_names`."""
+    as `SiteIndex.named_channels`."""
     for site, other, turned in channels_apart(names.items()):
         own, theirs = (", ".join(names[name]) for name in (site, other))
         what = f"its channels are {own}, and those of site {other} are {theirs}"
@@ -504,10 +504,11 @@ def _between_scans(indexes: Sequence[SiteIndex], space: LabelSpace) -> list[Prob
         if index.channels != indexes[0].channels:
             what = f"{index.channels} image channels, but site {indexes[0].name} has {indexes[0].channels}"
             found.append(Problem(index.name, "", what, "all sites of a federation have the same channels"))
-    names = {
-        index.name: index.channel_names for index in indexes if len(index.channel_names) == index.channels
-    }
-    found += [*check_channels(names), *_untrained(indexes), *_untaught(space, annotated)]
+    found += [
+        *check_channels({index.name: index.named_channels for index in indexes}),
+        *_untrained(indexes),
+        *_untaught(space, annotated),
+    ]
     for name, c in zip(space.findings, space.finding_of, strict=True):
         if name not in told and c not in annotated:
             own = [f"{i.name}: {', '.join(i.used_findings)}" for i in indexes if i.trains and i.used_findings]

@@ -227,6 +227,11 @@ class SiteIndex:
     channel_names: tuple[str, ...] = ()
 
     @property
+    def named_channels(self) -> tuple[str, ...]:
+        """The names of all its channels, in their order; () where its table does not name all of them."""
+        return self.channel_names if len(self.channel_names) == self.channels else ()
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The label names of its classes, in the file's order; of a table of voxels with the background."""
         return tuple(self.table) if self.level == "voxel" else self.findings

@@ -118,8 +118,9 @@ def _model_of(file: Path, tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes of the tensors that a training step of one net holds, beside the libraries and what these work with. least: values, the moments
-    of Adam, and what is kept for the gradients; likely: the gradients, the momentum, and two of the largest tensors in work, too."""
+    """Bytes of the tensors that a training step of one net holds, without the libraries and their workspace. least: the weights, both
+    moments of Adam, and what is kept for the gradients; likely: also the gradients, the momentum of SGD, and two of the largest
+    tensors."""
 
     least: int
     likely: int
@@ -135,8 +136,9 @@ def step_memory(
         shape[0] * size // (1 if precision == "float32" else 2)
         for size in nets.held_for_gradients(net, shape[1:])
     )
-    held = kept + model * (1 if optimizer == "sgd" else 3)
-    return StepMemory(held, held + model * (2 if optimizer == "sgd" else 1) + 2 * largest)
+    least = kept + model * (1 if optimizer == "sgd" else 3)
+    gradients = model * (2 if optimizer == "sgd" else 1)  # and the momentum of SGD, which may be 0
+    return StepMemory(least, least + gradients + 2 * largest)
 
 
 def device_of(name: str, key: str) -> torch.device:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from fedatlas.core.errors import FedAtlasError
 from fedatlas.core.labels import LabelSpace
+from fedatlas.data.index import SiteIndex
 from fedatlas.federation.usable import DECIDING
 from fedatlas.transport.egress import problem_of_text
 
@@ -52,8 +53,15 @@ class Hello(Installed):
     clock: Annotated[float, Field(ge=0, le=1e11)]
 
 
+def names_of_channels(index: SiteIndex) -> list[str]:
+    """What a site calls the channels of its images, as others may be told: all of them, or [] where one has no name, or none that
+    is one short line."""
+    names = list(index.named_channels)
+    return [] if any(map(problem_of_text, names)) else names
+
+
 class Layout(_Facts):
-    """What `SiteDesk.layout` tells. brings: site -> names of its labels; channel_names: of all channels, or none."""
+    """What `SiteDesk.layout` tells. brings: site -> names of its labels; channel_names: see `names_of_channels`."""
 
     brings: Annotated[dict[Text, list[Text]], Field(min_length=1)]
     channels: Annotated[int, Field(ge=1, le=1024)]

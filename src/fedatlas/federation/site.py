@@ -27,7 +27,7 @@ from fedatlas.core.labels import LabelSpace, SiteLabels
 from fedatlas.data.index import naming_of
 from fedatlas.federation import design as build
 from fedatlas.federation.design import POOLED, Experiment, egress_log
-from fedatlas.federation.facts import other_versions
+from fedatlas.federation.facts import names_of_channels, other_versions
 from fedatlas.federation.file import (
     Federation,
     flat_difference,
@@ -227,14 +227,14 @@ class SiteDesk:
 
     @at_site
     def layout(self, site: Any, hash: str) -> dict[str, Any]:
-        """Names of the labels that this site brings, and the number and names of the channels of its images. That its data are listed may take
-        long, as where every slice is a file. hash: of the federation file that the server runs."""
+        """Names of the labels that this site brings, and of the channels of its images, with their number. That its data are
+        listed may take long, as where every slice is a file. hash: of the federation file that the server runs."""
         self._require_agreed(hash)
         indexes = self._own_layout()
         brings = {index.name: self._brought(index) for index in indexes}
-        channels, names = indexes[0].channels, list(indexes[0].channel_names)
-        named = names if len(names) == channels else []
-        return {"facts": {"brings": brings, "channels": channels, "channel_names": named}}
+        first = indexes[0]
+        channels = {"channels": first.channels, "channel_names": names_of_channels(first)}
+        return {"facts": {"brings": brings, **channels}}
 
     def _brought(self, index: Any) -> list[str]:
         """Names of labels that a site brings: where the file names the classes, those alone, whatever else its tables hold. Raises

@@ -26,8 +26,7 @@ from fedatlas.data.formats.picture import PictureError, read_picture
 from fedatlas.data.index import SiteConfig, SiteIndex, naming_of
 from fedatlas.data.reading import Label, Raw, read_case, read_unlabelled
 from fedatlas.data.transforms import Preprocessing, geometry_of
-from fedatlas.federation.facts import Count, Text
-from fedatlas.transport.egress import problem_of_text
+from fedatlas.federation.facts import Count, Text, names_of_channels
 
 ABOUT = (
     "What FedAtlas found in the data of one site, to plan a federation with. This file holds the names of labels, numbers of "
@@ -171,7 +170,7 @@ def _described(
         format=config.format,
         reading=config.reading,
         reference=config.reference is not None,
-        channels=seen.channels() or _channel_names(index),
+        channels=seen.channels() or names_of_channels(index) or [""] * index.channels,
         cases={split: splits.count(split) for split in ("train", "validation", "test")},
         patients=len({case.patient for case in index.cases}),
         labels=seen.labels(cases),
@@ -203,14 +202,6 @@ def _kind(config: SiteConfig, index: SiteIndex) -> Literal["volumes", "masks", "
         return "findings"
     pictures = config.format == "masks" or any(case.masks and not case.series for case in index.cases)
     return "masks" if pictures else "volumes"
-
-
-def _channel_names(index: SiteIndex) -> list[str]:
-    """What the site calls the channels, "" for each where it does not."""
-    names = index.channel_names
-    if len(names) == index.channels and not any(map(problem_of_text, names)):
-        return list(names)
-    return [""] * index.channels
 
 
 def _findings(index: SiteIndex, cases: Sequence[Case]) -> dict[str, Named]:

@@ -34,6 +34,15 @@ NOT_STORED = "the server could not store its answer"
 """Begins a reason that is the server's own, and that no site may give."""
 
 
+NOT_AN_ANSWER = "its answer is not one to this question"
+
+
+def said_by_site(reason: str) -> Lost:
+    """A reason that came from a site: short, printable, and none of the server's own, for which a run may wait."""
+    said = "".join(c for c in reason[:200] if c.isprintable())
+    return NOT_AN_ANSWER if said.startswith(NOT_STORED) else said
+
+
 def not_stored(error: OSError) -> Lost:
     return f"{NOT_STORED} ({error.strerror})"
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -113,8 +114,8 @@ def read(layout: Layout) -> Listing:
     bad: list[Problem] = []
     twice: list[Problem] = []
     gone: list[Problem] = []
-    cells = [row.values[name] for row in rows for name in classes]
-    open_cells = sum(is_mark(cell) and mark(cell) == -1 for cell in cells)
+    cells = Counter(row.values[name] for row in rows for name in classes)
+    open_cells = sum(count for cell, count in cells.items() if is_mark(cell) and mark(cell) == -1)
     if open_cells:
         meaning = {"ignore": "not annotated", "ones": "present", "zeros": "absent"}[form.uncertain]
         what = (

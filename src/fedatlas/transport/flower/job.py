@@ -26,7 +26,7 @@ from fedatlas.transport.flower import compat
 from fedatlas.transport.flower.compat import ObjectPullError, fetched, packed, sent
 from fedatlas.transport.flower.engine import KIT, SKEW, log_to
 from fedatlas.transport.frames import Question, TooLarge
-from fedatlas.transport.relay import NOT_STORED, Ask, JobEnd, Lost, not_stored
+from fedatlas.transport.relay import NOT_AN_ANSWER, Ask, JobEnd, Lost, not_stored, said_by_site
 
 ABSENT = 90.0
 """Seconds without a site's node after which the site is lost: time for a process to be started again."""
@@ -170,9 +170,6 @@ class Post:
                 node=self.node, run_id=self.run, message_object_id=name
             )
         )
-
-
-NOT_AN_ANSWER = "its answer is not one to this question"
 
 
 class Desk:
@@ -333,10 +330,7 @@ class Desk:
                 raise ValueError("it answers another question")
             if "head" in reply.content:
                 head: Any = reply.content["head"]
-                reason = "".join(c for c in str(head["lost"])[:200] if c.isprintable())
-                if reason.startswith(NOT_STORED):
-                    raise ValueError("it gives a reason of the server's")
-                self._lose(served, put.site, reason)
+                self._lose(served, put.site, said_by_site(str(head["lost"])))
                 return
             if "reply" not in reply.content or not part.exists():
                 raise ValueError("it holds no bytes of an answer")

@@ -34,7 +34,7 @@ from nvflare.fuel.f3.streaming.obj_downloader import ObjectDownloader
 
 from fedatlas.transport.deployment import RELAY
 from fedatlas.transport.frames import Question, TooLarge, question_of
-from fedatlas.transport.relay import Ask, JobEnd, Lost, forward, not_stored
+from fedatlas.transport.relay import Ask, JobEnd, Lost, forward, not_stored, said_by_site
 
 TASK = "ask"
 PIECE = 8 * 1024 * 1024
@@ -222,7 +222,9 @@ class RelayController(Controller):
         if question is None:
             return
         if result.get_return_code() != ReturnCode.OK or "source" not in result:
-            self._close(site, now.ask.number, str(result.get("lost") or result.get_return_code()))
+            self._close(
+                site, now.ask.number, said_by_site(str(result.get("lost") or result.get_return_code()))
+            )
             return
         engine: Any = fl_ctx.get_engine()
         cell = engine.get_cell()
