@@ -121,6 +121,16 @@ def test_a_round_whose_validation_lost_a_site_is_no_swing(tmp_path) -> None:
     assert found["menu"]["rounds"] == [[1, 2, 4]] and found["menu"]["change"] == [0.0]
 
 
+def test_an_arm_whose_every_validation_lost_a_site_hides_no_other(tmp_path) -> None:
+    comparison = menu(tmp_path, layout=dict(PLAIN))
+    for arm in ("localized", "menu"):
+        finish(comparison, arm, 0.5)
+        validate(comparison, arm, [0.5, 0.6])
+    for log in (comparison.path("localized", 0) / "rounds").rglob("log.json"):
+        log.write_text(json.dumps(json.loads(log.read_text()) | {"lacking": ["c1"]}))
+    assert list(curves(comparison, {"localized": [0], "unet": [], "menu": [0]})) == ["menu"]
+
+
 def test_what_counts_in_a_curve_is_what_the_first_arm_knows(tmp_path) -> None:
     """An arm that was given more labels, or fewer, is drawn on the same cells."""
     comparison = menu(tmp_path, layout=dict(PLAIN), measure={"known": False})

@@ -182,6 +182,24 @@ def test_an_answer_that_lacked_room_at_the_server_is_asked_for_again(tmp_path, p
     assert told == [f"waits for b ({why}), which is asked again"] and pauses == [1.0, 1.0]
 
 
+def test_no_site_is_left_out_where_the_servers_storage_fails(tmp_path, pauses) -> None:
+    """A folder that may not be written, or a disk that stays full: with `drop`, the run would go on without the site."""
+    drop = Faults(on_lost="drop", patience=0.5)  # type: ignore[call-arg]
+    for name, error in (
+        ("away", OSError(13, "Permission denied")),
+        ("full", OSError(28, "No space left on device")),
+    ):
+        asked = lacking(clients(tmp_path / name, Walk(), faults=drop), 99, here=False, why=not_stored(error))
+        with (
+            waiting_for_room(print, patience=60),
+            pytest.raises(SiteLost, match="no site is left out for that"),
+        ):
+            run(Walk(), net(), asked, 3)
+    here = lacking(clients(tmp_path / "here", Walk(), faults=drop), 99)
+    with waiting_for_room(print, patience=60), pytest.raises(SiteLost, match="no site is left out for that"):
+        run(Walk(), net(), here, 3)
+
+
 def test_a_site_that_lacks_room_elsewhere_is_lost(tmp_path) -> None:
     with waiting_for_room(print, patience=60), pytest.raises(SiteLost, match="No space left on device"):
         run(Walk(), net(), lacking(clients(tmp_path / "far", Walk()), 2, here=False), 3)

@@ -26,8 +26,8 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
 
     metric: that of the tables, if every arm validates it, else the one that selects the best round. seeds: those that
     are finished; rounds, values: per seed the rounds with a value in whose validation no site was lost, and it: of the global model on the training grid, averaged
-    as the table is, over all sites and the values of site, case and class that the first finished arm has, of `measure.known` (see
-    `Counted`). change:
+    as the table is, over all sites and the values of site, case and class that the first arm with such rounds has, of `measure.known`
+    (see `Counted`). change:
     per seed the mean absolute difference between neighbouring values; fall: the same of steps for the worse alone, all others being 0. A
     steady gain has a change, and no fall. classes: class -> per seed (round, the mean over sites).
     """
@@ -46,7 +46,11 @@ def curves(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[s
             seed: _rows(comparison.path(arm, seed), metric, of_cases(comparison)) for seed in seeds[arm]
         }
         if not counted.seeds:
-            of_all = {seed: chain.from_iterable(of_rounds.values()) for seed, of_rounds in validated.items()}
+            of_all = {
+                seed: chain.from_iterable(of_rounds.values())
+                for seed, of_rounds in validated.items()
+                if of_rounds
+            }
             counted = Counted(of_all, comparison.measure.known)
         for seed, of_rounds in validated.items():
             kept = {

@@ -377,9 +377,17 @@ class SiteClients:
 
     def _may_wait(self, reason: str) -> bool:
         """Is a site that gave no usable answer asked again? By the federation's rule, and always where the run folder lacked
-        room, for which the run itself waits: for what the site writes there, or for its answer."""
-        here = getattr(self.transport, "in_run_folder", False) or reason.startswith(NOT_STORED)
-        return self.faults.on_lost == "wait" or (here and lacked_room(self.scratch, reason))
+        room, for which the run itself waits."""
+        return self.faults.on_lost == "wait" or (
+            self._failed_here(reason) and lacked_room(self.scratch, reason)
+        )
+
+    def _failed_here(self, reason: str) -> bool:
+        """Did the server's own storage fail, and no site? For an answer, or, where sites write into the run folder, because
+        that lacked room."""
+        if reason.startswith(NOT_STORED):
+            return True
+        return getattr(self.transport, "in_run_folder", False) and lacked_room(self.scratch, reason)
 
     def _expected(self, question: Question) -> float:
         """The seconds that a site took over its last call of a function, or over its last call at all; sites that take
@@ -419,11 +427,15 @@ class SiteClients:
             self.watch(site, question.function, record.logs[site], cost)
 
     def _judge(self, function: str, chosen: Sequence[str], answered: int, refused: Sequence[str]) -> None:
-        """Raises SiteLost where the federation's rule is to stop. refused: who is lost for a reason that does not pass."""
+        """Raises SiteLost where the federation's rule is to stop, and where the server's own storage failed, for which no rule
+        leaves a site out. refused: who is lost for a reason that does not pass."""
         if not self.lost:
             return
         reasons = "\n".join(f"  {site}: {reason}" for site, reason in self.lost.items())
         where = f"round {self._round}, {function}"
+        if any(map(self._failed_here, self.lost.values())):
+            rule = "the server's own storage failed; no site is left out for that, whatever faults.on_lost is"
+            raise SiteLost(f"{where}: no answer from\n{reasons}\nComplete rounds are kept. ({rule})")
         if self.faults.on_lost != "drop":
             rule = f"faults.on_lost is {self.faults.on_lost}"
             if self.faults.on_lost == "wait":
