@@ -17,6 +17,7 @@ from runs import phantom_federation
 
 from fedatlas.phantoms.organs import write_phantom
 from fedatlas.transport import local
+from fedatlas.transport.store import DoneWork
 
 torch.set_num_threads(1)
 
@@ -79,6 +80,15 @@ def unsynced() -> Iterator[None]:
     Tests of full disks put their own function there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_taken_from_other_runs() -> Iterator[None]:
+    """Runs of tests share a cache; a test that compares two of them would else read the work of the first in the second.
+    Tests of just that put `runs.FIND` there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DoneWork, "find", lambda self, file: None)
         yield
 
 

@@ -59,6 +59,9 @@ class FakeSite:
         target = torch.randint(0, len(self.labels.space), (batch, 8, 8), generator=rng).to(torch.uint8)
         return Batch(image, target, torch.tensor([self.labels.known] * batch), ["case"] * batch)
 
+    def once(self, what: str, of: Any, make: Callable[[], Any]) -> Any:
+        return make()
+
     def log(self, **numbers: float) -> None:
         self.logged.update(numbers)
 

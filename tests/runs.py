@@ -12,6 +12,10 @@ from fedatlas.federation.session import run_federation
 from fedatlas.phantoms.organs import phantom_sites
 from fedatlas.transport import wire
 from fedatlas.transport.rounds import Round, RunFolder
+from fedatlas.transport.store import DoneWork
+
+FIND = DoneWork.find
+"""What tests are without, see `nothing_taken_from_other_runs` in conftest.py."""
 
 
 def phantom_federation(phantom: Path, cache: Path) -> dict[str, Any]:

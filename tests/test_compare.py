@@ -1342,7 +1342,13 @@ def test_steps_of_teachers_count_in_the_budget_and_in_costs(tmp_path) -> None:
     log = json.loads(file.read_text())
     sites = {site: numbers | {"steps": 300.0} for site, numbers in log["sites"].items()}
     file.write_text(json.dumps(log | {"sites": sites}))
-    assert collect(comparison)["costs"]["kim"]["step_hours"] == found["costs"]["fedavg"]["step_hours"]
+    again = collect(comparison)["costs"]["kim"]
+    assert again["step_hours"] == found["costs"]["fedavg"]["step_hours"]
+    saved = {site: numbers | {"saved_seconds": 1800.0} for site, numbers in sites.items()}
+    file.write_text(json.dumps(log | {"sites": saved}))
+    costs = collect(comparison)["costs"]["kim"]
+    assert costs["site_hours"] == pytest.approx(again["site_hours"] + len(sites) / 2), "as if trained anew"
+    assert costs["server_seconds"] == again["server_seconds"]
 
 
 def test_the_how_to_shows_a_comparison_that_loads(small_images, tmp_path) -> None:

@@ -556,12 +556,14 @@ def test_what_a_site_cost_is_over_the_rounds_that_it_took_part_in(finished: Path
         entry(1, {"a": whole, "b": {"evaluate_seconds": 5.0}}, sites={"a": {"step_seconds": 4.0}}, phases={"round": 1.0}),
         entry(2, {"c": {"seconds": 2.0, "peak_mb": 7.0}}, phases={"round": 2.0, "evaluate": 3.0}),
         entry(3, {"a": {"seconds": 30.0}}, sites={"a": {"step_seconds": 6.0}}, phases={"evaluate": float("nan")}),
+        entry(4, {"e": {"seconds": 1.0}}, sites={"e": {"step_seconds": 4.0, "saved_seconds": 7.0}}),
     )  # fmt: skip
     run = replace(read.read(finished), rounds=rounds)
     assert tables.site_cost(run, "a") == (2, 40.0, 25.0, 4.0, 300.0)
     assert tables.site_cost(run, "b") == (0, 0.0, None, 5.0, None)
     assert tables.site_cost(run, "c") == (1, 2.0, None, None, 7.0)
     assert tables.site_cost(run, "d") is None
+    assert tables.site_cost(run, "e") == (1, 8.0, 50.0, None, None), "work of another run, as if done again"
     assert tables.phase_seconds(run) == {"round": [1.0, 2.0], "evaluate": [3.0]}
 
 

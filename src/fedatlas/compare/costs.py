@@ -26,7 +26,8 @@ def costs(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[st
     formula: `formula_gigabytes`; wire: training messages of all rounds and of the start as they were sent, in GB of 2**30
     bytes; start: those of the start alone; these three are None where a method merges the data. evaluation: messages
     of validation, None where a method merges the data and logs have none, as before 2026-11-28.
-    step_hours: all sites' optimizer steps, None where logs lack those of teachers, as before 2026-11-28; site_hours: all that the sites did for training in the rounds; start_hours:
+    step_hours: all sites' optimizer steps, None where logs lack those of teachers, as before 2026-11-28; site_hours: all that the sites did for training in the rounds, with what it
+    would have been where work of another run was taken from a site's cache; start_hours:
     the same before the first round, as pre-training; *_relative: over the first arm. server_seconds: of the rounds,
     without what sites did; None where sites ran beside each other.
     """
@@ -65,6 +66,8 @@ def _of_run(path: Path, comparison: Comparison, arm: str, seed: int) -> dict[str
     federation = comparison.federations[arm][seed]
     method = make_method(federation)
 
+    saved = sum(site.get("saved_seconds") or 0.0 for log in rounds for site in log["sites"].values())
+
     def steps() -> float | None:
         first = rounds[0]["sites"].values() if rounds else ()
         before = method.steps_before(federation.rounds, len(training))
@@ -95,7 +98,7 @@ def _of_run(path: Path, comparison: Comparison, arm: str, seed: int) -> dict[str
         "start": None if pooled else spent(start, *ways) / GIGABYTE,
         "evaluation": None if pooled and not evaluation else evaluation / GIGABYTE,
         "step_hours": steps(),
-        "site_hours": sites / 3600,
+        "site_hours": (sites + saved) / 3600,
         "start_hours": spent(start, "seconds") / 3600,
         "server_seconds": max(wall - sites, 0.0) if in_turn else None,
     }

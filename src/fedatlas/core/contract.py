@@ -162,6 +162,17 @@ class Site(Protocol):
         The net is left as it was, and no random number is drawn."""
         ...
 
+    def once(
+        self, what: str, of: Mapping[str, Tree], make: "Callable[[], dict[str, Tree]]"
+    ) -> dict[str, Tree]:
+        """What `make()` gives and logs, kept in the site's cache and never sent: the same work at the same place of another run, or
+        of this one after it was killed, is read there and not done again, to the same bits.
+
+        what: a name for the work. of: all that decides it beside the federation's file without its `method` and `rounds`, the
+        site's data, the place of the call in the run and the installation, which are accounted for. The last thing of a call
+        that asks for batches or draws random numbers, and it leaves `memory` alone."""
+        ...
+
     def log(self, **numbers: float) -> None:
         """Numbers for people: they appear in the run's log beside the site's name, and steer nothing."""
         ...

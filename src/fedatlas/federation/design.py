@@ -1,10 +1,11 @@
 """What is built from a federation file: label space, method, nets, and the data of the sites that lie here."""
 
+import hashlib
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fedatlas import nets
+from fedatlas import losses, methods, nets
 from fedatlas.core.contract import functions_of, sends_of
 from fedatlas.core.errors import DataError, FederationError
 from fedatlas.core.labels import LabelSpace
@@ -27,13 +28,23 @@ from fedatlas.data.index import label_space_of, naming_of
 from fedatlas.data.site_data import SiteData, pool
 from fedatlas.evaluation.evaluate import own_score
 from fedatlas.federation import initial as first
-from fedatlas.federation.file import Federation, hash_of, load_federation, make_method, make_terms, selects
+from fedatlas.federation.file import (
+    Federation,
+    hash_of,
+    load_federation,
+    make_method,
+    make_terms,
+    resolved,
+    selects,
+    shareable,
+)
 from fedatlas.federation.tasks import task_of
 from fedatlas.federation.yaml import expanded
 from fedatlas.transport.egress import EgressLog
 from fedatlas.transport.host import Host
 from fedatlas.transport.pipeline import Policy
 from fedatlas.transport.protection import privacy, secure
+from fedatlas.transport.store import DoneWork
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -278,7 +289,7 @@ class Design:
 class Experiment(Design):
     """A design with the data of sites that lie on this machine.
 
-    cache: folder of preprocessed cases. sites: which of the federation's (None: all); space: where not all are
+    cache: folder of preprocessed cases, and of work that sites have done. sites: which of the federation's (None: all); space: where not all are
     here, the label space cannot follow from them. Reads the layout of every site, no voxels.
     """
 
@@ -298,6 +309,7 @@ class Experiment(Design):
         self.indexes = _of_each(lambda site: task.read(federation, site, Path(data_path(site))), chosen)
         space = space or space_of(federation, {index.name: index.brings for index in self.indexes})
         super().__init__(federation, space, self.indexes[0].channels)
+        self.cache = cache
         made = _of_each(lambda index: task.source(federation, index, self.space, cache), self.indexes)
         self.sources: dict[str, SiteData] = {
             index.name: source for index, source in zip(self.indexes, made, strict=True)
@@ -411,8 +423,32 @@ class Experiment(Design):
             threads=self.federation.threads_per_site,
             device=self.federation.engine.device,
             own_score=own_score(self.evaluator, selects(self.federation)),
+            done_work=self._done_work(site),
             **options,
         )
+
+    def _done_work(self, site: str) -> DoneWork | None:
+        """None where others brought methods, nets or losses: of their code it is not known what it hangs on."""
+        if any(others.names() for others in (methods.OTHERS, nets.OTHERS, losses.OTHERS)):
+            return None
+
+        def world() -> dict[str, Any]:
+            federation, source = self.federation, self.training.get(site) or self.sources[site]
+            decides = shareable(resolved(federation))
+            return {
+                "federation": {
+                    key: decides[key] for key in decides if key not in ("name", "method", "rounds")
+                },
+                "labels": self.space.to_plain(),
+                "annotated": sorted(source.labels.annotated),
+                "data": source.fingerprint(),
+                "code": code(),
+                "versions": versions(),
+                "arithmetic": arithmetic(federation.engine.device),
+                "threads": federation.threads_per_site,
+            }
+
+        return DoneWork(self.cache / site / ".done", world)
 
 
 def _of_each(make: Callable[[T], R], sites: Sequence[T]) -> list[R]:
@@ -486,6 +522,15 @@ def slow_precision(federation: Federation) -> list[str]:
         "local.precision is bf16, for which this processor has no instructions (avx512_bf16, amx_bf16): sites on it train many times slower "
         "than in float32, and to other bits than sites that have them; float32 is faster here"
     ]
+
+
+@lru_cache(1)
+def code() -> str:
+    """The SHA-256, in hex, of the source files of this package."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"{file.relative_to(root)} {hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def versions() -> dict[str, str]:

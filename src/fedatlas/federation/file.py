@@ -99,7 +99,10 @@ class Engine:
         0, "Worker processes, at most one for each site; 0 runs the sites in turn in this process.", ge=0
     )
     device: str = option("cpu", "Where sites train: cpu, cuda, cuda:0, …")
-    cache: str | None = option(None, "Folder of preprocessed cases; null: .cache beside the runs.")
+    cache: str | None = option(
+        None,
+        "Folder of preprocessed cases, and of teachers that sites trained; null: .cache beside the runs.",
+    )
 
 
 @options

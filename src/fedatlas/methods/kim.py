@@ -47,7 +47,7 @@ from fedatlas.core.contract import Clients, Site, State, at_site
 from fedatlas.core.labels import LabelSpace
 from fedatlas.core.options import option, options
 from fedatlas.core.outputs import heads as voxel_heads
-from fedatlas.core.tensors import Tensors, Tree, average, tensors_of
+from fedatlas.core.tensors import Tensors, Tree, average, tensors_of, to_tree
 from fedatlas.learning.loop import Loss, forget_optimizer, train
 from fedatlas.losses import LossChoice
 from fedatlas.losses.masked import masked_bce
@@ -148,15 +148,21 @@ class Kim(Weighted):
 
     @at_site
     def pretrain_update(self, site: Site, model: Tensors, rounds: int) -> dict[str, Any]:
-        """A model of the site alone, from the common start."""
+        """A model of the site alone, from the common start; one that was trained to the same bits before is taken from the
+        site's cache (`Site.once`)."""
+        length = self.pretrain_rounds or rounds
+        of = cast(dict[str, Tree], to_tree({"start": model, "method": self, "rounds": length}))
+        teacher = site.once("kim-teacher", of, lambda: dict(self._trained_alone(site, model, length)))
+        return {"teacher": teacher, "classes": sorted(site.labels.annotated)}
+
+    def _trained_alone(self, site: Site, model: Tensors, length: int) -> Tensors:
         net, memory = site.network(model), "teacher optimizer"
         alone = dataclasses.replace(self, lambda_gt=1.0)  # here is no other term to weigh it against
         loss = alone.L(None, [], with_groups_of(net, site.labels.space), site.rng)
-        length = self.pretrain_rounds or rounds
         for round in range(length):
             train(site, net, loss, self.local, round=round, rounds=length, memory=memory)
         forget_optimizer(site, memory)
-        return {"teacher": tensors_of(net), "classes": sorted(site.labels.annotated)}
+        return tensors_of(net)
 
     @at_site
     def local_update(

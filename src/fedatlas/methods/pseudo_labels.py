@@ -60,6 +60,10 @@ class CompletedSite:
     def batches(self, **how: Any) -> Batches:
         return CompletedBatches(self._site.batches(**how), self._complete)
 
+    def once(self, what: str, of: Mapping[str, Tree], make: Callable[[], dict[str, Tree]]) -> dict[str, Tree]:
+        """Made each time: of these labels nothing is kept."""
+        return make()
+
     def with_predictions(self, net: nn.Module, **how: Any) -> Any:
         raise FederationError(
             "pseudo labels: the method within asks for predictions ahead of training, which are of other labels than "

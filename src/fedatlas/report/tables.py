@@ -37,6 +37,7 @@ BOOKKEEPING = frozenset(
         "teacher_score",
         "predicted_windows",
         "predicting_seconds",
+        "saved_seconds",
         *(f"{of}{kind}" for of in ("", "teacher_") for kind in ("epsilon", "epsilon_poisson")),
     }
 )
@@ -441,10 +442,11 @@ def site_cost(run: Run, site: str) -> SiteCost | None:
     spent, evaluated = costs(run, site, "seconds"), costs(run, site, "evaluate_seconds")
     if not spent and not evaluated:
         return None
-    steps, training = (
-        sum(number(e.sites.get(site, {}).get("step_seconds")) or 0.0 for e in run.rounds),
-        sum(spent),
+    steps, saved = (
+        sum(number(e.sites.get(site, {}).get(key)) or 0.0 for e in run.rounds)
+        for key in ("step_seconds", "saved_seconds")
     )
+    training = sum(spent) + saved
     return SiteCost(
         len(spent),
         training,

@@ -29,7 +29,7 @@ from fedatlas.transport.egress import NetForms
 from fedatlas.transport.frames import Question, printable, shown
 from fedatlas.transport.pipeline import Policy, Received, SitePipeline
 from fedatlas.transport.reply import Answer, CallId
-from fedatlas.transport.store import MemoryStore, errors_log, read_whole, write_atomic
+from fedatlas.transport.store import DoneWork, MemoryStore, errors_log, read_whole, write_atomic
 from fedatlas.transport.wire import Data
 
 
@@ -74,6 +74,7 @@ class HostedSite:
     logged: dict[str, float] = field(default_factory=dict)
     along: Any = None
     own_score: Callable[["HostedSite", nn.Module], float | None] | None = None
+    done_work: DoneWork | None = None
     _calls: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -135,12 +136,31 @@ class HostedSite:
     def score(self, net: nn.Module) -> float | None:
         return None if self.own_score is None else self.own_score(self, net)
 
+    def once(self, what: str, of: Mapping[str, Tree], make: Callable[[], dict[str, Tree]]) -> dict[str, Tree]:
+        if self.done_work is None or self.along is not None:
+            return make()
+        file = self.done_work.file(what, {**of, "place": list(self.seed_parts)})
+        done = self.done_work.find(file)
+        if done is None:
+            logged, self.logged, began = self.logged, {}, time.perf_counter()
+            try:
+                made = to_tree(make())
+                done = {"made": made, "logged": dict(self.logged), "seconds": time.perf_counter() - began}
+            finally:
+                self.logged = logged
+            self.done_work.keep(file, done)
+        else:
+            self.log(saved_seconds=done["seconds"])
+        self.log(**done["logged"])
+        return done["made"]
+
     def log(self, **numbers: float) -> None:
         for name, value in numbers.items():  # several trainings of one call add up
             self.logged[name] = float(value) + (self.logged.get(name, 0.0) if name in ADDED else 0.0)
 
 
-ADDED = ("steps", "step_seconds", "overflows")
+ADDED = ("steps", "step_seconds", "overflows", "saved_seconds")
+"""Numbers of several trainings that add up. saved_seconds: what `HostedSite.once` did not spend again."""
 
 
 class Host:
@@ -153,6 +173,7 @@ class Host:
     instance: tells this installation of the site from any other that uses its name; part of every reply.
     remembers: False where calls are no part of a run, and must leave its memory alone.
     own_score: what `core.contract.Site.score` gives, of the site and a net; None: no net has a score.
+    done_work: where `core.contract.Site.once` keeps what was made; None: nowhere, it is made at each call.
     """
 
     def __init__(
@@ -170,10 +191,12 @@ class Host:
         instance: str = "",
         remembers: bool = True,
         own_score: Callable[[HostedSite, nn.Module], float | None] | None = None,
+        done_work: DoneWork | None = None,
     ) -> None:
         self.name, self.source, self.functions, self.make_net = name, source, dict(functions), make_net
         self.folder, self.seed, self.threads, self.device = folder, seed, threads, torch.device(device)
         self.texts, self.instance, self.own_score = policy.texts, instance, own_score
+        self.done_work = done_work
         self.memory, self.remembers = MemoryStore(folder / "memory"), remembers
         self.pipeline = SitePipeline(name, folder, policy, len(source.labels.space), NetForms(make_net))
 
@@ -251,6 +274,7 @@ class Host:
             seed_parts=parts,
             lasting=self.memory.lasting() if self.remembers else {},
             own_score=self.own_score,
+            done_work=self.done_work,
         )
         with keeping_freed_blocks(), isolated(*parts, "libraries"):
             value = to_tree(self.functions[to.function](site, **received.arguments))

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from fedatlas.core.errors import DataChanged, RunFolderError, WireError, first_of
 from fedatlas.core.tensors import Tree
@@ -214,6 +215,38 @@ def guard_data(
         f"site {site}: its data are not those with which this run began ({listed}); put them back, begin another run with "
         "--id, or go on with the changed data with --data-changed"
     )
+
+
+class DoneWork:
+    """What a site's long work came to, in files that outlive a run and may be deleted at any time.
+
+    folder: theirs. world: all that decides what work comes to beside what it is said to be of, as plain values; asked for when
+    the first work is looked for.
+    """
+
+    def __init__(self, folder: Path, world: Callable[[], Mapping[str, Any]]) -> None:
+        self.folder, self._world = folder, world
+        self._told: str | None = None
+
+    def file(self, what: str, of: Mapping[str, Tree]) -> Path:
+        """The file of a work. what: its name; of: plain values and tensors that decide it."""
+        if self._told is None:
+            self._told = json.dumps(self._world(), sort_keys=True)
+        told = wire.encode({"what": what, "of": dict(of), "world": self._told})
+        return self.folder / f"{what}-{hashlib.sha256(told).hexdigest()[:32]}.fa"
+
+    def find(self, file: Path) -> dict[str, Any] | None:
+        """What was kept; None if nothing was, or cannot be read."""
+        try:
+            found = wire.decode(read_whole(file), copy=False)
+        except (OSError, WireError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def keep(self, file: Path, done: dict[str, Tree]) -> None:
+        """Where the file cannot be written, as on a full disk, the work is done again when it is next asked for."""
+        with contextlib.suppress(OSError), not_waiting():
+            write_atomic(file, wire.encode(done), durable=False)
 
 
 class MemoryStore:

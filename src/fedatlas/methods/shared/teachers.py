@@ -30,7 +30,7 @@ from fedatlas.core.errors import FederationError
 from fedatlas.core.labels import LabelSpace, SiteLabels, known_row
 from fedatlas.core.options import from_dict, option, options
 from fedatlas.core.outputs import Others, voxel_logits
-from fedatlas.core.tensors import Tensors, Tree, load, n_bytes, shapes_of, tensors_of
+from fedatlas.core.tensors import Tensors, Tree, load, n_bytes, shapes_of, tensors_of, to_tree
 from fedatlas.learning.loop import Local, autocast, count_steps, forget_optimizer
 from fedatlas.losses import LossChoice
 from fedatlas.losses.heads import full_precision
@@ -41,6 +41,9 @@ from fedatlas.methods.shared.pseudo import Merge, Merged, completed, completed_o
 
 MEMORY = "teachers"
 """The key in a site's memory of all teachers, its own included."""
+
+LATER = ("local", "exclusive", "resident")
+"""Fields of `Teaching` that decide no teacher, once `Teaching.training` has told what `local` is."""
 
 SENDS = {"teacher": "model:main", "classes": "classes"}
 """What a site answers to the training of its teacher."""
@@ -239,20 +242,35 @@ class Chosen:
 def train_teacher(
     site: Site, model: Tensors, rounds: int, how: Teaching, *, local: Local, loss: LossChoice
 ) -> dict[str, Any]:
-    """Trains a site's teacher from the common start, keeps it, and returns what is sent. rounds: of the federation; local,
-    loss: of its rounds, where `how` names no others. A site that annotates findings of whole images alone has none: it
+    """Trains a site's teacher from the common start, keeps it, and returns what is sent. One that was trained to the same bits
+    before, in another run or before this one was killed, is taken from the site's cache (`Site.once`), but for DP-SGD. rounds:
+    of the federation; local, loss: of its rounds, where `how` names no others. A site that annotates findings of whole images alone has none: it
     answers the start, of no class, which nobody is taught by."""
     if not site.labels.annotated:
         return {"teacher": model, "classes": []}
-    net, memory = site.network(model), "teacher optimizer"
-    supervised = losses.supervised(how.loss or loss, site)
-    length = how.rounds or rounds
-    own_local, spent = how.training(local), "teacher dp_sgd"
-    best = Chosen()
-    with dp_sgd.accounted(how.dp_sgd, site, net, own_local, memory=spent, prefix="teacher_") as private:
+    how = dataclasses.replace(how, rounds=how.rounds or rounds, loss=how.loss or loss)
+    own_local = how.training(local)
+    if how.dp_sgd is not None:  # every training is a release, which is counted
+        teacher = _trained(site, model, how, own_local)
+    else:
+        decides = {f.name: getattr(how, f.name) for f in dataclasses.fields(how) if f.name not in LATER}
+        of = cast(dict[str, Tree], to_tree({"start": model, "local": own_local, **decides}))
+        teacher = cast(Tensors, site.once("teacher", of, lambda: dict(_trained(site, model, how, own_local))))
+    classes = sorted(site.labels.annotated)
+    site.memory[MEMORY] = cast(Tree, {site.name: {"model": dict(teacher), "classes": classes}})
+    return {"teacher": teacher, "classes": list(classes)}
+
+
+def _trained(site: Site, model: Tensors, how: Teaching, local: Local) -> Tensors:
+    """A site's teacher from the common start, by settings that are all given."""
+    assert how.rounds is not None and how.loss is not None
+    net, memory, best = site.network(model), "teacher optimizer", Chosen()
+    supervised, length = losses.supervised(how.loss, site), how.rounds
+    spent = {"memory": "teacher dp_sgd", "prefix": "teacher_"}
+    with dp_sgd.accounted(how.dp_sgd, site, net, local, **spent) as private:
         for round in range(length):  # Alg. 1, line 2
             place: dict[str, Any] = {"round": round, "rounds": length, "memory": memory, "prefix": "teacher_"}
-            dp_sgd.train(private, site, net, supervised, own_local, **place)  # line 3
+            dp_sgd.train(private, site, net, supervised, local, **place)  # line 3
             last = round + 1 == length
             # one alone is the best, whatever its score
             if how.choose == "best" and length > how.every and (last or (round + 1) % how.every == 0):
@@ -260,9 +278,7 @@ def train_teacher(
     forget_optimizer(site, memory)
     if best.model is not None:
         site.log(teacher_round=best.round, teacher_score=best.score)
-    own = {"teacher": best.model or tensors_of(net), "classes": sorted(site.labels.annotated)}
-    site.memory[MEMORY] = {site.name: {"model": dict(own["teacher"]), "classes": list(own["classes"])}}
-    return own
+    return best.model or tensors_of(net)
 
 
 def remember(site: Site, teachers: Mapping[str, Mapping[str, Any]] | None) -> None:
