@@ -26,9 +26,9 @@ def costs(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict[st
     formula: `formula_gigabytes`; wire: training messages of all rounds and of the start as they were sent, in GB of 2**30
     bytes; start: those of the start alone; these three are None where a method merges the data. evaluation: messages
     of validation, None where a method merges the data and logs have none, as before 2026-11-28.
-    step_hours: all sites' optimizer steps, None where logs lack those of teachers, as before 2026-11-28; site_hours: all that the sites did for training in the rounds, with what it
-    would have been where work of another run was taken from a site's cache; start_hours:
-    the same before the first round, as pre-training; *_relative: over the first arm. server_seconds: of the rounds,
+    step_hours: all sites' optimizer steps, None where logs lack those of teachers, as before 2026-11-28; site_hours: all
+    that the sites did for training in the rounds, with the hours of what they took from their caches, as when it was made;
+    start_hours: the same before the first round, as pre-training; *_relative: over the first arm. server_seconds: of the rounds,
     without what sites did; None where sites ran beside each other.
     """
     found = {

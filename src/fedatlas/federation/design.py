@@ -412,9 +412,10 @@ class Experiment(Design):
             case_name=case_name,
             terms=make_terms(self.federation),
         )
+        source = self.training.get(site) or self.sources[site]
         return Host(
             site,
-            self.training.get(site) or self.sources[site],
+            source,
             self.method.functions() | functions_of(self.evaluator),
             partial(self.make_net, initial=False),
             folder,
@@ -423,22 +424,21 @@ class Experiment(Design):
             threads=self.federation.threads_per_site,
             device=self.federation.engine.device,
             own_score=own_score(self.evaluator, selects(self.federation)),
-            done_work=self._done_work(site),
+            done_work=self._done_work(site, source),
             **options,
         )
 
-    def _done_work(self, site: str) -> DoneWork | None:
-        """None where others brought methods, nets or losses: of their code it is not known what it hangs on."""
+    def _done_work(self, site: str, source: SiteData) -> DoneWork | None:
+        """Where a site keeps what it has done, with all that decides it. None where others brought methods, nets or losses: of their
+        code it is not known what it hangs on."""
         if any(others.names() for others in (methods.OTHERS, nets.OTHERS, losses.OTHERS)):
             return None
 
         def world() -> dict[str, Any]:
-            federation, source = self.federation, self.training.get(site) or self.sources[site]
-            decides = shareable(resolved(federation))
+            federation = self.federation
+            keys = shareable(resolved(federation)).items()
             return {
-                "federation": {
-                    key: decides[key] for key in decides if key not in ("name", "method", "rounds")
-                },
+                "federation": {key: value for key, value in keys if key not in ("name", "method", "rounds")},
                 "labels": self.space.to_plain(),
                 "annotated": sorted(source.labels.annotated),
                 "data": source.fingerprint(),

@@ -243,9 +243,9 @@ def train_teacher(
     site: Site, model: Tensors, rounds: int, how: Teaching, *, local: Local, loss: LossChoice
 ) -> dict[str, Any]:
     """Trains a site's teacher from the common start, keeps it, and returns what is sent. One that was trained to the same bits
-    before, in another run or before this one was killed, is taken from the site's cache (`Site.once`), but for DP-SGD. rounds:
-    of the federation; local, loss: of its rounds, where `how` names no others. A site that annotates findings of whole images alone has none: it
-    answers the start, of no class, which nobody is taught by."""
+    before, in another run or before this one was killed, is taken from the site's cache (`Site.once`), but for DP-SGD.
+    rounds: of the federation; local, loss: of its rounds, where `how` names no others. A site that annotates findings of
+    whole images alone has none: it answers the start, of no class, which nobody is taught by."""
     if not site.labels.annotated:
         return {"teacher": model, "classes": []}
     how = dataclasses.replace(how, rounds=how.rounds or rounds, loss=how.loss or loss)
