@@ -476,6 +476,29 @@ def test_the_first_round_after_a_resume_is_timed_from_its_first_question(monkeyp
     assert " left" not in unseen.getvalue(), "nothing is known of a round in which no site answered"
 
 
+def test_a_round_says_after_its_numbers_who_was_lost_and_what_came_from_the_cache(monkeypatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    progress = Progress(3, shown := io.StringIO())
+    logs: dict[str, Any] = {
+        "b": {"loss": 2.0, "saved_seconds": 70.0},
+        "a": {"loss": 1.0, "saved_seconds": 20.0},
+    }
+    record = SimpleNamespace(number=0, rows=[], log={"sites": {}, "lost": {}})
+    progress.round(record, SimpleNamespace(round=0))
+    record.number, record.log, now[0] = (
+        1,
+        {"sites": logs | {"c": {"loss": 4.0}}, "lost": {"d": "no answer"}},
+        5.0,
+    )
+    progress.round(record, SimpleNamespace(round=0))
+    assert shown.getvalue() == (
+        "round 1/3  loss a 1.000  b 2.000  c 4.000  5.0 s, 0:10 left\n"
+        "  lost d: no answer\n"
+        "  from the cache, not trained again: a, b (1:30 of training)\n"
+    )
+
+
 def test_a_run_ends_with_a_verdict(said: list[str], trained: Path) -> None:
     *_, model, baseline, after = said
     rows = read_rows(trained / "rows.csv")

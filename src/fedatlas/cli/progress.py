@@ -53,11 +53,15 @@ class Progress:
         if record.rows and best.round:
             score = f"{best.last_score:.3f}" if best.last_score is not None else "not defined"
             text += f"  validation {TITLES.get(best.metric, best.metric)} {score} (best {best.score:.3f} in round {best.round})"
-        for site, reason in record.log["lost"].items():
-            text += f"\n  lost {site}: {reason}"
         if recent := self.durations[-5:]:
             left = (self.rounds - record.number) * sum(recent) / len(recent)
             text += f"  {recent[-1]:.1f} s, {clock(left)} left"
+        for site, reason in record.log["lost"].items():
+            text += f"\n  lost {site}: {reason}"
+        saved = {site: log["saved_seconds"] for site, log in sorted(sites.items()) if "saved_seconds" in log}
+        if saved:
+            hours = clock(sum(saved.values()))
+            text += f"\n  from the cache, not trained again: {', '.join(saved)} ({hours} of training)"
         self._line(text)
 
     def _line(self, text: str) -> None:
