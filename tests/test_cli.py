@@ -484,14 +484,11 @@ def test_a_round_says_after_its_numbers_who_was_lost_and_what_came_from_the_cach
         "b": {"loss": 2.0, "saved_seconds": 70.0},
         "a": {"loss": 1.0, "saved_seconds": 20.0},
     }
-    record = SimpleNamespace(number=0, rows=[], log={"sites": {}, "lost": {}})
-    progress.round(record, SimpleNamespace(round=0))
-    record.number, record.log, now[0] = (
-        1,
-        {"sites": logs | {"c": {"loss": 4.0}}, "lost": {"d": "no answer"}},
-        5.0,
-    )
-    progress.round(record, SimpleNamespace(round=0))
+    start = SimpleNamespace(number=0, rows=[], log={"sites": {}, "lost": {}})
+    progress.round(start, SimpleNamespace(round=0))
+    now[0] = 5.0
+    log = {"sites": logs | {"c": {"loss": 4.0}}, "lost": {"d": "no answer"}}
+    progress.round(SimpleNamespace(number=1, rows=[], log=log), SimpleNamespace(round=0))
     assert shown.getvalue() == (
         "round 1/3  loss a 1.000  b 2.000  c 4.000  5.0 s, 0:10 left\n"
         "  lost d: no answer\n"

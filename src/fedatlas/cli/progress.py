@@ -60,8 +60,8 @@ class Progress:
             text += f"\n  lost {site}: {reason}"
         saved = {site: log["saved_seconds"] for site, log in sorted(sites.items()) if "saved_seconds" in log}
         if saved:
-            hours = clock(sum(saved.values()))
-            text += f"\n  from the cache, not trained again: {', '.join(saved)} ({hours} of training)"
+            took = clock(sum(saved.values()))
+            text += f"\n  from the cache, not trained again: {', '.join(saved)} ({took} of training)"
         self._line(text)
 
     def _line(self, text: str) -> None:
