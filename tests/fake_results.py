@@ -164,7 +164,8 @@ ANALYSES: dict[str, Any] = {
         ],
     },
     "hessian": {
-        "settings": {"tolerance": 0.01},
+        "settings": {"tolerance": 0.01, "labels": "annotated", "batches": 2, "batch": 8, "seed": 0, "top": 5},
+        "loss": {"name": "dice_bce", "options": {}},
         "spectra": [
             {
                 "site": "a", "model": "best", "eigenvalues": [11.5, 7.0, 6.0, 5.6, 5.4], "ratio": 2.1, "trace": 170.1,

@@ -61,6 +61,23 @@ def test_tables_from_records_are_those_of_the_runs(trained: Path, tmp_path: Path
     assert not list((tmp_path / "runs").rglob("*.fa"))
 
 
+def test_an_analysis_made_later_is_put_into_the_record(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "mine")
+    there = load_comparison([tmp_path / "mine" / "both.yaml"], runs=tmp_path / "mine" / "runs")
+    folder = tmp_path / "records"
+    keep_records(there, folder)
+    for told in ({"one": 1}, {"one": 2}):
+        kept = there.path("prox", 0) / "analysis" / "hessian.json"
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(json.dumps(told))
+        assert keep_records(there, folder) == ["prox-s0"] and keep_records(there, folder) == []
+    here = load_comparison([trained / "both.yaml"], runs=tmp_path / "runs")
+    restore_runs(here, folder)
+    assert read_json(here.path("prox", 0) / "analysis" / "hessian.json") == {"one": 2}
+    assert not (here.path("fedavg", 0) / "analysis").exists()
+    assert keep_records(here, folder) == [], "a restored run without it leaves the record's"
+
+
 def test_a_record_is_small_the_same_each_time_and_names_no_path(trained: Path, tmp_path: Path) -> None:
     there = load_comparison([trained / "both.yaml"], runs=trained / "runs")
     for folder in ("one", "other"):

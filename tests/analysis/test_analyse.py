@@ -101,6 +101,30 @@ def test_every_kind_from_the_command_line_to_the_report(
     assert torch.equal(torch.get_rng_state(), drawn), "the global generator is left alone"
 
 
+def test_the_last_round_that_was_the_best_has_one_spectrum(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "same"
+    shutil.copytree(run, path)
+    few = {
+        "top": 2,
+        "steps": 3,
+        "samples": 2,
+        "density": 2,
+        "batches": 1,
+        "batch": 2,
+        "sites": (Subject(run).sites[0],),
+    }
+    assert Subject(path).state("best").round == Subject(path).state("last").round
+    same = analyse("hessian", path, {**few, "model": ("best", "last")}, tell=lambda text: None)
+    assert same["cost"]["products"] == 3 + 2 + 2
+    best, last = same["spectra"]
+    assert (best["model"], last["model"]) == ("best", "last") and {**best, "model": "last"} == last
+    shutil.copy(path / "rounds" / "0001" / "state.fa", path / "models" / "best.fa")
+    apart = analyse("hessian", path, {**few, "model": ("best", "last")}, tell=lambda text: None)
+    assert apart["cost"]["products"] == 2 * (3 + 2 + 2)
+    assert apart["spectra"][0]["round"] == 1 and apart["spectra"][0]["trace"] != last["trace"]
+    assert apart["spectra"][1] == last
+
+
 def test_the_report_has_a_section_once_there_is_an_analysis(run: Path, tmp_path: Path) -> None:
     path = tmp_path / "shown"
     shutil.copytree(run, path)

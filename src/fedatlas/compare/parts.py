@@ -163,6 +163,7 @@ PARTS: Mapping[str, Part] = _Parts(
         "means": Part("Means", _always, None),
         "forgetting": Part("Forgetting", _with_local, None),
         "costs": Part("Cost", _always, None),
+        "flatness": Part("Flatness", partial(_analysed, kind="hessian"), None),
         "curves": Part("Validation over the rounds", lacks_curves, lambda page: curve_figure(page.found)),
         "class-curves": Part(
             "Validation of every class", lacks_curves, lambda page: class_figure(page.found)

@@ -220,7 +220,8 @@ class ComparisonFile:
     )
     analyses: dict[str, tuple[str, ...]] = option(
         {},
-        "Analysis, as `fedatlas analyse` has it -> arms whose first seed is shown with it on the page, once it was made.",
+        "Analysis, as `fedatlas analyse` has it -> arms whose first seed is shown with it on the page, once it "
+        "was made; of hessian the tables have every seed.",
     )
     paper: str | None = option(None, "The short name of the paper whose tables and figures `claims` lists.")
     claims: dict[str, tuple[str, ...]] = option(

@@ -29,7 +29,17 @@ from fedatlas.transport.rounds import SEAL, RunFolder, read_run, sealed, to_json
 from fedatlas.transport.store import write_atomic
 
 SUFFIX = ".tar.xz"
-FILES = ("run.json", "federation.yaml", "rows.csv", "best.json", "thresholds.json", "histograms.json")
+ANALYSIS = "analysis/hessian.json"
+"""What tables need of an analysis; it may be made long after the run was finished."""
+FILES = (
+    "run.json",
+    "federation.yaml",
+    "rows.csv",
+    "best.json",
+    "thresholds.json",
+    "histograms.json",
+    ANALYSIS,
+)
 OF_ROUND = ("log.json", "rows.json")
 OF_SITE = "predictions-*.npz"
 LARGEST = 2**30
@@ -138,7 +148,8 @@ def keep_record(
         if there["rows.csv"] != (path / "rows.csv").read_bytes():
             tell(f"{path}: other values than its record {file}, which stays")
             return False
-        if not has_intervals(comparison) or any(name.startswith("sites/") for name in there):
+        new = (path / ANALYSIS).exists() and (path / ANALYSIS).read_bytes() != there.get(ANALYSIS)
+        if not new and (not has_intervals(comparison) or any(name.startswith("sites/") for name in there)):
             return False
     try:
         predict(comparison, arm, seed)

@@ -20,6 +20,7 @@ from fedatlas.compare.cells import (
 )
 from fedatlas.compare.costs import costs
 from fedatlas.compare.curves import curves
+from fedatlas.compare.flatness import flatness
 from fedatlas.compare.forgetting import forgetting
 from fedatlas.compare.intervals import bootstrap
 from fedatlas.compare.plan import Comparison
@@ -76,7 +77,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     and seed. bootstrap: arm -> an interval of the difference of the table's means, by these cases or patients, and by patient where labels
     are of whole images. ranks: of each family of arms that are compared with one another, those of which every seed is
     finished, over cells of site and class, each the mean over seeds; with fewer than LEAST_PAIRS cases or patients no test. tables: `means` of the further tables. costs,
-    forgetting, curves: as the functions of these names give them.
+    forgetting, curves, flatness: as the functions of these names give them.
     """
     done = finished(comparison)
     found, values = means(comparison, done)
@@ -100,6 +101,7 @@ def collect(comparison: Comparison, *, tell: Tell = lambda text: None) -> dict[s
     found["costs"] = costs(comparison, done.seeds)
     found["forgetting"] = forgetting(comparison, done.seeds)
     found["curves"] = curves(comparison, done.seeds)
+    found["flatness"] = flatness(comparison, done.seeds)
     return found
 
 

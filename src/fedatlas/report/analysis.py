@@ -33,14 +33,14 @@ _MERGED = {
 
 def there(run: Run) -> list[str]:
     """The analyses that a run folder holds."""
-    return [kind for kind in TITLES if _kept(run.folder, kind).is_file()]
+    return [kind for kind in TITLES if _file(run.folder, kind).is_file()]
 
 
 def drawn(run: Run) -> list[tuple[str, Found, Markup]]:
     """Every analysis of a run: its kind, what it found, and its part of the page. Raises RunFolderError for a damaged file."""
     parts = []
     for kind in there(run):
-        file = _kept(run.folder, kind)
+        file = _file(run.folder, kind)
         found = _read(file)
         parts.append((kind, found, _drawn(kind, [file], found)))
     return parts
@@ -49,7 +49,7 @@ def drawn(run: Run) -> list[tuple[str, Found, Markup]]:
 def together(kind: str, folders: Mapping[str, Path]) -> tuple[Markup, list[str]]:
     """An analysis of several runs under one heading, "" where none has it; and the arms that lack it. folders: arm
     -> run folder. Raises RunFolderError for a damaged file."""
-    files = {arm: file for arm, folder in folders.items() if (file := _kept(folder, kind)).is_file()}
+    files = {arm: file for arm, folder in folders.items() if (file := _file(folder, kind)).is_file()}
     of_arms = {arm: _read(file) for arm, file in files.items()}
     missing = [arm for arm in folders if arm not in of_arms]
     if kind not in _MERGED:
@@ -98,7 +98,13 @@ def _whole(kind: str, files: Sequence[Path]) -> Iterator[None]:
         ) from None
 
 
-def _kept(folder: Path, kind: str) -> Path:
+def kept(folder: Path, kind: str) -> Found | None:
+    """What an analysis left in a run folder; None where it was not made. Raises RunFolderError for a damaged file."""
+    file = _file(folder, kind)
+    return _read(file) if file.is_file() else None
+
+
+def _file(folder: Path, kind: str) -> Path:
     return folder / "analysis" / f"{kind}.json"
 
 

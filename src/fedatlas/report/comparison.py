@@ -57,6 +57,7 @@ _BELOW = {
     "further-means": "",
     "forgetting": "forgetting",
     "swings": "validation over the rounds",
+    "flatness": "flatness",
     "costs": "costs",
 }
 """Parts that are folded -> what they are called; further means have their own titles."""
@@ -89,7 +90,7 @@ def html(
     sections: Sequence[Section] = (),
 ) -> str:
     """The same as a page of its own, with critical-difference diagrams; it needs no network. captions: means, forgetting,
-    costs -> what these tables repeat of a paper, plain text; sections: what stands below the tables."""
+    costs, flatness -> what these tables repeat of a paper, plain text; sections: what stands below the tables."""
     return render(
         "comparison.html",
         name=found["name"] + (f", {found['profile']}" if found["profile"] else ""),
@@ -112,6 +113,7 @@ def _parts(found: Mapping[str, Any]) -> dict[str, list[str | Table]]:
         "forgetting": _forgetting(found),
         "further-means": [part for other in found["tables"] for part in _means(other)],
         "swings": _curves(found),
+        "flatness": _flatness(found),
         "costs": _costs(found),
         "made": [_footer(found)],
     }
@@ -623,6 +625,99 @@ def _curves(found: Mapping[str, Any]) -> list[str | Table]:
     if len({line[1] for line in lines} - {NOT_RUN, NOT_DEFINED}) > 1:
         text += " The arms were evaluated in different numbers of rounds: change and fall do not compare between them."
     return [text, Table(["arm", "evaluated rounds", "best", "last", "change", "fall"], lines)]
+
+
+_FLATNESS = {"largest": "largest eigenvalue", "ratio": "largest / {}", "trace": "trace"}
+
+
+def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
+    """The Hessians of the loss at the models: a table for each of the measures."""
+    told = found["flatness"]
+    if not told:
+        return []
+    settings, sites, compared = told["settings"], told["sites"], found["compared"]
+    labels = (
+        "the site's own labels"
+        if settings["labels"] == "annotated"
+        else "all labels that the site has a truth for"
+    )
+    parts: list[str | Table] = [
+        f"Flatness: the Hessian of {settings['loss']['name']} on training data of a site, {settings['batches']} batches of {settings['batch']}, with "
+        f"{labels}, at the best global model, or at the one that is named. Mean ± SD over seeds; *mean*: over sites. *to another arm*: the geometric "
+        "mean, over sites and seeds, of a value divided by that of the other arm; in brackets that of each seed. Smaller is flatter."
+    ]
+    for measure, title in _FLATNESS.items():
+        title = title.format(_ORDINALS.get(settings["top"], f"the {settings['top']}th"))
+        lines = []
+        for row, row_of in told["rows"].items():
+            of_sites = [list(row_of[measure].get(site, {}).values()) for site in sites]
+            seeds = dict.fromkeys(seed for of in row_of[measure].values() for seed in of)
+            means = [_over_sites(row_of[measure], sites, seed) for seed in seeds]
+            reference = compared.get(row_of["arm"])
+            other = next(
+                (
+                    of
+                    for of in told["rows"].values()
+                    if (of["arm"], of["model"]) == (reference, row_of["model"])
+                ),
+                None,
+            )
+            over = NOT_DEFINED if other is None else _times(row_of[measure], other[measure], reference)
+            lines.append([row, str(len(seeds)), *map(_sized, of_sites), _sized(means), over])
+        parts += [f"**{title}**", Table(["arm", "seeds", *sites, "mean", "to another arm"], lines)]
+    lacking = "; ".join(
+        f"{arm}, seeds {', '.join(map(str, seeds))}" for arm, seeds in told["lacking"].items()
+    )
+    if lacking:
+        parts.append(f"Not analysed (`fedatlas analyse hessian RUN`): {lacking}.")
+    if told["unlike"]:
+        parts.append(
+            f"Analysed with other settings than the first, and left out: {', '.join(told['unlike'])}."
+        )
+    return parts
+
+
+_ORDINALS = {1: "itself", 2: "second", 3: "third"}
+
+
+def _over_sites(
+    values: Mapping[str, Mapping[int, float | None]], sites: Sequence[str], seed: int
+) -> float | None:
+    """The mean over all sites; None where one has no value."""
+    of_seed = [values.get(site, {}).get(seed) for site in sites]
+    kept = [value for value in of_seed if value is not None]
+    return float(np.mean(kept)) if len(kept) == len(sites) else None
+
+
+def _sized(values: Sequence[float | None]) -> str:
+    """Mean ± SD with three significant digits; a dash where a value is not defined."""
+    kept = [value for value in values if value is not None]
+    if not kept or len(kept) < len(values):
+        return NOT_DEFINED
+    size = abs(float(np.mean(kept)))
+    return _spread(kept, 1.0, max(0, 2 - int(np.floor(np.log10(size))))) if size else _spread(kept, 1.0, 2)
+
+
+def _times(
+    values: Mapping[str, Mapping[int, float | None]],
+    others: Mapping[str, Mapping[int, float | None]],
+    name: str | None,
+) -> str:
+    """How often another arm's values, over the sites and seeds of both; a dash where one of them is not above 0."""
+    logs: dict[int, list[float]] = {}
+    for site, of_seed in values.items():
+        for seed, value in of_seed.items():
+            if seed not in others.get(site, {}):
+                continue
+            other = others[site][seed]
+            if value is None or other is None or min(value, other) <= 0:
+                return NOT_DEFINED
+            logs.setdefault(seed, []).append(float(np.log(value / other)))
+    if not logs:
+        return NOT_DEFINED
+    of_seeds = [f"{np.exp(np.mean(of)):.2f}" for of in logs.values()]
+    every = np.exp(np.mean([one for of in logs.values() for one in of]))
+    return f"× {every:.2f} to {name} ({', '.join(of_seeds)})"
 
 
 def _costs(found: Mapping[str, Any]) -> list[str | Table]:

@@ -8,12 +8,12 @@ augmented.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from fedatlas.analysis.runs.subject import LossOfModels, Subject, clock, timed
+from fedatlas.analysis.runs.subject import LossOfModels, Model, Subject, clock, timed
 from fedatlas.analysis import hessian as of
 from fedatlas.core.options import option, options
 from fedatlas.core.seeds import generator
@@ -40,9 +40,11 @@ def run(subject: Subject, chosen: Hessian, tell: Callable[[str], None]) -> dict[
     "trace_error", "lowest", "density": {"at", "value"}}]}. ratio: of the largest eigenvalue to the last of `top`; lowest: the
     least eigenvalue that the density's runs came upon, below 0 where the model stands in no minimum."""
     names = chosen.model or (subject.usual,)
-    work = {site: [m for name in names for m in subject.models(name, site)] for site in subject.sites}
+    work = {
+        site: _distinct([m for name in names for m in subject.models(name, site)]) for site in subject.sites
+    }
     count = sum(map(len, work.values()))
-    size = sum(p.numel() for p in subject.network(next(iter(work.values()))[0].member).parameters())
+    size = sum(p.numel() for p in subject.network(next(iter(work.values()))[0][0].member).parameters())
     steps = max(chosen.steps, min(chosen.top, size))
     products = count * (steps + chosen.samples + chosen.runs * chosen.density)
     memory = max(steps, chosen.density) * size * 4 / 2**20
@@ -61,7 +63,7 @@ def run(subject: Subject, chosen: Hessian, tell: Callable[[str], None]) -> dict[
             site, count=chosen.batches, size=chosen.batch, seed=chosen.seed, labels=chosen.labels
         )
         loss = subject.loss_at(site)
-        for model in work[site]:
+        for model, *equal in work[site]:
             operator = of.Hessian(subject.network(model.member), loss, batches)
             if not spectra:
                 one = torch.ones(operator.size, dtype=torch.float64, device=operator.device)
@@ -86,24 +88,36 @@ def run(subject: Subject, chosen: Hessian, tell: Callable[[str], None]) -> dict[
             )
             at, value = masses.density(points=chosen.points)
             last = float(largest.values[-1])
-            spectra.append(
-                {
-                    "site": site,
-                    "model": model.name,
-                    "round": model.round,
-                    "eigenvalues": largest.values.tolist(),
-                    "errors": largest.errors.tolist(),
-                    "converged": largest.converged,
-                    "steps": largest.steps,
-                    "ratio": float(largest.values[0]) / last if last else None,
-                    "trace": trace.value,
-                    "trace_error": trace.error,
-                    "lowest": float(masses.nodes[masses.weights > 0].min()),
-                    "density": {"at": at.tolist(), "value": value.tolist()},
-                }
-            )
+            spectrum = {
+                "eigenvalues": largest.values.tolist(),
+                "errors": largest.errors.tolist(),
+                "converged": largest.converged,
+                "steps": largest.steps,
+                "ratio": float(largest.values[0]) / last if last else None,
+                "trace": trace.value,
+                "trace_error": trace.error,
+                "lowest": float(masses.nodes[masses.weights > 0].min()),
+                "density": {"at": at.tolist(), "value": value.tolist()},
+            }
+            spectra += [{"site": site, "model": m.name, "round": m.round, **spectrum} for m in (model, *equal)]
             tell(
                 f"hessian: {site}, {model.name}: largest {float(largest.values[0]):.4g}, trace {trace.value:.4g}"
             )
     cost = {"products": products, "parameters": size}
     return {"loss": subject.told_loss(), "cost": cost, "spectra": spectra}
+
+
+def _distinct(models: Sequence[Model]) -> list[list[Model]]:
+    """Models of the same values together, as the best and the last where the best round was the last: they have one spectrum."""
+    groups: list[list[Model]] = []
+    for model in models:
+        for group in groups:
+            first, other = group[0].member, model.member
+            if first.net == other.net and all(
+                torch.equal(first.model[name], value) for name, value in other.model.items()
+            ):
+                group.append(model)
+                break
+        else:
+            groups.append([model])
+    return groups
