@@ -56,7 +56,7 @@ def rows(text: str, title: str) -> dict[str, list[str]]:
     """Arm -> cells of the table below a title."""
     lines = text.partition(f"**{title}**\n\n")[2].partition("\n\n")[0].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert cells[0] == ["arm", "seeds", "a", "b", "mean", "to another arm"]
+    assert cells[0] == ["arm", "seeds", "a", "b", "mean", "to another arm", "lower in"]
     return {row[0]: row[1:] for row in cells[2:]}
 
 
@@ -64,16 +64,17 @@ def test_the_table_has_every_seed_and_the_ratio_to_the_reference(comparison: Com
     found = collect(comparison)
     text = markdown(found)
     largest = rows(text, "largest eigenvalue")
-    assert largest["unet"] == ["2", "5.00 ± 4.24", "5.00 ± 1.41", "5.00 ± 1.41", "–"]
+    assert largest["unet"] == ["2", "5.00 ± 4.24", "5.00 ± 1.41", "5.00 ± 1.41", "–", "–"]
     # sites and seeds: 4/8, 1/4, 4/2, 6/6; of the seeds sqrt(1/8) and sqrt(2)
     every = np.exp(np.mean(np.log([4 / 8, 1 / 4, 4 / 2, 6 / 6])))
     assert largest["menu"] == [
         *["2", "4.00 ± 0.00", "3.50 ± 3.54", "3.75 ± 1.77"],
         f"× {every:.2f} to unet ({np.sqrt(1 / 8):.2f}, {np.sqrt(2):.2f})",
+        "2 of 4",
     ]
     assert rows(text, "largest / the 5th")["menu"][:4] == ["2", "2.00 ± 0.00", "1.75 ± 1.77", "1.88 ± 0.88"]
     trace = rows(text, "trace")["menu"]
-    assert trace[1] == "-4.00 ± 0.00" and trace[-1] == "–", "no ratio of what is below 0"
+    assert trace[1] == "-4.00 ± 0.00" and trace[-2:] == ["–", "1 of 4"], "no ratio of what is below 0"
     assert (
         "Hessian of dice_bce on training data of a site, 2 batches of 8, with the site's own labels" in text
     )
@@ -101,7 +102,8 @@ def test_what_is_not_analysed_or_otherwise_is_named(comparison: Comparison) -> N
     assert "Not analysed (`fedatlas analyse hessian RUN`): unet, seeds 1." in text
     assert "Analysed with other settings than the first, and left out: menu-s1." in text
     menu_row = rows(text, "largest eigenvalue")["menu"]
-    assert menu_row == ["1", "4.00", "1.00", "2.50", f"× {np.sqrt(1 / 8):.2f} to unet ({np.sqrt(1 / 8):.2f})"]
+    to = f"× {np.sqrt(1 / 8):.2f} to unet ({np.sqrt(1 / 8):.2f})"
+    assert menu_row == ["1", "4.00", "1.00", "2.50", to, "2 of 2"]
 
 
 def test_a_site_that_a_seed_lacks_is_in_no_mean(comparison: Comparison) -> None:
@@ -109,7 +111,9 @@ def test_a_site_that_a_seed_lacks_is_in_no_mean(comparison: Comparison) -> None:
     found = json.loads(file.read_text())
     file.write_text(json.dumps({**found, "spectra": found["spectra"][:1]}))
     row = rows(markdown(collect(comparison)), "largest eigenvalue")["menu"]
-    assert row[1:4] == ["4.00 ± 0.00", "1.00", "–"] and row[-1].endswith("(0.35, 2.00)")
+    assert (
+        row[1:4] == ["4.00 ± 0.00", "1.00", "–"] and row[-2].endswith("(0.35, 2.00)") and row[-1] == "2 of 3"
+    )
 
 
 def test_nothing_is_said_without_an_analysis_and_a_damaged_one_is_named(

@@ -644,7 +644,8 @@ def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
     parts: list[str | Table] = [
         f"Flatness: the Hessian of {settings['loss']['name']} on training data of a site, {settings['batches']} batches of {settings['batch']}, with "
         f"{labels}, at the best global model, or at the one that is named. Mean ± SD over seeds; *mean*: over sites. *to another arm*: the geometric "
-        "mean, over sites and seeds, of a value divided by that of the other arm; in brackets that of each seed. Smaller is flatter."
+        "mean, over sites and seeds, of a value divided by that of the other arm; in brackets that of each seed; no mean where a value is not above 0. *lower in*: "
+        "at how many of these sites and seeds it is below that of the other arm. Smaller is flatter."
     ]
     for measure, title in _FLATNESS.items():
         title = title.format(_ORDINALS.get(settings["top"], f"the {settings['top']}th"))
@@ -662,9 +663,12 @@ def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
                 ),
                 None,
             )
-            over = NOT_DEFINED if other is None else _times(row_of[measure], other[measure], reference)
-            lines.append([row, str(len(seeds)), *map(_sized, of_sites), _sized(means), over])
-        parts += [f"**{title}**", Table(["arm", "seeds", *sites, "mean", "to another arm"], lines)]
+            to = _to_another(row_of[measure], other[measure] if other else {}, reference)
+            lines.append([row, str(len(seeds)), *map(_sized, of_sites), _sized(means), *to])
+        parts += [
+            f"**{title}**",
+            Table(["arm", "seeds", *sites, "mean", "to another arm", "lower in"], lines),
+        ]
     lacking = "; ".join(
         f"{arm}, seeds {', '.join(map(str, seeds))}" for arm, seeds in told["lacking"].items()
     )
@@ -698,26 +702,29 @@ def _sized(values: Sequence[float | None]) -> str:
     return _spread(kept, 1.0, max(0, 2 - int(np.floor(np.log10(size))))) if size else _spread(kept, 1.0, 2)
 
 
-def _times(
+def _to_another(
     values: Mapping[str, Mapping[int, float | None]],
     others: Mapping[str, Mapping[int, float | None]],
     name: str | None,
-) -> str:
-    """How often another arm's values, over the sites and seeds of both; a dash where one of them is not above 0."""
+) -> list[str]:
+    """The ratio to another arm's values, and how often they are lower, over the sites and seeds of both."""
+    pairs = [
+        (seed, value, other)
+        for site, of_seed in values.items()
+        for seed, value in of_seed.items()
+        if value is not None and (other := others.get(site, {}).get(seed)) is not None
+    ]
+    if not pairs:
+        return [NOT_DEFINED] * 2
+    lower = f"{sum(value < other for _, value, other in pairs)} of {len(pairs)}"
+    if min(min(value, other) for _, value, other in pairs) <= 0:
+        return [NOT_DEFINED, lower]
     logs: dict[int, list[float]] = {}
-    for site, of_seed in values.items():
-        for seed, value in of_seed.items():
-            if seed not in others.get(site, {}):
-                continue
-            other = others[site][seed]
-            if value is None or other is None or min(value, other) <= 0:
-                return NOT_DEFINED
-            logs.setdefault(seed, []).append(float(np.log(value / other)))
-    if not logs:
-        return NOT_DEFINED
-    of_seeds = [f"{np.exp(np.mean(of)):.2f}" for of in logs.values()]
+    for seed, value, other in pairs:
+        logs.setdefault(seed, []).append(float(np.log(value / other)))
+    of_seeds = ", ".join(f"{np.exp(np.mean(of)):.2f}" for of in logs.values())
     every = np.exp(np.mean([one for of in logs.values() for one in of]))
-    return f"× {every:.2f} to {name} ({', '.join(of_seeds)})"
+    return [f"× {every:.2f} to {name} ({of_seeds})", lower]
 
 
 def _costs(found: Mapping[str, Any]) -> list[str | Table]:
