@@ -8,7 +8,7 @@ from fedatlas.core.errors import RunFolderError
 from fedatlas.report.analysis import kept
 
 MEASURES = ("largest", "ratio", "trace")
-"""The largest eigenvalue; over the last of those that were asked for; the sum of all."""
+"""The magnitude of the eigenvalue that is largest in magnitude; over that of the last of those that were asked for; the sum of all."""
 _ALIKE = ("labels", "batches", "batch", "seed", "top", "loss")
 """Settings without which two analyses cannot be compared."""
 
@@ -54,6 +54,7 @@ def _add(found: dict[str, Any], arm: str, seed: int, spectrum: Mapping[str, Any]
         arm if model == "best" else f"{arm}, {model}",
         {"arm": arm, "model": model, **{measure: {} for measure in MEASURES}},
     )
-    values = (spectrum["eigenvalues"][0], spectrum["ratio"], spectrum["trace"])
+    ratio = spectrum["ratio"]
+    values = (abs(spectrum["eigenvalues"][0]), None if ratio is None else abs(ratio), spectrum["trace"])
     for measure, value in zip(MEASURES, values, strict=True):
         row[measure].setdefault(site, {})[seed] = value

@@ -627,7 +627,7 @@ def _curves(found: Mapping[str, Any]) -> list[str | Table]:
     return [text, Table(["arm", "evaluated rounds", "best", "last", "change", "fall"], lines)]
 
 
-_FLATNESS = {"largest": "largest eigenvalue", "ratio": "largest / {}", "trace": "trace"}
+_FLATNESS = {"largest": "largest eigenvalue in magnitude", "ratio": "largest / {}", "trace": "trace"}
 
 
 def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
