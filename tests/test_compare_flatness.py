@@ -63,7 +63,7 @@ def rows(text: str, title: str) -> dict[str, list[str]]:
 def test_the_table_has_every_seed_and_the_ratio_to_the_reference(comparison: Comparison) -> None:
     found = collect(comparison)
     text = markdown(found)
-    largest = rows(text, "largest eigenvalue in magnitude")
+    largest = rows(text, "λ1, the largest eigenvalue in magnitude")
     assert largest["unet"] == ["2", "5.00 ± 4.24", "5.00 ± 1.41", "5.00 ± 1.41", "–", "–"]
     # sites and seeds: 4/8, 1/4, 4/2, 6/6; of the seeds sqrt(1/8) and sqrt(2)
     every = np.exp(np.mean(np.log([4 / 8, 1 / 4, 4 / 2, 6 / 6])))
@@ -72,7 +72,7 @@ def test_the_table_has_every_seed_and_the_ratio_to_the_reference(comparison: Com
         f"× {every:.2f} to unet ({np.sqrt(1 / 8):.2f}, {np.sqrt(2):.2f})",
         "2 of 4",
     ]
-    assert rows(text, "largest / the 5th")["menu"][:4] == ["2", "2.00 ± 0.00", "1.75 ± 1.77", "1.88 ± 0.88"]
+    assert rows(text, "λ1 / λ5")["menu"][:4] == ["2", "2.00 ± 0.00", "1.75 ± 1.77", "1.88 ± 0.88"]
     trace = rows(text, "trace")["menu"]
     assert trace[1] == "-4.00 ± 0.00" and trace[-2:] == ["–", "1 of 4"], "no ratio of what is below 0"
     assert (
@@ -89,7 +89,7 @@ def test_another_model_has_a_row_of_its_own_beside_that_of_the_same_name(compari
     for arm, of_seed in LARGEST.items():
         for seed, largest in enumerate(of_seed):
             analysed(comparison, arm, seed, largest, models=("best", "last"))
-    largest = rows(markdown(collect(comparison)), "largest eigenvalue in magnitude")
+    largest = rows(markdown(collect(comparison)), "λ1, the largest eigenvalue in magnitude")
     assert list(largest) == ["unet", "unet, last", "menu", "menu, last"]
     assert largest["menu"] == largest["menu, last"]
 
@@ -98,7 +98,7 @@ def test_the_largest_counts_by_its_magnitude(comparison: Comparison) -> None:
     text = markdown(collect(comparison))
     analysed(comparison, "menu", 1, [-4.0, -6.0])
     again = markdown(collect(comparison))
-    for title in ("largest eigenvalue in magnitude", "largest / the 5th"):
+    for title in ("λ1, the largest eigenvalue in magnitude", "λ1 / λ5"):
         assert rows(again, title) == rows(text, title), title
 
 
@@ -109,16 +109,25 @@ def test_what_is_not_analysed_or_otherwise_is_named(comparison: Comparison) -> N
     text = markdown(collect(comparison))
     assert "Not analysed (`fedatlas analyse hessian RUN`): unet, seeds 1." in text
     assert "Analysed with other settings than the first, and left out: menu-s1." in text
-    menu_row = rows(text, "largest eigenvalue in magnitude")["menu"]
+    menu_row = rows(text, "λ1, the largest eigenvalue in magnitude")["menu"]
     to = f"× {np.sqrt(1 / 8):.2f} to unet ({np.sqrt(1 / 8):.2f})"
     assert menu_row == ["1", "4.00", "1.00", "2.50", to, "2 of 2"]
+
+
+def test_an_eigenvalue_that_is_not_exact_enough_is_told(comparison: Comparison) -> None:
+    assert "not exact enough" not in markdown(collect(comparison))
+    file = comparison.path("menu", 1) / "analysis" / "hessian.json"
+    found = json.loads(file.read_text())
+    found["spectra"][1]["converged"] = False
+    file.write_text(json.dumps(found))
+    assert "Eigenvalues are not exact enough (give more --steps): menu-s1." in markdown(collect(comparison))
 
 
 def test_a_site_that_a_seed_lacks_is_in_no_mean(comparison: Comparison) -> None:
     file = comparison.path("menu", 1) / "analysis" / "hessian.json"
     found = json.loads(file.read_text())
     file.write_text(json.dumps({**found, "spectra": found["spectra"][:1]}))
-    row = rows(markdown(collect(comparison)), "largest eigenvalue in magnitude")["menu"]
+    row = rows(markdown(collect(comparison)), "λ1, the largest eigenvalue in magnitude")["menu"]
     assert (
         row[1:4] == ["4.00 ± 0.00", "1.00", "–"] and row[-2].endswith("(0.35, 2.00)") and row[-1] == "2 of 3"
     )

@@ -18,11 +18,19 @@ def flatness(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict
 
     seeds: arm -> those of which the run is finished. settings: of the first run that was analysed, with `loss`, its name and options. sites: of the spectra,
     in order. rows: arm, or "arm, MODEL" for another model than the best -> arm, model, and of each of MEASURES site -> seed ->
-    a value, None where it is not defined. lacking: arm -> seeds that were not analysed; unlike: runs that were, with other settings than the first, which do not count.
+    a value, None where it is not defined. lacking: arm -> seeds that were not analysed; unlike: runs that were, with other settings than the first, which do not count;
+    inexact: runs of which an eigenvalue is not within the tolerance.
 
     Raises RunFolderError for a damaged file.
     """
-    found: dict[str, Any] = {"settings": {}, "sites": [], "rows": {}, "lacking": {}, "unlike": []}
+    found: dict[str, Any] = {
+        "settings": {},
+        "sites": [],
+        "rows": {},
+        "lacking": {},
+        "unlike": [],
+        "inexact": [],
+    }
     for arm in comparison.analyses.get("hessian", ()):
         for seed in seeds[arm]:
             path = comparison.path(arm, seed)
@@ -37,6 +45,8 @@ def flatness(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict
                     found["unlike"].append(path.name)
                     continue
                 found["settings"] = settings
+                if not all(spectrum["converged"] for spectrum in told["spectra"]):
+                    found["inexact"].append(path.name)
                 for spectrum in told["spectra"]:
                     _add(found, arm, seed, spectrum)
             except (KeyError, TypeError, IndexError) as error:

@@ -2,7 +2,7 @@
 without training.
 
 A run folder holds models and is large. Its record, FOLDER/<runs>/<arm>-s<seed>.tar.xz, holds the rows of its evaluations, the
-logs of its rounds and its settings, and of findings of whole images what the model says of every scored image and its labels, by which
+logs of its rounds and its settings, the numbers of `fedatlas analyse hessian` where it was made, and of findings of whole images what the model says of every scored image and its labels, by which
 intervals are made, with patients as numbers; no model, no image, no path of the machine.
 """
 
@@ -127,7 +127,7 @@ def keep_record(
     """Writes the record of a run that is finished and has none; whether it did.
 
     A record that is there stays, and where the run has other values than its record that is told; one without predictions, which can
-    be made now, is made again, and one of another configuration is replaced. A run folder of another configuration has no record.
+    be made now, or without the run's analysis as it is now, is made again, and one of another configuration is replaced. A run folder of another configuration has no record.
     Where a run's images or models are not here, its record has no predictions, which is told, as is a run that is too large for a record.
     Raises RunFolderError for a file in a record's place that is none.
     """

@@ -627,7 +627,7 @@ def _curves(found: Mapping[str, Any]) -> list[str | Table]:
     return [text, Table(["arm", "evaluated rounds", "best", "last", "change", "fall"], lines)]
 
 
-_FLATNESS = {"largest": "largest eigenvalue in magnitude", "ratio": "largest / {}", "trace": "trace"}
+_FLATNESS = {"largest": "λ1, the largest eigenvalue in magnitude", "ratio": "λ1 / λ{top}", "trace": "trace"}
 
 
 def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
@@ -648,7 +648,6 @@ def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
         "at how many of these sites and seeds it is below that of the other arm. Smaller is flatter."
     ]
     for measure, title in _FLATNESS.items():
-        title = title.format(_ORDINALS.get(settings["top"], f"the {settings['top']}th"))
         lines = []
         for row, row_of in told["rows"].items():
             of_sites = [list(row_of[measure].get(site, {}).values()) for site in sites]
@@ -666,7 +665,7 @@ def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
             to = _to_another(row_of[measure], other[measure] if other else {}, reference)
             lines.append([row, str(len(seeds)), *map(_sized, of_sites), _sized(means), *to])
         parts += [
-            f"**{title}**",
+            f"**{title.format(top=settings['top'])}**",
             Table(["arm", "seeds", *sites, "mean", "to another arm", "lower in"], lines),
         ]
     lacking = "; ".join(
@@ -674,14 +673,13 @@ def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
     )
     if lacking:
         parts.append(f"Not analysed (`fedatlas analyse hessian RUN`): {lacking}.")
+    if told["inexact"]:
+        parts.append(f"Eigenvalues are not exact enough (give more --steps): {', '.join(told['inexact'])}.")
     if told["unlike"]:
         parts.append(
             f"Analysed with other settings than the first, and left out: {', '.join(told['unlike'])}."
         )
     return parts
-
-
-_ORDINALS = {1: "itself", 2: "second", 3: "third"}
 
 
 def _over_sites(
