@@ -632,7 +632,7 @@ _FLATNESS = {"largest": "λ1, the largest eigenvalue in magnitude", "ratio": "λ
 
 def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
     """The Hessians of the loss at the models: a table for each of the measures."""
-    told = found["flatness"]
+    told = found.get("flatness")
     if not told:
         return []
     settings, sites, compared = told["settings"], told["sites"], found["compared"]
