@@ -168,7 +168,7 @@ ANALYSES: dict[str, Any] = {
         "loss": {"name": "dice_bce", "options": {}},
         "spectra": [
             {
-                "site": "a", "model": "best", "eigenvalues": [11.5, 7.0, 6.0, 5.6, 5.4], "ratio": 2.1, "trace": 170.1,
+                "site": "a", "model": "best", "round": 2, "eigenvalues": [11.5, 7.0, 6.0, 5.6, 5.4], "ratio": 2.1, "trace": 170.1,
                 "trace_error": 3.0, "lowest": -0.1, "converged": True, "steps": 60,
                 "density": {"at": [-1.0, 0.0, 5.0, 11.5], "value": [0.01, 1.0, 0.1, 0.01]},
             }

@@ -123,6 +123,27 @@ def test_an_eigenvalue_that_is_not_exact_enough_is_told(comparison: Comparison) 
     assert "Eigenvalues are not exact enough (give more --steps): menu-s1." in markdown(collect(comparison))
 
 
+@pytest.mark.parametrize(("model", "now"), [("best", {"round": 2}), ("best/2", {"round": 2}), ("last", None)])
+def test_an_analysis_of_before_the_run_went_on_does_not_count(
+    comparison: Comparison, model: str, now: dict[str, int] | None
+) -> None:
+    if now:
+        (comparison.path("menu", 1) / "best.json").write_text(json.dumps(now))
+    analysed(comparison, "menu", 1, [4.0, 6.0], models=("best", model))
+    assert "Analysed before" not in markdown(collect(comparison))
+    file = comparison.path("menu", 1) / "analysis" / "hessian.json"
+    found = json.loads(file.read_text())
+    for one in found["spectra"]:
+        one["round"] = 1 if one["model"] == model else one["round"]
+    file.write_text(json.dumps(found))
+    text = markdown(collect(comparison))
+    assert (
+        "Analysed before the run went on, and left out until `fedatlas analyse hessian RUN` is run again: menu-s1."
+        in text
+    )
+    assert rows(text, "λ1, the largest eigenvalue in magnitude")["menu"][0] == "1"
+
+
 def test_a_site_that_a_seed_lacks_is_in_no_mean(comparison: Comparison) -> None:
     file = comparison.path("menu", 1) / "analysis" / "hessian.json"
     found = json.loads(file.read_text())

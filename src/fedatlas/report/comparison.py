@@ -673,6 +673,10 @@ def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
     )
     if lacking:
         parts.append(f"Not analysed (`fedatlas analyse hessian RUN`): {lacking}.")
+    if told["earlier"]:
+        parts.append(
+            f"Analysed before the run went on, and left out until `fedatlas analyse hessian RUN` is run again: {', '.join(told['earlier'])}."
+        )
     if told["inexact"]:
         parts.append(f"Eigenvalues are not exact enough (give more --steps): {', '.join(told['inexact'])}.")
     if told["unlike"]:
