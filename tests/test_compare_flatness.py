@@ -144,6 +144,15 @@ def test_an_analysis_of_before_the_run_went_on_does_not_count(
     assert rows(text, "λ1, the largest eigenvalue in magnitude")["menu"][0] == "1"
 
 
+def test_where_every_analysis_is_of_before_that_is_told_alone(comparison: Comparison) -> None:
+    for arm, of_seed in LARGEST.items():
+        for seed in range(len(of_seed)):
+            (comparison.path(arm, seed) / "best.json").write_text(json.dumps({"round": 1}))
+    text = markdown(collect(comparison))
+    assert "Analysed before the run went on" in text and "menu-s1." in text
+    assert "Smaller is flatter" not in text
+
+
 def test_a_site_that_a_seed_lacks_is_in_no_mean(comparison: Comparison) -> None:
     file = comparison.path("menu", 1) / "analysis" / "hessian.json"
     found = json.loads(file.read_text())

@@ -13,6 +13,6 @@ from pathlib import Path
 from fedatlas.phantoms.xray import write_phantom_xray
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     print(write_phantom_xray(Path(sys.argv[1]), sites=4, cases=1000, size=32))

@@ -60,7 +60,7 @@ def flatness(comparison: Comparison, seeds: Mapping[str, Sequence[int]]) -> dict
                 raise RunFolderError(
                     f"{path}: its analysis is damaged ({type(error).__name__}: {error}); run `fedatlas analyse hessian {path}` again"
                 ) from None
-    return found if found["rows"] else {}
+    return found if found["rows"] or found["earlier"] else {}
 
 
 def _earlier(path: Path, spectra: Sequence[Mapping[str, Any]], rounds: int) -> bool:

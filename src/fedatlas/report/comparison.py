@@ -631,11 +631,32 @@ _FLATNESS = {"largest": "λ1, the largest eigenvalue in magnitude", "ratio": "λ
 
 
 def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
-    """The Hessians of the loss at the models: a table for each of the measures."""
+    """The Hessians of the loss at the models: a table for each of the measures, and which runs do not count."""
     told = found.get("flatness")
     if not told:
         return []
-    settings, sites, compared = told["settings"], told["sites"], found["compared"]
+    parts = _of_measures(told, found["compared"]) if told["rows"] else []
+    lacking = "; ".join(
+        f"{arm}, seeds {', '.join(map(str, seeds))}" for arm, seeds in told["lacking"].items()
+    )
+    if lacking:
+        parts.append(f"Not analysed (`fedatlas analyse hessian RUN`): {lacking}.")
+    if told["earlier"]:
+        parts.append(
+            f"Analysed before the run went on, and left out until `fedatlas analyse hessian RUN` is run again: {', '.join(told['earlier'])}."
+        )
+    if told["inexact"]:
+        parts.append(f"Eigenvalues are not exact enough (give more --steps): {', '.join(told['inexact'])}.")
+    if told["unlike"]:
+        parts.append(
+            f"Analysed with other settings than the first, and left out: {', '.join(told['unlike'])}."
+        )
+    return parts
+
+
+def _of_measures(told: Mapping[str, Any], compared: Mapping[str, str]) -> list[str | Table]:
+    """What the tables of Hessians show, and the tables. told: see `fedatlas.compare.flatness`; compared: arm -> its reference."""
+    settings, sites = told["settings"], told["sites"]
     labels = (
         "the site's own labels"
         if settings["labels"] == "annotated"
@@ -668,21 +689,6 @@ def _flatness(found: Mapping[str, Any]) -> list[str | Table]:
             f"**{title.format(top=settings['top'])}**",
             Table(["arm", "seeds", *sites, "mean", "to another arm", "lower in"], lines),
         ]
-    lacking = "; ".join(
-        f"{arm}, seeds {', '.join(map(str, seeds))}" for arm, seeds in told["lacking"].items()
-    )
-    if lacking:
-        parts.append(f"Not analysed (`fedatlas analyse hessian RUN`): {lacking}.")
-    if told["earlier"]:
-        parts.append(
-            f"Analysed before the run went on, and left out until `fedatlas analyse hessian RUN` is run again: {', '.join(told['earlier'])}."
-        )
-    if told["inexact"]:
-        parts.append(f"Eigenvalues are not exact enough (give more --steps): {', '.join(told['inexact'])}.")
-    if told["unlike"]:
-        parts.append(
-            f"Analysed with other settings than the first, and left out: {', '.join(told['unlike'])}."
-        )
     return parts
 
 
